@@ -1,0 +1,169 @@
+"""Reads a causal language model through its public interface.
+
+The hidden state that heads read is the exact input of the model's output embedding, whatever scaling
+or soft-capping the architecture adds after it. It is seen through a forward pre-hook that lives for
+one forward pass; nothing stays attached to the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from medusa.attention import layer_windows, node_positions, tree_attention_masks
+from medusa.cache import TreeCache
+from medusa.tree import TreeTopology
+
+MASKED_ATTENTION = ("sdpa", "eager")
+"""Attention implementations that take an arbitrary mask."""
+
+
+def output_embedding(base: PreTrainedModel) -> nn.Module:
+    """The module that turns a hidden state (..., D) into logits (..., V)."""
+    module = base.get_output_embeddings()
+    if module is None:
+        raise ValueError(
+            f"{type(base).__name__} has no output embedding, so it is not a causal language model; "
+            "load it with AutoModelForCausalLM"
+        )
+    return module
+
+
+def hidden_size(base: PreTrainedModel) -> int:
+    """D: what the output embedding reads."""
+    return output_embedding(base).weight.shape[1]
+
+
+def vocab_size(base: PreTrainedModel) -> int:
+    """V: rows of the output embedding."""
+    return output_embedding(base).weight.shape[0]
+
+
+def context_length(base: PreTrainedModel) -> int | None:
+    """Positions the model was made for, None when its configuration does not say."""
+    return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def check_decodable(base: PreTrainedModel) -> None:
+    """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
+    name, config = type(base).__name__, base.config.get_text_config(decoder=True)
+    if base.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
+    output_embedding(base)
+    if getattr(base, "_is_stateful", False):
+        raise ValueError(
+            f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
+            "tree verification needs a model whose layers are all attention"
+        )
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"{name}.forward takes no position_ids (it derives positions from the order of tokens), "
+            "so the nodes of a tree cannot be given theirs"
+        )
+    attention = config._attn_implementation
+    if attention not in MASKED_ATTENTION:
+        raise ValueError(
+            f"attention implementation {attention!r} takes no tree mask; load {name} with "
+            "attn_implementation='sdpa' (or 'eager')"
+        )
+    layer_windows(config)
+
+
+def new_cache(base: PreTrainedModel, num_rows: int) -> TreeCache:
+    """An empty cache for ``num_rows`` rows of ``base``."""
+    config = base.config.get_text_config(decoder=True)
+    return TreeCache(num_rows, config.num_hidden_layers, base.device)
+
+
+def hidden_states(
+    base: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """What the output embedding would read, (B, T, D), for input_ids (B, T) long; no logits are computed.
+
+    Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T).
+    """
+    with _seen_hidden(base, lambda hidden: hidden[:, :0]) as seen:
+        base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    return seen[0]
+
+
+def verify(
+    base: PreTrainedModel,
+    tokens: Tensor,
+    topology: TreeTopology,
+    cache: TreeCache,
+    select: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One forward pass over the nodes of a tree: hidden states (B, M, D) and logits (B, M, V).
+
+    tokens (B, N) long hang below each row's committed tokens in ``cache`` as ``topology`` says.
+    ``select`` (B, M) long names the nodes whose logits are wanted; all N without it. The cache then
+    holds the pass's keys and values, uncommitted.
+    """
+    config = base.config.get_text_config(decoder=True)
+    cache.begin(tokens.shape[1])
+    additive = config._attn_implementation == "eager"
+    masks = tree_attention_masks(
+        cache.lengths, cache.num_slots, topology, layer_windows(config), base.dtype if additive else None
+    )
+
+    def wanted(hidden: Tensor) -> Tensor:
+        if select is None:
+            return hidden
+        return hidden.gather(1, select.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[2]))
+
+    with _seen_hidden(base, wanted) as seen:
+        output = base(
+            input_ids=tokens,
+            attention_mask=masks,
+            position_ids=node_positions(cache.lengths, topology, context_length(base)),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return wanted(seen[0]), output.logits
+
+
+def prefill(
+    base: PreTrainedModel, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Commit prompts to an empty ``cache``; hidden state (B, D) and logits (B, V) after each row's last token.
+
+    tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it. A prompt is a
+    tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound memory.
+    """
+    hidden = logits = None
+    for start in range(0, tokens.shape[1], chunk):
+        part = tokens[:, start : start + chunk]
+        num_new = (lengths - start).clamp(0, part.shape[1])
+        last = (num_new - 1).clamp(min=0)[:, None]
+        chain = TreeTopology.chain(part.shape[1], tokens.device)
+        part_hidden, part_logits = (x[:, 0] for x in verify(base, part, chain, cache, select=last))
+        cache.commit_prefix(num_new)
+        ends_here = (num_new > 0)[:, None]
+        hidden = part_hidden if hidden is None else torch.where(ends_here, part_hidden, hidden)
+        logits = part_logits if logits is None else torch.where(ends_here, part_logits, logits)
+    return hidden, logits
+
+
+@contextmanager
+def _seen_hidden(base: PreTrainedModel, keep: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Records the output embedding's input, and lets only ``keep`` of it through to the logits."""
+    seen: list[Tensor] = []
+
+    def look(_module: nn.Module, args: tuple) -> tuple:
+        seen.append(args[0])
+        return (keep(args[0]), *args[1:])
+
+    handle = output_embedding(base).register_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -1,0 +1,245 @@
+"""The heads directory: what training leaves behind and decoding loads.
+
+    config.json         HeadsConfig, the base model's name, the format version
+    model.safetensors   the weights, names as in MedusaHeads.state_dict()
+    tree.json           the candidate tree, as rank paths, and where it came from
+    provenance.json     how the heads were made: command, configuration, versions, measurements
+
+Loading is strict: a tensor that is missing, left over, of another shape or cut short is an error.
+Writing goes to a temporary name beside the target and is renamed at the end, so a failed write
+leaves what was there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.tree import CandidateTree
+
+FORMAT_VERSION = 1
+CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
+    "config.json",
+    "model.safetensors",
+    "tree.json",
+    "provenance.json",
+)
+
+
+@dataclass
+class HeadsCheckpoint:
+    """Everything a heads directory holds."""
+
+    heads: MedusaHeads
+    base_model: str
+    """Name or path of the base the heads were trained on, as the user gave it."""
+    tree: CandidateTree | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bool = False) -> Path:
+    """Write a heads directory and return its path.
+
+    Raises:
+        FileExistsError: ``directory`` holds something and ``overwrite`` is false.
+        OSError: the disk refused; what was in ``directory`` before is untouched.
+    """
+    with replaced_directory(directory, overwrite) as partial:
+        config = {
+            "format_version": FORMAT_VERSION,
+            "base_model": checkpoint.base_model,
+            **asdict(checkpoint.heads.config),
+        }
+        write_json(partial / CONFIG_FILE, config)
+        state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.heads.state_dict().items()}
+        save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        if checkpoint.tree is not None:
+            write_json(partial / TREE_FILE, {"paths": [list(path) for path in checkpoint.tree.paths]})
+        write_json(partial / PROVENANCE_FILE, checkpoint.provenance)
+    return Path(directory)
+
+
+def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
+    """Read a heads directory, or download one when ``source`` is a hub id.
+
+    Raises:
+        FileNotFoundError: no such directory, or it is not a heads directory.
+        ValueError: the files contradict each other or are damaged; the message names the tensor or key.
+    """
+    directory = _local_directory(source)
+    raw = read_json(directory / CONFIG_FILE)
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{directory / CONFIG_FILE} has format_version={raw.get('format_version')!r}, this version of "
+            f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
+        )
+    known = {f.name for f in fields(HeadsConfig)}
+    unknown = sorted(set(raw) - known - {"format_version", "base_model"})
+    if unknown:
+        raise ValueError(f"{directory / CONFIG_FILE} has unknown keys {unknown}; known are {sorted(known)}")
+    config = HeadsConfig(**{key: value for key, value in raw.items() if key in known})
+
+    weights = _read_weights(directory / WEIGHTS_FILE, device)
+    heads = _heads_holding(config, weights, directory)
+    return HeadsCheckpoint(
+        heads=heads,
+        base_model=raw.get("base_model", ""),
+        tree=_read_tree(directory, heads.num_heads),
+        provenance=read_json(directory / PROVENANCE_FILE) if (directory / PROVENANCE_FILE).exists() else {},
+    )
+
+
+def save_tree(directory: str | Path, tree: CandidateTree, **origin: Any) -> Path:
+    """Write ``tree`` into an existing heads directory; ``origin`` says where it came from (plain JSON values)."""
+    path = Path(directory) / TREE_FILE
+    write_json(path, {"paths": [list(p) for p in tree.paths], **origin})
+    return path
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` to ``path``, through a temporary name beside it."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it does not hold a JSON object.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; a heads directory holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+@contextmanager
+def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary directory that takes the place of ``directory`` when the block ends well.
+
+    When the block raises, ``directory`` stays as it was and the temporary one is removed.
+    """
+    target = Path(directory)
+    if not overwrite:
+        check_writable_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        retired = None
+        if target.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.retired-", dir=target.parent))
+            os.replace(target, retired)
+        os.replace(partial, target)
+        if retired is not None:
+            shutil.rmtree(retired)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_writable_target(directory: str | Path) -> None:
+    """Raise FileExistsError when ``directory`` holds something; call it before long work, not after."""
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(
+            f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting it"
+        )
+
+
+def _local_directory(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    looks_like_path = path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1
+    if looks_like_path:
+        raise FileNotFoundError(
+            f"no heads directory at {str(source)!r}; train one with train/train_heads.py, or give a hub id "
+            "of the form owner/name"
+        )
+    files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE]
+    return Path(snapshot_download(str(source), allow_patterns=files))
+
+
+def _read_weights(path: Path, device: str) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; the heads directory is incomplete")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            opened.keys()
+        return load_file(path, device=device)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
+
+
+def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path) -> MedusaHeads:
+    """The module that holds ``weights``; head and layer counts are read from the tensors."""
+    blocks = [name.split(".") for name in weights if name.startswith("blocks.")]
+    counted = {
+        "num_heads": 1 + max((int(name[1]) for name in blocks), default=-1),
+        "num_layers": 1 + max((int(name[2]) for name in blocks), default=-1),
+    }
+    for name, count in counted.items():
+        if getattr(config, name) != count:
+            raise ValueError(
+                f"{directory / CONFIG_FILE} says {name}={getattr(config, name)}, {WEIGHTS_FILE} holds {count}; "
+                "the two files do not belong together"
+            )
+    heads = MedusaHeads(replace(config, **counted))
+    expected = heads.state_dict()
+    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
+    if missing or extra:
+        raise ValueError(
+            f"{directory / WEIGHTS_FILE} does not hold the tensors of {config.unembedding!r} heads: "
+            f"missing {missing}, extra {extra}"
+        )
+    for name, tensor in expected.items():
+        if weights[name].shape != tensor.shape:
+            raise ValueError(
+                f"{directory / WEIGHTS_FILE}: tensor {name!r} must have shape {tuple(tensor.shape)}, "
+                f"got {tuple(weights[name].shape)}"
+            )
+    heads.load_state_dict(weights, assign=True)
+    return heads
+
+
+def _read_tree(directory: Path, num_heads: int) -> CandidateTree | None:
+    if not (directory / TREE_FILE).exists():
+        return None
+    tree = CandidateTree.from_paths(read_json(directory / TREE_FILE)["paths"])
+    check_tree_fits(tree, num_heads)
+    return tree
+
+
+def check_tree_fits(tree: CandidateTree, num_heads: int) -> None:
+    """Raise ValueError when ``tree`` asks for more depths than there are heads."""
+    if tree.depth > num_heads:
+        raise ValueError(
+            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as there are "
+            f"heads; use tree.subtree({num_heads})"
+        )

@@ -1,0 +1,279 @@
+"""The decode loop: draft, verify, accept, commit.
+
+Plain decoding is this loop with a tree of one node. Rows of a batch advance by as many tokens as
+each accepts, and leave the batch when they finish. This module knows nothing of prompts as text,
+generation configurations or files; :class:`medusa.MedusaModel` prepares a :class:`DecodeRequest`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from medusa.acceptance import Acceptance, accept_equal, accept_typical
+from medusa.base import new_cache, prefill, verify, vocab_size
+from medusa.cache import TreeCache
+from medusa.drafters import Draft, DraftContext, Drafter
+from medusa.sampling import NodePaths, choose, gumbel_noise, process_node_logits
+from medusa.statistics import DecodingStatistics
+from medusa.tree import TreeTopology
+
+AcceptanceRule = Literal["exact", "typical"]
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """What to decode and when to stop. B rows, stored from column 0 without padding."""
+
+    tokens: Tensor
+    """(B, P) long: prompts; row r holds ``lengths[r]`` tokens, the rest is ignored."""
+    lengths: Tensor
+    """(B,) long."""
+    max_new_tokens: int
+    seeds: Tensor | None = None
+    """(B,) long: one noise stream per row; None decodes greedily."""
+    temperature: float = 1.0
+    """Already applied by ``processors``; drafters want to know it."""
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    """Asked after every token of every row. End-of-sequence and length have their own fields."""
+    eos_ids: frozenset[int] = frozenset()
+    pad_id: int = 0
+    padding: tuple[int, ...] = ()
+    """Left padding of each row in the caller's batch; () for none."""
+    acceptance: AcceptanceRule = "exact"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one forward pass gave, for every row of the request; finished rows have empty lists."""
+
+    tokens: list[list[int]]
+    depths: list[list[int]]
+    """The depth of the guess behind each token; 0 for the base model's own."""
+    is_first: bool = False
+    """The prefill, which gives each row its first token."""
+
+
+@dataclass
+class DecodeState:
+    """The rows still decoding."""
+
+    rows: list[int]
+    """Their index in the request."""
+    tokens: Tensor
+    """(B, S) long: prompt and answer, root token included."""
+    lengths: Tensor
+    """(B,) long: tokens of each row, root token included."""
+    hidden: Tensor
+    """(B, D): the state that chose the root token."""
+    cache: TreeCache
+    request: DecodeRequest
+    """Narrowed to ``rows``."""
+
+    def noise(self, num_positions: int, vocab_size: int) -> Tensor | None:
+        """Noise for the tokens 1 .. num_positions after the root, (B, num_positions, V)."""
+        if self.request.seeds is None:
+            return None
+        ahead = torch.arange(num_positions, device=self.lengths.device)
+        return gumbel_noise(self.request.seeds, self.lengths[:, None] + ahead, vocab_size)
+
+    def append(self, new_tokens: list[list[int]]) -> None:
+        """Add each row's new tokens."""
+        reach = self.lengths.tolist()
+        needed = max(length + len(new) for length, new in zip(reach, new_tokens, strict=True))
+        if needed > self.tokens.shape[1]:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, needed + 256 - self.tokens.shape[1]))
+        for row, new in enumerate(new_tokens):
+            if new:
+                start = reach[row]
+                self.tokens[row, start : start + len(new)] = self.tokens.new_tensor(new)
+        self.lengths = self.lengths + self.lengths.new_tensor([len(new) for new in new_tokens])
+
+    def keep_rows(self, kept: list[int]) -> None:
+        """Drop the rows that are not in ``kept``."""
+        index = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
+        self.rows = [self.rows[row] for row in kept]
+        self.tokens, self.lengths, self.hidden = self.tokens[index], self.lengths[index], self.hidden[index]
+        self.cache.keep_rows(index)
+        request = self.request
+        self.request = replace(
+            request,
+            seeds=None if request.seeds is None else request.seeds[index],
+            padding=tuple(request.padding[row] for row in kept) if request.padding else (),
+        )
+
+
+@torch.no_grad()
+def decode(
+    base: PreTrainedModel,
+    drafter: Drafter,
+    request: DecodeRequest,
+    statistics: DecodingStatistics | None = None,
+) -> Iterator[StepResult]:
+    """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes."""
+    statistics = DecodingStatistics() if statistics is None else statistics
+    answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
+    clock = _Clock(statistics)
+
+    state, first = _begin(base, request)
+    clock.prefill_done(num_rows=len(answers))
+    yield _finish_step(state, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
+
+    while state.rows:
+        num_rows = len(state.rows)
+        clock.start()
+        draft, noise = _draft(state, drafter, base)
+        clock.lap("draft")
+        hidden, logits = verify(base, draft.tokens, draft.topology, state.cache)
+        clock.lap("verify")
+        acceptance = _accept(state, draft, logits, noise)
+        new_tokens, depths = _emitted(acceptance, draft)
+        clock.lap("accept")
+        state.cache.commit(acceptance.path, acceptance.num_accepted + 1)
+        state.hidden = hidden[torch.arange(num_rows, device=hidden.device), acceptance.path[:, -1]]
+        result = _finish_step(state, drafter, answers, new_tokens, depths, False)
+        clock.lap("commit")
+        kept = [len(new) - 1 for new in result.tokens if new]
+        statistics.record_step(kept, draft.topology.max_depth)
+        yield result
+
+
+def _begin(base: PreTrainedModel, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
+    """Prefill; the state to go on from and each row's first token."""
+    cache = new_cache(base, len(request.lengths))
+    hidden, logits = prefill(base, request.tokens, request.lengths, cache)
+    state = DecodeState(
+        rows=list(range(len(request.lengths))),
+        tokens=request.tokens,
+        lengths=request.lengths,
+        hidden=hidden,
+        cache=cache,
+        request=request,
+    )
+    # The last prompt token is the only node of a tree, and the first token is chosen after it.
+    last = request.tokens.gather(1, request.lengths[:, None] - 1)
+    lone = Draft(last, TreeTopology.chain(1, last.device))
+    scores = _scores(state, lone, logits[:, None], prefix_lengths=request.lengths - 1)
+    noise = state.noise(1, scores.shape[-1])
+    return state, choose(scores, noise)[:, 0].tolist()
+
+
+def _draft(state: DecodeState, drafter: Drafter, base: PreTrainedModel) -> tuple[Draft, Tensor | None]:
+    """The step's candidates, and the noise (B, L, V) that chooses after every depth."""
+    noise = state.noise(drafter.max_depth + 1, vocab_size(base))
+    root = state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1)
+    context = DraftContext(
+        root, state.hidden, state.tokens, state.lengths, noise, temperature=state.request.temperature
+    )
+    return drafter.draft(context), noise
+
+
+def _accept(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
+    """Which candidates the base agrees with."""
+    scores = _scores(state, draft, logits, prefix_lengths=state.lengths - 1)
+    if noise is not None:
+        depths = draft.topology.depths.expand(len(noise), -1)
+        noise = noise.gather(1, depths[..., None].expand(-1, -1, noise.shape[2]))  # (B, N, V)
+    chosen = choose(scores, noise)
+    if state.request.acceptance == "typical":
+        return accept_typical(draft.tokens, chosen, scores, draft.topology)
+    return accept_equal(draft.tokens, chosen, draft.topology)
+
+
+def _scores(state: DecodeState, draft: Draft, logits: Tensor, prefix_lengths: Tensor) -> Tensor:
+    """Logits (B, N, V) after every processor; untouched when there is none."""
+    request = state.request
+    if not request.processors:
+        return logits.float()
+    paths = NodePaths(
+        prefix=state.tokens,
+        prefix_lengths=prefix_lengths.tolist(),
+        padding=list(request.padding) or [0] * len(logits),
+        tokens=draft.tokens,
+        topology=draft.topology,
+        pad_id=request.pad_id,
+    )
+    return process_node_logits(logits, request.processors, paths)
+
+
+def _emitted(acceptance: Acceptance, draft: Draft) -> tuple[list[list[int]], list[list[int]]]:
+    """Each row's new tokens and the depth of the guess behind each."""
+    counts = acceptance.num_accepted.tolist()
+    tokens = acceptance.tokens(draft.tokens).tolist()
+    new_tokens = [row[: count + 1] for row, count in zip(tokens, counts, strict=True)]
+    return new_tokens, [[*range(1, count + 1), 0] for count in counts]
+
+
+def _finish_step(
+    state: DecodeState,
+    drafter: Drafter,
+    answers: list[list[int]],
+    new_tokens: list[list[int]],
+    depths: list[list[int]],
+    is_first: bool,
+) -> StepResult:
+    """Cut each row at its end, record what is left, and drop finished rows."""
+    result = StepResult([[] for _ in answers], [[] for _ in answers], is_first)
+    running = []
+    ended = [_num_until_end(state, answers, row, new) for row, new in enumerate(new_tokens)]
+    state.append(new_tokens)
+    for row, (num_kept, is_finished) in enumerate(ended):
+        index = state.rows[row]
+        result.tokens[index], result.depths[index] = new_tokens[row][:num_kept], depths[row][:num_kept]
+        answers[index].extend(result.tokens[index])
+        if not is_finished:
+            running.append(row)
+    if len(running) < len(state.rows):
+        state.keep_rows(running)
+        drafter.keep_rows(torch.tensor(running, dtype=torch.long, device=state.lengths.device))
+    return result
+
+
+def _num_until_end(
+    state: DecodeState, answers: list[list[int]], row: int, new: list[int]
+) -> tuple[int, bool]:
+    """How many of a row's ``new`` tokens belong to its answer, and whether the last of them ends it."""
+    request = state.request
+    before = len(answers[state.rows[row]])
+    for count, token in enumerate(new, start=1):
+        if before + count >= request.max_new_tokens or token in request.eos_ids:
+            return count, True
+        if request.criteria and _criteria_met(state, row, new[:count]):
+            return count, True
+    return len(new), False
+
+
+def _criteria_met(state: DecodeState, row: int, new: list[int]) -> bool:
+    """Ask the caller's stopping criteria about one row, padded as the caller's batch was."""
+    request = state.request
+    so_far = state.tokens[row, : int(state.lengths[row])]
+    padding = so_far.new_full((request.padding[row] if request.padding else 0,), request.pad_id)
+    sequence = torch.cat([padding, so_far, so_far.new_tensor(new)])[None]
+    return bool(request.criteria(sequence, None).any())
+
+
+class _Clock:
+    """Host time by phase, written into statistics."""
+
+    def __init__(self, statistics: DecodingStatistics, now: Callable[[], float] = time.perf_counter):
+        self.statistics, self.now = statistics, now
+        self.last = now()
+
+    def start(self) -> None:
+        self.last = self.now()
+
+    def lap(self, phase: str) -> None:
+        elapsed, self.last = self.now() - self.last, self.now()
+        self.statistics.phase_seconds[phase] += elapsed
+        self.statistics.decode_seconds += elapsed
+
+    def prefill_done(self, num_rows: int) -> None:
+        self.statistics.prefill_seconds += self.now() - self.last
+        self.statistics.num_rows += num_rows

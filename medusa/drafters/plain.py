@@ -1,0 +1,20 @@
+"""No drafting: a tree of the root token alone, which makes the decode loop plain decoding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from medusa.drafters import Draft, DraftContext
+from medusa.tree import TreeTopology
+
+
+class PlainDrafter:
+    """Proposes nothing."""
+
+    max_depth = 0
+
+    def draft(self, context: DraftContext) -> Draft:
+        return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Nothing is kept between steps."""

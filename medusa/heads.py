@@ -1,0 +1,187 @@
+"""The Medusa heads: last hidden state in, one row of logits per depth out.
+
+Head d (d = 1 .. K) reads the hidden state that the base model's own output embedding reads at
+position t and scores the token at t + d + 1. A head is residual blocks followed by an
+unembedding. This module knows nothing of trees, caches or files.
+
+Shapes: D hidden, V vocabulary, K heads, V' scored tokens (V, or fewer with a token map).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Unembedding = Literal["shared", "full", "low_rank", "token_map"]
+Project = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What defines a set of heads, apart from its weights."""
+
+    hidden_size: int
+    """D of the base model."""
+    vocab_size: int
+    """V of the base model's output embedding."""
+    num_heads: int = 4
+    """K: how many tokens beyond the next one are guessed."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    unembedding: Unembedding = "shared"
+    """shared: the base's own output embedding. full: a (V, D) copy per head. low_rank: the base's plus
+    a trained rank-r correction per head. token_map: the base's rows for the tokens in the map only."""
+    rank: int = 64
+    """r of low_rank."""
+    token_map_size: int | None = None
+    """V' of token_map."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.unembedding not in get_args(Unembedding):
+            raise ValueError(f"unembedding must be one of {get_args(Unembedding)}, got {self.unembedding!r}")
+        if (self.unembedding == "token_map") != (self.token_map_size is not None):
+            raise ValueError(
+                "token_map_size goes with unembedding='token_map' and with no other, got "
+                f"unembedding={self.unembedding!r}, token_map_size={self.token_map_size}"
+            )
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)), zero-initialised, so that an untrained block is the identity (arXiv 2401.10774, eq. 1)."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.Module):
+    """K heads over a frozen base model's output embedding.
+
+    The base's output embedding is never a part of this module: callers pass it to :meth:`forward`,
+    so it is neither trained nor saved nor copied.
+    """
+
+    def __init__(self, config: HeadsConfig, token_map: Sequence[int] | Tensor | None = None):
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
+        )
+        if config.unembedding == "full":
+            self.unembed = nn.ParameterList(
+                nn.Parameter(torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02))
+                for _ in range(config.num_heads)
+            )
+        elif config.unembedding == "low_rank":
+            self.down = nn.Parameter(
+                torch.empty(config.num_heads, config.rank, config.hidden_size).normal_(
+                    std=config.hidden_size**-0.5
+                )
+            )
+            self.up = nn.Parameter(torch.zeros(config.num_heads, config.vocab_size, config.rank))
+        self.register_buffer("token_map", _checked_token_map(config, token_map))
+        self._mapped_rows: tuple[Tensor, Tensor] | None = None
+
+    token_map: Tensor | None
+    """(V',) long: the token id that each scored column stands for; None when every token is scored."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    def initialise_from(self, output_embedding: nn.Module) -> None:
+        """Start ``full`` heads from the base's unembedding (V, D), so that each begins as the base's own LM head."""
+        if self.config.unembedding == "full":
+            with torch.no_grad():
+                for rows in self.unembed:
+                    rows.copy_(output_embedding.weight)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """What each head's unembedding reads: hidden (..., D) -> (..., K, D)."""
+        return torch.stack([block(hidden) for block in self.blocks], dim=-2)
+
+    def forward(self, hidden: Tensor, output_embedding: nn.Module) -> Tensor:
+        """Logits of every head: hidden (..., D) -> (..., K, V').
+
+        Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
+        Scaling and soft-capping that an architecture adds after its output embedding are left out:
+        they do not change the order of a head's guesses.
+        """
+        features = self.features(hidden.to(self.blocks[0][0].linear.weight.dtype))
+        return self.project(features, output_embedding)
+
+    def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
+        """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
+        kind = self.config.unembedding
+        if kind == "full":
+            per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
+            return torch.stack(per_head, dim=-2)
+        if kind == "token_map":
+            rows, bias = self._rows_of(output_embedding)
+            return F.linear(features.to(rows.dtype), rows, bias)
+        logits = output_embedding(features.to(_dtype_of(output_embedding, features)))
+        if kind == "low_rank":
+            low = torch.einsum("...kd,krd->...kr", features, self.down)
+            logits = logits + torch.einsum("...kr,kvr->...kv", low, self.up)
+        return logits
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Token ids of logits columns, any shape, long."""
+        return columns if self.token_map is None else self.token_map[columns]
+
+    def _rows_of(self, output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The base's rows for the mapped tokens, gathered once per output embedding."""
+        weight, bias = output_embedding.weight, getattr(output_embedding, "bias", None)
+        if self._mapped_rows is None or self._mapped_rows[0] is not weight:
+            self._mapped_rows = (weight, weight.detach()[self.token_map])
+        return self._mapped_rows[1], None if bias is None else bias.detach()[self.token_map]
+
+
+def check_heads_fit(config: HeadsConfig, hidden_size: int, vocab_size: int, base_name: str) -> None:
+    """Raise ValueError unless heads of ``config`` can sit on a base of these sizes."""
+    for name, theirs, ours in (
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; "
+                "load the base model that the heads were trained on"
+            )
+
+
+def _dtype_of(output_embedding: nn.Module, fallback: Tensor) -> torch.dtype:
+    weight = getattr(output_embedding, "weight", None)
+    is_float = isinstance(weight, Tensor) and weight.is_floating_point()
+    return weight.dtype if is_float else fallback.dtype
+
+
+def _checked_token_map(config: HeadsConfig, token_map: Sequence[int] | Tensor | None) -> Tensor | None:
+    if config.unembedding != "token_map":
+        if token_map is not None:
+            raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
+        return None
+    if token_map is None:  # filled by loading weights
+        return torch.zeros(config.token_map_size, dtype=torch.long)
+    ids = torch.as_tensor(token_map, dtype=torch.long)
+    if ids.shape != (config.token_map_size,) or len(ids.unique()) != len(ids):
+        raise ValueError(
+            f"token_map must hold {config.token_map_size} different ids, got shape {tuple(ids.shape)}"
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
+        raise ValueError(f"token_map ids must be in [0, {config.vocab_size}), got up to {int(ids.max())}")
+    return ids

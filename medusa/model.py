@@ -1,0 +1,204 @@
+"""MedusaModel: a base model, its heads and a tree, behind ``transformers``' own ``generate`` arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from medusa.base import check_decodable, hidden_size, output_embedding, vocab_size
+from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
+from medusa.decoding import AcceptanceRule, StepResult, decode
+from medusa.drafters import Drafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.plain import PlainDrafter
+from medusa.heads import MedusaHeads, check_heads_fit
+from medusa.request import decode_request, joined_sequences, with_stop_strings
+from medusa.statistics import DecodingStatistics
+from medusa.tree import CandidateTree
+
+
+@dataclass
+class MedusaOutput(GenerateDecoderOnlyOutput):
+    """What ``generate`` returns with ``return_dict_in_generate=True``."""
+
+    statistics: DecodingStatistics | None = None
+
+
+class MedusaModel:
+    """Decodes with a base model several tokens at a time, saying what the base alone would have said.
+
+    In float32 the output is token-identical to plain decoding with the same seed, for any heads, any
+    tree and any batch. ``acceptance="typical"`` is the exception: it is lossy.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        heads: MedusaHeads | None = None,
+        tree: CandidateTree | None = None,
+        tokenizer: Any = None,
+    ):
+        check_decodable(base)
+        self.base = base
+        self.heads = heads
+        self.tokenizer = tokenizer
+        if heads is not None:
+            check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            weight = output_embedding(base).weight
+            heads.to(device=weight.device).eval()
+        self.tree = self._checked_tree(tree)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: str | Path | PreTrainedModel,
+        heads: str | Path | HeadsCheckpoint | None = None,
+        *,
+        tree: CandidateTree | None = None,
+        tokenizer: Any = None,
+        **base_kwargs: Any,
+    ) -> MedusaModel:
+        """Load a base model and its heads.
+
+        Args:
+            base: a path, a hub id, or a model already loaded (quantised, sharded, on any device).
+            heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly.
+            tree: the candidate tree; by default the one in the heads directory, else a chain.
+            tokenizer: by default the base's own, when ``base`` is a path or a hub id.
+            base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
+        """
+        if not isinstance(base, PreTrainedModel):
+            tokenizer = AutoTokenizer.from_pretrained(base) if tokenizer is None else tokenizer
+            base = AutoModelForCausalLM.from_pretrained(base, **base_kwargs)
+        elif base_kwargs:
+            raise ValueError(f"{sorted(base_kwargs)} go with a path or a hub id; this base is already loaded")
+        base.eval()
+        if isinstance(heads, (str, Path)):
+            heads = load_heads(heads)
+        if heads is None:
+            return cls(base, None, tree, tokenizer)
+        return cls(base, heads.heads, heads.tree if tree is None else tree, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        tree: CandidateTree | None = None,
+        drafter: Drafter | None = None,
+        acceptance: AcceptanceRule = "exact",
+        streamer: BaseStreamer | None = None,
+        **kwargs: Any,
+    ) -> Tensor | MedusaOutput:
+        """``transformers``' ``generate``, faster. Takes its arguments and returns what it returns.
+
+        Args:
+            inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
+            seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's
+                global generator. Only sampling reads it.
+            tree: another tree for this call; ``CandidateTree.chain(0)`` is plain decoding.
+            drafter: another source of candidates for this call.
+            acceptance: "exact", or "typical", which is LOSSY.
+            streamer: gets the tokens as they are accepted, several at a time; batch size 1.
+            kwargs: as in ``transformers`` (``max_new_tokens``, ``do_sample``, ``temperature``,
+                ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``stop_strings``, ...).
+
+        Returns:
+            sequences (B, T + new) long, or a :class:`MedusaOutput` with ``statistics`` when
+            ``return_dict_in_generate=True``.
+        """
+        decoding_method = functools.partial(
+            self.decode, seed=seed, tree=tree, drafter=drafter, acceptance=acceptance, streamer=streamer
+        )
+        arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
+        return self.base.generate(inputs, custom_generate=decoding_method, **arguments)
+
+    def stream(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        tree: CandidateTree | None = None,
+        drafter: Drafter | None = None,
+        acceptance: AcceptanceRule = "exact",
+        statistics: DecodingStatistics | None = None,
+        **kwargs: Any,
+    ) -> Iterator[StepResult]:
+        """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes."""
+
+        def prepared(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
+            return {"input_ids": input_ids, **rest}
+
+        arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
+        arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
+        request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
+        return decode(self.base, self._drafter(tree, drafter), request, statistics)
+
+    def decode(
+        self,
+        base: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        seed: int | Sequence[int] | None = None,
+        tree: CandidateTree | None = None,
+        drafter: Drafter | None = None,
+        acceptance: AcceptanceRule = "exact",
+        **prepared: Any,
+    ) -> Tensor | MedusaOutput:
+        """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``."""
+        if base is not self.base:
+            raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
+        if streamer is not None and len(input_ids) > 1:
+            raise ValueError(
+                f"streamer works with batch size 1, got {len(input_ids)} rows; use stream() instead"
+            )
+        request = decode_request(
+            base, input_ids, generation_config, seed=seed, acceptance=acceptance, **prepared
+        )
+        statistics = DecodingStatistics()
+        answers: list[list[int]] = [[] for _ in range(len(input_ids))]
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        for step in decode(base, self._drafter(tree, drafter), request, statistics):
+            for answer, new in zip(answers, step.tokens, strict=True):
+                answer.extend(new)
+            if streamer is not None:
+                streamer.put(torch.tensor(step.tokens[0]))
+        if streamer is not None:
+            streamer.end()
+        sequences = joined_sequences(input_ids, answers, request.pad_id)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return MedusaOutput(sequences=sequences, statistics=statistics)
+
+    def _drafter(self, tree: CandidateTree | None, drafter: Drafter | None) -> Drafter:
+        if drafter is not None:
+            if tree is not None:
+                raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
+            return drafter
+        tree = self.tree if tree is None else self._checked_tree(tree)
+        if self.heads is None or tree.depth == 0:
+            return PlainDrafter()
+        return HeadsDrafter(self.heads, output_embedding(self.base), tree)
+
+    def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
+        num_heads = 0 if self.heads is None else self.heads.num_heads
+        if tree is None:
+            return CandidateTree.chain(num_heads)
+        check_tree_fits(tree, num_heads)
+        return tree

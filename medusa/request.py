@@ -1,0 +1,160 @@
+"""From what ``transformers``' ``generate`` has prepared to what the decode loop reads, and back.
+
+``generate`` merges configurations, builds processors and criteria and checks the arguments; this
+module takes the outcome, refuses what a tree cannot honour, and strips the left padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerationMode
+
+from medusa.base import context_length
+from medusa.decoding import AcceptanceRule, DecodeRequest
+from medusa.sampling import check_processors, row_seeds
+
+UNAVAILABLE_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def decode_request(
+    base: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    attention_mask: Tensor | None = None,
+    seed: int | Sequence[int] | None = None,
+    acceptance: AcceptanceRule = "exact",
+    **model_inputs: Any,
+) -> DecodeRequest:
+    """The request behind a ``generate`` call: input_ids (B, T) long, left-padded where attention_mask (B, T) is 0.
+
+    Raises:
+        ValueError: a prompt is empty, right-padded or too long for the model's context, or the call asks for
+            something a tree cannot honour (beams, a cache of the caller's, per-step outputs).
+    """
+    _check_supported(generation_config, logits_processor, acceptance, model_inputs)
+    tokens, padding = _without_padding(input_ids.to(base.device), attention_mask)
+    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    lengths = tokens.shape[1] - torch.tensor(padding, device=base.device)
+    _check_context(base, int(lengths.max()), max_new_tokens)
+    do_sample = generation_config.do_sample
+    return DecodeRequest(
+        tokens=tokens,
+        lengths=lengths,
+        max_new_tokens=max_new_tokens,
+        seeds=row_seeds(seed, len(tokens), base.device) if do_sample else None,
+        temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
+        processors=logits_processor,
+        criteria=_other_criteria(stopping_criteria),
+        eos_ids=_ids(generation_config.eos_token_id),
+        pad_id=_pad_id(generation_config),
+        padding=tuple(padding),
+        acceptance=acceptance,
+    )
+
+
+def with_stop_strings(arguments: dict[str, Any], base: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
+    """The arguments with ``stop_strings`` turned into a criterion, since ``generate`` hands a custom method no tokenizer."""
+    arguments = dict(arguments)
+    tokenizer = arguments.pop("tokenizer", None) or tokenizer
+    config = arguments.get("generation_config") or base.generation_config
+    stop_strings = arguments.pop("stop_strings", None) or config.stop_strings
+    if not stop_strings:
+        return arguments
+    if tokenizer is None:
+        raise ValueError("stop_strings needs a tokenizer; pass tokenizer= to from_pretrained or to generate")
+    criteria = list(arguments.pop("stopping_criteria", None) or [])
+    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
+
+
+def joined_sequences(input_ids: Tensor, answers: list[list[int]], pad_id: int) -> Tensor:
+    """Prompts and answers side by side, (B, T + longest) long, short answers padded on the right."""
+    longest = max(len(answer) for answer in answers)
+    rows = [answer + [pad_id] * (longest - len(answer)) for answer in answers]
+    return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=1)
+
+
+def _check_supported(
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    acceptance: str,
+    model_inputs: dict[str, Any],
+) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"medusa decodes greedily or by sampling, got generation mode {mode.value!r}")
+    if acceptance not in ("exact", "typical"):
+        raise ValueError(f"acceptance must be 'exact' or 'typical' (lossy), got {acceptance!r}")
+    asked = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
+    if asked:
+        raise ValueError(f"{', '.join(asked)} not available: a verified tree has no single row per step")
+    cache = model_inputs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("past_key_values must be left out: a tree needs medusa's own cache")
+    if model_inputs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds is not supported: drafts are tokens; pass input_ids")
+    check_processors(processors)
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Rows moved to column 0, (B, T) long, and how much left padding each had."""
+    num_rows, width = input_ids.shape
+    if width == 0:
+        raise ValueError("input_ids must hold at least one token per row, got none: the prompt is empty")
+    if attention_mask is None:
+        return input_ids, [0] * num_rows
+    mask = attention_mask.to(input_ids.device).bool()
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ValueError("prompts must be padded on the left: set tokenizer.padding_side = 'left'")
+    padding = (~mask).sum(dim=1)
+    if int(padding.max()) == width:
+        raise ValueError(f"row {int(padding.argmax())} of input_ids is all padding: the prompt is empty")
+    columns = torch.arange(width, device=input_ids.device) + padding[:, None]
+    return input_ids.gather(1, columns.clamp(max=width - 1)), padding.tolist()
+
+
+def _check_context(base: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+    context = context_length(base)
+    if context is not None and prompt_length + max_new_tokens > context:
+        advice = "shorten the prompt" if prompt_length >= context else "shorten the prompt or max_new_tokens"
+        raise ValueError(
+            f"prompt of {prompt_length} tokens + max_new_tokens={max_new_tokens} must fit the base model's "
+            f"context of {context} positions; {advice}"
+        )
+
+
+def _other_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    """Those that the loop does not check by itself."""
+    return StoppingCriteriaList(
+        c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
+    )
+
+
+def _ids(eos: int | list[int] | Tensor | None) -> frozenset[int]:
+    if eos is None:
+        return frozenset()
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _pad_id(config: GenerationConfig) -> int:
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    return min(_ids(config.eos_token_id), default=0)

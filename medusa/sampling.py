@@ -1,0 +1,161 @@
+"""Logits to tokens, as a deterministic function of (logits, seed, position).
+
+    next token = argmax(scores + G(seed, position))
+
+``scores`` are the logits after every logits processor (temperature, top-k, penalties, ...) and G is
+Gumbel noise, so the token is distributed exactly as softmax(scores) (the Gumbel-max trick). The
+noise is a hash, not a stream: it has no state, and the position of the token being chosen is all
+that tells two draws of a row apart. Greedy decoding is G = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from medusa.tree import TreeTopology
+
+# These read no token of the path, so all nodes go through in one call.
+PATH_FREE_PROCESSORS = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.SuppressTokensLogitsProcessor,
+    hf.InfNanRemoveLogitsProcessor,
+)
+# These compare the path's length with the padded prompt's, so they are shown the padding.
+LENGTH_PROCESSORS = (
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+)
+# These call a model or keep state between calls, which a tree of alternatives cannot honour.
+REFUSED_PROCESSORS = (
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    hf.SynthIDTextWatermarkLogitsProcessor,
+)
+
+
+def row_seeds(seed: int | Sequence[int] | None, num_rows: int, device: torch.device) -> Tensor:
+    """One noise stream per row, (B,) long: row r of an int seed s gets s + r, so any row can be run alone.
+
+    ``None`` draws a seed from torch's global generator, as ``transformers`` sampling does.
+    """
+    if seed is None:
+        return torch.randint(2**62, (num_rows,)).to(device)
+    seeds = [seed + row for row in range(num_rows)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != num_rows:
+        raise ValueError(f"seed must be an int or one int per row: {num_rows} rows, got {len(seeds)} seeds")
+    return torch.tensor([s & (2**63 - 1) for s in seeds], device=device)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, a pure function of (seed, position, token id).
+
+    seeds (B,) long, positions (B, L) long -> (B, L, V) float32. Thirty-one hashed bits a value; the
+    upper tail, which decides the argmax, keeps float32's relative precision down to 2**-32.
+    """
+    low, high = _as_int32(seeds), _as_int32(seeds >> 32)
+    at = _as_int32(positions)
+    first = _mix(at ^ _mix(low ^ _mix(high + _GOLDEN))[:, None])  # (B, L)
+    second = _mix(first + _GOLDEN)
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
+    bits = _mix(_mix(tokens + first[..., None]) ^ second[..., None]) & 0x7FFFFFFF  # (B, L, V)
+    uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def choose(scores: Tensor, noise: Tensor | None) -> Tensor:
+    """argmax(scores + noise) over the last dimension: (..., V) -> (...) long."""
+    return (scores if noise is None else scores + noise).argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class NodePaths:
+    """What a processor may ask of a node: the tokens before it. Rows are stored without padding."""
+
+    prefix: Tensor
+    """(B, S) long: each row's tokens before the root token, its length in ``prefix_lengths``."""
+    prefix_lengths: list[int]
+    padding: list[int]
+    """How much left padding each row's prompt had in the user's batch."""
+    tokens: Tensor
+    """(B, N) long: the tree's tokens."""
+    topology: TreeTopology
+    pad_id: int = 0
+
+    def input_ids(self, row: int, nodes: Tensor, depth: int, padded: bool) -> Tensor:
+        """The sequences that end in ``nodes`` of one row, all at ``depth``: (M, length) long."""
+        before = self.prefix[row, : self.prefix_lengths[row]]
+        if padded:
+            before = torch.cat([before.new_full((self.padding[row],), self.pad_id), before])
+        lineage = self.topology.lineage[row if self.topology.lineage.shape[0] > 1 else 0]
+        path = self.tokens[row][lineage[nodes, : depth + 1]]  # (M, depth + 1)
+        return torch.cat([before.expand(len(nodes), -1), path], dim=1)
+
+
+def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: NodePaths) -> Tensor:
+    """Scores of every node: logits (B, N, V) -> (B, N, V) float32.
+
+    Each processor sees each node with that node's own path as ``input_ids``, exactly as if the path
+    had been generated token by token.
+    """
+    num_rows, num_nodes, vocab_size = logits.shape
+    scores = logits.to(torch.float32, copy=True)
+    for processor in processors:
+        if isinstance(processor, PATH_FREE_PROCESSORS):
+            flat = scores.view(-1, vocab_size)
+            scores = processor(paths.tokens.reshape(-1, 1), flat).view(num_rows, num_nodes, vocab_size)
+        else:
+            scores = _process_path_by_path(scores, processor, paths)
+    return scores
+
+
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Raise ValueError for a processor that cannot be evaluated per tree node."""
+    for processor in processors:
+        if isinstance(processor, REFUSED_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state between calls, so it cannot score a tree of "
+                "alternatives; remove it, or decode with transformers' own generate"
+            )
+
+
+def _process_path_by_path(scores: Tensor, processor, paths: NodePaths) -> Tensor:
+    """One call per row and depth, since paths of one depth have one length."""
+    padded = isinstance(processor, LENGTH_PROCESSORS)
+    processed = torch.empty_like(scores)
+    depths = paths.topology.depths.expand(scores.shape[0], -1).tolist()
+    for row, row_depths in enumerate(depths):
+        for depth in sorted(set(row_depths)):
+            at_depth = [node for node, d in enumerate(row_depths) if d == depth]
+            nodes = torch.tensor(at_depth, device=scores.device)
+            ids = paths.input_ids(row, nodes, depth, padded)
+            processed[row, nodes] = processor(ids, scores[row, nodes])
+    return processed
+
+
+_GOLDEN = -1640531527  # 2**32 / golden ratio, as int32
+
+
+def _as_int32(values: Tensor) -> Tensor:
+    """The low 32 bits, reinterpreted as int32."""
+    low = values & 0xFFFFFFFF
+    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit integer finaliser with full avalanche (constants "lowbias32", C. Wellons, 2018)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261  # 0x846CA68B as int32
+    return x ^ ((x >> 16) & 0xFFFF)

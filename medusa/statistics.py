@@ -1,0 +1,96 @@
+"""What a run says about itself: the histogram of accepted tokens, and everything that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+PHASES = ("draft", "verify", "accept", "commit")
+
+
+@dataclass
+class DecodingStatistics:
+    """Counts of one or more decoded rows; ``a + b`` is the statistics of both.
+
+    A *step* is one forward pass of one row. It emits its accepted draft tokens and one token of the
+    base model's own. Tokens cut off by the end of an answer are not counted as accepted.
+    """
+
+    num_rows: int = 0
+    num_steps: int = 0
+    """Steps after the prefill, which emits each row's first token."""
+    accepted_histogram: list[int] = field(default_factory=list)
+    """[a]: steps that accepted a draft tokens."""
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """decode_seconds by phase, as the host sees it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens emitted, each row's first included."""
+        return self.num_rows + self.num_steps + self.num_accepted
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(a * count for a, count in enumerate(self.accepted_histogram))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """1 + mean accepted draft tokens; 1.0 before any step."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+    @property
+    def acceptance_rate(self) -> list[float]:
+        """[d-1] = P(accepted >= d), for each depth d of the tree."""
+        return [self._reached(d) / self.num_steps for d in self._depths()] if self.num_steps else []
+
+    @property
+    def conditional_acceptance_rate(self) -> list[float]:
+        """[d-1] = P(accepted >= d given accepted >= d-1); 0.0 where depth d-1 was never reached."""
+        return [
+            self._reached(d) / self._reached(d - 1) if self._reached(d - 1) else 0.0 for d in self._depths()
+        ]
+
+    def record_step(self, num_accepted: Sequence[int], max_depth: int) -> None:
+        """Count one step of each row, given its accepted draft tokens."""
+        missing = max_depth + 1 - len(self.accepted_histogram)
+        self.accepted_histogram += [0] * max(0, missing)
+        for accepted in num_accepted:
+            self.accepted_histogram[accepted] += 1
+        self.num_steps += len(num_accepted)
+
+    def __add__(self, other: DecodingStatistics) -> DecodingStatistics:
+        histograms = zip_longest(self.accepted_histogram, other.accepted_histogram, fillvalue=0)
+        return DecodingStatistics(
+            num_rows=self.num_rows + other.num_rows,
+            num_steps=self.num_steps + other.num_steps,
+            accepted_histogram=[a + b for a, b in histograms],
+            prefill_seconds=self.prefill_seconds + other.prefill_seconds,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+            phase_seconds={name: self.phase_seconds[name] + other.phase_seconds[name] for name in PHASES},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, counts and rates, for JSON."""
+        return {
+            "num_rows": self.num_rows,
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance_rate": self.acceptance_rate,
+            "conditional_acceptance_rate": self.conditional_acceptance_rate,
+            "accepted_histogram": list(self.accepted_histogram),
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "phase_seconds": dict(self.phase_seconds),
+        }
+
+    def _reached(self, depth: int) -> int:
+        return sum(self.accepted_histogram[depth:])
+
+    def _depths(self) -> range:
+        return range(1, len(self.accepted_histogram))

@@ -1,0 +1,178 @@
+"""Candidate trees: which guesses one forward pass verifies, and how they hang together.
+
+A tree is a *topology*, a value without tokens. Node 0 is the root token (depth 0, always kept).
+Every other node stands for "the rank-r guess for this depth, after its parent's guess", so a node
+is named by its rank path: ``(0, 2)`` is the third-best guess of head 2 after the best guess of
+head 1. This module knows nothing of models or tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+RankPath = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """A prefix-closed set of rank paths, in breadth-first order, the root ``()`` included.
+
+    Build one with :meth:`from_paths`, :meth:`chain`, or :func:`best_tree`.
+    """
+
+    paths: tuple[RankPath, ...]
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> CandidateTree:
+        """The tree that holds ``paths``; the root may be left out, order is free.
+
+        Raises:
+            ValueError: a rank is negative, a path is named twice, or a path's parent is missing.
+        """
+        listed = [tuple(int(rank) for rank in path) for path in paths]
+        wanted = set(listed)
+        if len(wanted) != len(listed):
+            twice = next(path for path in listed if listed.count(path) > 1)
+            raise ValueError(f"a tree names each path once, got {list(twice)} more than once")
+        wanted.add(())
+        for path in wanted:
+            if any(rank < 0 for rank in path):
+                raise ValueError(f"ranks count from 0, got path {list(path)}")
+            if path and path[:-1] not in wanted:
+                raise ValueError(
+                    f"every path needs its parent in the tree: {list(path)} is there, "
+                    f"{list(path[:-1])} is not; add the parent"
+                )
+        return cls(tuple(sorted(wanted, key=lambda path: (len(path), path))))
+
+    @classmethod
+    def chain(cls, depth: int) -> CandidateTree:
+        """The best guess of each head, one after the other: depth + 1 nodes. ``chain(0)`` is plain decoding."""
+        if depth < 0:
+            raise ValueError(f"depth must be at least 0, got {depth}")
+        return cls(tuple((0,) * d for d in range(depth + 1)))
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root token included."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node; 0 for the root alone."""
+        return len(self.paths[-1])
+
+    @cached_property
+    def width_by_depth(self) -> tuple[int, ...]:
+        """How many ranks of head d the tree asks for, d = 1 .. depth."""
+        return tuple(
+            1 + max(path[-1] for path in self.paths if len(path) == d) for d in range(1, self.depth + 1)
+        )
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Index of each node's parent; the root is its own parent."""
+        index = {path: i for i, path in enumerate(self.paths)}
+        return tuple(index[path[:-1]] if path else 0 for path in self.paths)
+
+    def subtree(self, max_depth: int) -> CandidateTree:
+        """The nodes no deeper than ``max_depth``."""
+        return CandidateTree(tuple(path for path in self.paths if len(path) <= max_depth))
+
+    def topology(self, device: torch.device | str = "cpu") -> TreeTopology:
+        """The tensors a decode step reads, on ``device``."""
+        parents = torch.tensor(self.parents, device=device)
+        depths = torch.tensor([len(path) for path in self.paths], device=device)
+        return TreeTopology.from_parents(parents[None], depths[None], max_depth=self.depth)
+
+
+@dataclass(frozen=True)
+class TreeTopology:
+    """A tree as tensors. The leading size R is 1 (one tree for all rows) or B (one tree a row)."""
+
+    parents: Tensor  # (R, N) long; the root is its own parent
+    depths: Tensor  # (R, N) long
+    ancestors: Tensor  # (R, N, N) bool; [i, j]: j lies on the path from the root to i, i included
+    lineage: Tensor  # (R, N, L) long; node at depth j on the path to i; i itself once past its depth
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        return self.lineage.shape[2] - 1
+
+    @classmethod
+    def from_parents(cls, parents: Tensor, depths: Tensor, max_depth: int) -> TreeTopology:
+        """Topology of trees given by parents (R, N) long and depths (R, N) long, parents before children."""
+        nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+        rising = [nodes]
+        for _ in range(max_depth):
+            rising.append(parents.gather(1, rising[-1]))
+        climbed = torch.stack(rising, dim=2)  # (R, N, L): [i, s] is the ancestor s levels above i
+        levels = torch.arange(max_depth + 1, device=parents.device)
+        steps_up = (depths[:, :, None] - levels).clamp(min=0)
+        lineage = climbed.gather(2, steps_up)
+        ancestors = torch.zeros(*parents.shape, parents.shape[1], dtype=torch.bool, device=parents.device)
+        ancestors.scatter_(2, lineage, True)
+        return cls(parents, depths, ancestors, lineage)
+
+    @classmethod
+    def chain(cls, num_nodes: int, device: torch.device | str) -> TreeTopology:
+        """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it. ``lineage`` is left trivial."""
+        nodes = torch.arange(num_nodes, device=device)[None]
+        ancestors = torch.ones(1, num_nodes, num_nodes, dtype=torch.bool, device=device).tril()
+        return cls((nodes - 1).clamp(min=0), nodes, ancestors, nodes[..., None])
+
+
+def best_tree(
+    path_value: Mapping[RankPath, float], num_nodes: int, max_depth: int | None = None
+) -> CandidateTree:
+    """The ``num_nodes``-node tree with the largest sum of node values.
+
+    ``path_value[path]`` estimates the probability that every guess on ``path`` is right; the root
+    counts as given. Values never grow along a path, so taking the largest reachable node first is
+    optimal (Sequoia, arXiv 2402.12374, section 3.1, for values that are products; it holds for any
+    values that do not grow). Fewer nodes come back when ``path_value`` has no more.
+    """
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes must be at least 1 (the root token), got {num_nodes}")
+    children: dict[RankPath, list[RankPath]] = {}
+    for path in path_value:
+        if path and (max_depth is None or len(path) <= max_depth):
+            children.setdefault(path[:-1], []).append(path)
+    chosen: list[RankPath] = [()]
+    frontier = [(-path_value[path], path) for path in children.get((), [])]
+    heapq.heapify(frontier)
+    while frontier and len(chosen) < num_nodes:
+        _, path = heapq.heappop(frontier)
+        chosen.append(path)
+        for child in children.get(path, []):
+            heapq.heappush(frontier, (-path_value[child], child))
+    return CandidateTree.from_paths(chosen)
+
+
+def independent_path_values(rank_rates: Sequence[Sequence[float]]) -> dict[RankPath, float]:
+    """Path values under independence of depths: the product of ``rank_rates[d][r]``.
+
+    ``rank_rates[d][r]`` is how often the rank-r guess of head d+1 is right. Grown best-first and cut
+    at 4,096 paths: a start for :func:`best_tree` when no joint counts exist.
+    """
+    values: dict[RankPath, float] = {}
+    frontier: list[tuple[float, RankPath]] = [(-1.0, ())]
+    while frontier and len(values) < 4096:
+        negative, path = heapq.heappop(frontier)
+        if path:
+            values[path] = -negative
+        if len(path) < len(rank_rates):
+            for rank, rate in enumerate(rank_rates[len(path)]):
+                if rate > 0:
+                    heapq.heappush(frontier, (negative * rate, (*path, rank)))
+    return values
