@@ -9,7 +9,7 @@ head 1. This module knows nothing of models or tokens.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -159,20 +159,30 @@ def best_tree(
     return CandidateTree.from_paths(chosen)
 
 
-def independent_path_values(rank_rates: Sequence[Sequence[float]]) -> dict[RankPath, float]:
-    """Path values under independence of depths: the product of ``rank_rates[d][r]``.
+def grown_path_values(
+    child_rates: Callable[[RankPath], Sequence[float]], max_paths: int = 4096
+) -> dict[RankPath, float]:
+    """Path values as products down the tree: ``child_rates(path)[r]`` is how often the rank-r guess
+    after ``path`` is right, given that ``path`` is; empty where the tree must end.
 
-    ``rank_rates[d][r]`` is how often the rank-r guess of head d+1 is right. Grown best-first and cut
-    at 4,096 paths: a start for :func:`best_tree` when no joint counts exist.
+    Grown best-first and cut at ``max_paths``, so the paths worth most are always there.
     """
     values: dict[RankPath, float] = {}
     frontier: list[tuple[float, RankPath]] = [(-1.0, ())]
-    while frontier and len(values) < 4096:
+    while frontier and len(values) < max_paths:
         negative, path = heapq.heappop(frontier)
         if path:
             values[path] = -negative
-        if len(path) < len(rank_rates):
-            for rank, rate in enumerate(rank_rates[len(path)]):
-                if rate > 0:
-                    heapq.heappush(frontier, (negative * rate, (*path, rank)))
+        for rank, rate in enumerate(child_rates(path)):
+            if rate > 0:
+                heapq.heappush(frontier, (negative * rate, (*path, rank)))
     return values
+
+
+def independent_path_values(rank_rates: Sequence[Sequence[float]]) -> dict[RankPath, float]:
+    """Path values under independence of depths: the product of ``rank_rates[d][r]``.
+
+    ``rank_rates[d][r]`` is how often the rank-r guess of head d+1 is right: a start for
+    :func:`best_tree` when no joint counts exist.
+    """
+    return grown_path_values(lambda path: rank_rates[len(path)] if len(path) < len(rank_rates) else ())

@@ -1,0 +1,142 @@
+"""Prompt files: JSON lines, one prompt or conversation a row.
+
+    {"prompt": "Name three rivers.", "category": "geography"}
+    {"turns": ["Name three rivers.", "Which is the longest?"]}
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
+
+Exactly one of ``prompt``, ``turns`` and ``messages`` per row; ``category`` may stand beside it, and
+other keys are left alone. This module knows nothing of models; a tokenizer renders what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant")
+CONTENT_KEYS = ("prompt", "turns", "messages")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that waits for an answer."""
+
+    messages: tuple[Message, ...]
+    """Up to and including the user turn to answer."""
+    later_turns: tuple[str, ...] = ()
+    """User turns to put after the answer, each waiting for its own."""
+    answer: str | None = None
+    """The answer in the file: the last message of ``messages`` when the assistant wrote it."""
+    category: str | None = None
+    origin: str = ""
+    """File and row, for messages to the user."""
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """The first ``limit`` prompts of a file, all of them when it is None.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a row cannot be read (the message names file and row), or there is none.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"prompts file {str(source)!r} does not exist")
+    prompts = []
+    for origin, line in _rows(source):
+        if limit is not None and len(prompts) >= limit:
+            break
+        prompts.append(_parsed(line, origin))
+    if not prompts:
+        raise ValueError(f"{source} holds no prompts; give one JSON object a line, such as {_EXAMPLE}")
+    return prompts
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask``, (1, T) long, of a conversation that waits for an answer.
+
+    A tokenizer without a chat template belongs to a model that continues text: it gets the text of
+    the only message.
+
+    Raises:
+        ValueError: no chat template, and more than one message.
+    """
+    if tokenizer.chat_template is not None:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    elif len(messages) == 1:
+        encoded = tokenizer(messages[0]["content"], return_tensors="pt")
+    else:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so it cannot render a "
+            f"conversation of {len(messages)} messages; use a chat model, or prompts of one message"
+        )
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+_EXAMPLE = '{"prompt": "Name three rivers."}'
+
+
+def _rows(source: Path) -> Iterator[tuple[str, str]]:
+    """(origin, line) of every line that is not blank."""
+    try:
+        with source.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{source} row {number}", line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text ({error}); prompts are JSON lines") from error
+
+
+def _parsed(line: str, origin: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{origin} is not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{origin} must be a JSON object such as {_EXAMPLE}, got {type(row).__name__}")
+    given = [key for key in CONTENT_KEYS if key in row]
+    if len(given) != 1:
+        raise ValueError(f"{origin} must hold exactly one of {', '.join(CONTENT_KEYS)}, got {sorted(row)}")
+    category = row.get("category")
+    if category is not None and not isinstance(category, str):
+        raise ValueError(f"{origin}: category must be text, got {category!r}")
+    if given == ["messages"]:
+        messages, answer = _checked_messages(row["messages"], origin)
+        return Prompt(messages, answer=answer, category=category, origin=origin)
+    turns = [row["prompt"]] if given == ["prompt"] else row["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{origin}: turns must be a list of at least one text, got {turns!r}")
+    for turn in turns:
+        _check_text(turn, given[0], origin)
+    first: Message = {"role": "user", "content": turns[0]}
+    return Prompt((first,), later_turns=tuple(turns[1:]), category=category, origin=origin)
+
+
+def _checked_messages(messages: Any, origin: str) -> tuple[tuple[Message, ...], str | None]:
+    """The messages up to the last user turn, and the answer that follows it, if one does."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"{origin}: messages must be a list of objects with role and content")
+    for message in messages:
+        if message.get("role") not in ROLES:
+            raise ValueError(
+                f"{origin}: the role of a message must be one of {ROLES}, got {message.get('role')!r}"
+            )
+        _check_text(message.get("content"), "content", origin)
+    kept: list[Message] = [{"role": m["role"], "content": m["content"]} for m in messages]
+    answer = kept.pop()["content"] if kept and kept[-1]["role"] == "assistant" else None
+    if not kept or kept[-1]["role"] != "user":
+        raise ValueError(f"{origin}: messages must end with a user message, or with one and its answer")
+    return tuple(kept), answer
+
+
+def _check_text(value: Any, name: str, origin: str) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{origin}: {name} must be text that is not empty, got {value!r}")

@@ -1,0 +1,90 @@
+import json
+
+import pytest
+from tiny_chat import chat_tokenizer
+
+from medusa.prompts import encode_messages, read_prompts
+
+
+def write_rows(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_the_three_kinds_of_rows_all_become_conversations(tmp_path):
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
+    file = write_rows(
+        tmp_path / "p.jsonl",
+        {"prompt": "One", "category": "first"},
+        {"turns": ["Two", "And then?"], "question_id": 7},
+        {"messages": [system, user]},
+    )
+    one, two, three = read_prompts(file)
+    assert one.messages == ({"role": "user", "content": "One"},)
+    assert (one.category, one.later_turns, one.answer) == ("first", (), None)
+    assert (two.messages[0]["content"], two.later_turns) == ("Two", ("And then?",))
+    assert three.messages == (system, user)
+
+
+def test_an_answer_in_the_file_is_set_apart_from_the_question(tmp_path):
+    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
+    (prompt,) = read_prompts(write_rows(tmp_path / "p.jsonl", {"messages": [question, answer]}))
+    assert prompt.messages == (question,)
+    assert prompt.answer == "Hello!"
+
+
+def test_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
+    file = write_rows(tmp_path / "p.jsonl", {"prompt": "a"}, "", {"prompt": "b"}, "not json")
+    assert [p.messages[0]["content"] for p in read_prompts(file, limit=2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("{broken", "is not valid JSON"),
+        ('["list"]', "must be a JSON object"),
+        ({"text": "x"}, "exactly one of prompt, turns, messages, got \\['text'\\]"),
+        ({"prompt": "x", "turns": ["y"]}, "exactly one of"),
+        ({"prompt": "  "}, "prompt must be text that is not empty"),
+        ({"prompt": 3}, "prompt must be text that is not empty, got 3"),
+        ({"turns": []}, "at least one text"),
+        ({"turns": ["x", ""]}, "turns must be text that is not empty"),
+        ({"messages": "x"}, "must be a list of objects"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "role of a message must be one of"),
+        ({"messages": [{"role": "user"}]}, "content must be text"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "must end with a user message"),
+        ({"messages": []}, "must end with a user message"),
+        ({"prompt": "x", "category": 3}, "category must be text"),
+    ],
+)
+def test_an_unreadable_row_is_refused_with_file_and_row(tmp_path, row, complaint):
+    file = write_rows(tmp_path / "p.jsonl", {"prompt": "fine"}, "", row)
+    with pytest.raises(ValueError, match=complaint) as error:
+        read_prompts(file)
+    assert f"{file} row 3" in str(error.value)
+
+
+def test_a_missing_empty_or_binary_file_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(write_rows(tmp_path / "empty.jsonl"))
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_prompts(tmp_path / "binary.jsonl")
+
+
+def test_messages_are_rendered_with_the_chat_template_up_to_the_answer():
+    tokenizer = chat_tokenizer()
+    encoded = encode_messages(tokenizer, [{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(encoded["input_ids"][0]) == "<|user|>hi<|end|><|assistant|>"
+    assert encoded["attention_mask"].shape == encoded["input_ids"].shape
+
+
+def test_without_a_chat_template_only_one_message_can_be_rendered():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = None
+    message = {"role": "user", "content": "once upon"}
+    assert tokenizer.decode(encode_messages(tokenizer, [message])["input_ids"][0]) == "once upon"
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_messages(tokenizer, [message, message])
