@@ -27,7 +27,7 @@ class Acceptance:
     """(B,) long: what follows the accepted path; the next root token."""
 
     def tokens(self, draft_tokens: Tensor) -> Tensor:
-        """New tokens of the step, (B, L) long: the accepted drafts, then ``next_token``; surplus repeats it."""
+        """New tokens of the step, (B, L) long: the accepted drafts, then ``next_token``, repeated."""
         shifted = torch.cat([self.path[:, 1:], self.path[:, -1:]], dim=1)
         slots = torch.arange(shifted.shape[1], device=shifted.device)
         is_draft = slots < self.num_accepted[:, None]

@@ -134,7 +134,7 @@ def verify(
 def prefill(
     base: PreTrainedModel, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
 ) -> tuple[Tensor, Tensor]:
-    """Commit prompts to an empty ``cache``; hidden state (B, D) and logits (B, V) after each row's last token.
+    """Commit prompts to an empty ``cache``; hidden (B, D) and logits (B, V) after each row's last token.
 
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it. A prompt is a
     tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound memory.

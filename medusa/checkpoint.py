@@ -102,7 +102,7 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
 
 
 def save_tree(directory: str | Path, tree: CandidateTree, **origin: Any) -> Path:
-    """Write ``tree`` into an existing heads directory; ``origin`` says where it came from (plain JSON values)."""
+    """Write ``tree`` into a heads directory; ``origin`` says where it came from, in plain JSON values."""
     path = Path(directory) / TREE_FILE
     write_json(path, {"paths": [list(p) for p in tree.paths], **origin})
     return path
@@ -168,7 +168,7 @@ def check_writable_target(directory: str | Path) -> None:
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(
-            f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting it"
+            f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
         )
 
 
@@ -207,7 +207,8 @@ def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path
     for name, count in counted.items():
         if getattr(config, name) != count:
             raise ValueError(
-                f"{directory / CONFIG_FILE} says {name}={getattr(config, name)}, {WEIGHTS_FILE} holds {count}; "
+                f"{directory / CONFIG_FILE} says {name}={getattr(config, name)}, "
+                f"{WEIGHTS_FILE} holds {count}; "
                 "the two files do not belong together"
             )
     heads = MedusaHeads(replace(config, **counted))

@@ -55,7 +55,7 @@ class HeadsConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(Linear(x)), zero-initialised, so that an untrained block is the identity (arXiv 2401.10774, eq. 1)."""
+    """x + SiLU(Linear(x)), zero-initialised: untrained, it is the identity (arXiv 2401.10774, eq. 1)."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -87,12 +87,15 @@ class MedusaHeads(nn.Module):
                 for _ in range(config.num_heads)
             )
         elif config.unembedding == "low_rank":
-            self.down = nn.Parameter(
-                torch.empty(config.num_heads, config.rank, config.hidden_size).normal_(
-                    std=config.hidden_size**-0.5
+            self.down = nn.ParameterList(
+                nn.Parameter(
+                    torch.empty(config.rank, config.hidden_size).normal_(std=config.hidden_size**-0.5)
                 )
+                for _ in range(config.num_heads)
             )
-            self.up = nn.Parameter(torch.zeros(config.num_heads, config.vocab_size, config.rank))
+            self.up = nn.ParameterList(
+                nn.Parameter(torch.zeros(config.vocab_size, config.rank)) for _ in range(config.num_heads)
+            )
         self.register_buffer("token_map", _checked_token_map(config, token_map))
         self._mapped_rows: tuple[Tensor, Tensor] | None = None
 
@@ -104,7 +107,7 @@ class MedusaHeads(nn.Module):
         return self.config.num_heads
 
     def initialise_from(self, output_embedding: nn.Module) -> None:
-        """Start ``full`` heads from the base's unembedding (V, D), so that each begins as the base's own LM head."""
+        """Start ``full`` heads from the base's unembedding (V, D), each as the base's own LM head."""
         if self.config.unembedding == "full":
             with torch.no_grad():
                 for rows in self.unembed:
@@ -126,18 +129,42 @@ class MedusaHeads(nn.Module):
 
     def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
         """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
-        kind = self.config.unembedding
-        if kind == "full":
+        if self.config.unembedding == "full":
             per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
             return torch.stack(per_head, dim=-2)
-        if kind == "token_map":
+        logits = self._base_logits(features, output_embedding)
+        if self.config.unembedding == "low_rank":
+            corrections = [self._correction(k, features[..., k, :]) for k in range(self.num_heads)]
+            logits = logits + torch.stack(corrections, dim=-2)
+        return logits
+
+    def logits_of(self, index: int, hidden: Tensor, output_embedding: nn.Module) -> Tensor:
+        """Logits of the head at ``index`` (from 0) alone: hidden (..., D) -> (..., V').
+
+        Reads the parameters of that head and of no other, so training can go head by head and never
+        hold the logits of all.
+        """
+        features = self.blocks[index](hidden.to(self.blocks[0][0].linear.weight.dtype))
+        if self.config.unembedding == "full":
+            return F.linear(features, self.unembed[index])
+        logits = self._base_logits(features, output_embedding)
+        if self.config.unembedding == "low_rank":
+            logits = logits + self._correction(index, features)
+        return logits
+
+    def parameters_of(self, index: int) -> list[nn.Parameter]:
+        """The parameters that :meth:`logits_of` reads."""
+        lists = [getattr(self, name) for name in ("unembed", "down", "up") if hasattr(self, name)]
+        return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
+
+    def _base_logits(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
+        if self.config.unembedding == "token_map":
             rows, bias = self._rows_of(output_embedding)
             return F.linear(features.to(rows.dtype), rows, bias)
-        logits = output_embedding(features.to(_dtype_of(output_embedding, features)))
-        if kind == "low_rank":
-            low = torch.einsum("...kd,krd->...kr", features, self.down)
-            logits = logits + torch.einsum("...kr,kvr->...kv", low, self.up)
-        return logits
+        return output_embedding(features.to(_dtype_of(output_embedding, features)))
+
+    def _correction(self, index: int, features: Tensor) -> Tensor:
+        return F.linear(F.linear(features, self.down[index]), self.up[index])
 
     def token_ids(self, columns: Tensor) -> Tensor:
         """Token ids of logits columns, any shape, long."""

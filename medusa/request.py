@@ -16,7 +16,9 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -49,6 +51,7 @@ def decode_request(
     """
     _check_supported(generation_config, logits_processor, acceptance, model_inputs)
     tokens, padding = _without_padding(input_ids.to(base.device), attention_mask)
+    processors = _for_unpadded_rows(logits_processor, padding, generation_config)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     lengths = tokens.shape[1] - torch.tensor(padding, device=base.device)
     _check_context(base, int(lengths.max()), max_new_tokens)
@@ -59,7 +62,7 @@ def decode_request(
         max_new_tokens=max_new_tokens,
         seeds=row_seeds(seed, len(tokens), base.device) if do_sample else None,
         temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
-        processors=logits_processor,
+        processors=processors,
         criteria=_other_criteria(stopping_criteria),
         eos_ids=_ids(generation_config.eos_token_id),
         pad_id=_pad_id(generation_config),
@@ -137,6 +140,26 @@ def _check_context(base: PreTrainedModel, prompt_length: int, max_new_tokens: in
             f"prompt of {prompt_length} tokens + max_new_tokens={max_new_tokens} must fit the base model's "
             f"context of {context} positions; {advice}"
         )
+
+
+def _for_unpadded_rows(
+    processors: LogitsProcessorList, padding: list[int], config: GenerationConfig
+) -> LogitsProcessorList:
+    """The processors, those that count or skip each row's padding replaced: rows here have none."""
+    unpadded = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, MinLengthLogitsProcessor) and config.min_new_tokens is not None:
+            continue  # generate derived it from the padded width; min_new_tokens has its own processor
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+            if ignored.tolist() != padding:
+                raise ValueError(
+                    "prompt_ignore_length per row must be each row's padding, "
+                    f"{padding} here, got {ignored.tolist()}; use one int for all rows"
+                )
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
+        unpadded.append(processor)
+    return unpadded
 
 
 def _other_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:

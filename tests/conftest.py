@@ -1,0 +1,150 @@
+"""Tiny random models of every architecture that medusa claims, and drafters that guess well or badly."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from medusa import CandidateTree
+from medusa.drafters import Draft, DraftContext
+
+VOCAB_SIZE = 61
+SLIDING_WINDOW = 32
+REAL_BASE = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED)),
+    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=SLIDING_WINDOW)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **GROUPED,
+            sliding_window=SLIDING_WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+            final_logit_softcapping=3.0,
+            query_pre_attn_scalar=8,
+        )
+    ),
+    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
+    "mixtral-moe": lambda: MixtralForCausalLM(
+        MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    ),
+}
+
+_models: dict[str, PreTrainedModel] = {}
+
+
+def tiny_model(architecture: str) -> PreTrainedModel:
+    """A random float32 model, the same one every time."""
+    if architecture not in _models:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            _models[architecture] = ARCHITECTURES[architecture]().eval()
+    return _models[architecture]
+
+
+def random_prompts(num_rows: int, length: int, seed: int = 0) -> Tensor:
+    """(B, T) long, no special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (num_rows, length), generator=generator)
+
+
+def left_padded(prompts: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """The last ``lengths[r]`` tokens of each row as a left-padded batch."""
+    mask = torch.zeros_like(prompts)
+    for row, length in enumerate(lengths):
+        mask[row, prompts.shape[1] - length :] = 1
+    return {"input_ids": prompts * mask, "attention_mask": mask}
+
+
+class OracleDrafter:
+    """Knows the answers, and hides each right token at a random rank, or leaves it out.
+
+    answers: per row, the whole sequence (unpadded prompt and plain answer).
+    """
+
+    def __init__(self, answers: list[list[int]], tree: CandidateTree, hit_rate: float, seed: int = 0):
+        self.answers, self.tree, self.hit_rate = answers, tree, hit_rate
+        self.generator = torch.Generator().manual_seed(seed)
+        self.topology = tree.topology()
+
+    @property
+    def max_depth(self) -> int:
+        return self.tree.depth
+
+    def draft(self, context: DraftContext) -> Draft:
+        rows = [self._filled(row, length) for row, length in enumerate(context.lengths.tolist())]
+        tokens = torch.tensor(rows)
+        tokens[:, 0] = context.root
+        return Draft(tokens, self.topology)
+
+    def _filled(self, row: int, length: int) -> list[int]:
+        width = max(self.tree.width_by_depth, default=1)
+        guesses = torch.randint(0, VOCAB_SIZE, (self.tree.depth, width), generator=self.generator)
+        for depth in range(self.tree.depth):
+            right = self.answers[row][length + depth : length + depth + 1]
+            if right and torch.rand((), generator=self.generator) < self.hit_rate:
+                guesses[depth, torch.randint(0, width, (), generator=self.generator)] = right[0]
+        return [0] + [int(guesses[len(path) - 1, path[-1]]) for path in self.tree.paths[1:]]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.answers = [self.answers[row] for row in rows.tolist()]
+
+
+@pytest.fixture(scope="session")
+def real_base() -> PreTrainedModel:
+    """SmolLM2-135M-Instruct in float32; skips where it has not been fetched."""
+    if not REAL_BASE.exists():
+        pytest.skip("the embedded base model is not here; `make models` fetches it")
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(REAL_BASE, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer():
+    if not REAL_BASE.exists():
+        pytest.skip("the embedded base model is not here; `make models` fetches it")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(REAL_BASE)
