@@ -10,20 +10,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from medusa.attention import layer_windows, node_positions, tree_attention_masks
 from medusa.cache import TreeCache
+from medusa.heads import embedding_weight
 from medusa.tree import TreeTopology
+
+CausalLM = Any
+"""A ``transformers`` causal LM: PreTrainedModel and GenerationMixin, which share no static type."""
 
 MASKED_ATTENTION = ("sdpa", "eager")
 """Attention implementations that take an arbitrary mask."""
 
 
-def output_embedding(base: PreTrainedModel) -> nn.Module:
+def output_embedding(base: CausalLM) -> nn.Module:
     """The module that turns a hidden state (..., D) into logits (..., V)."""
     module = base.get_output_embeddings()
     if module is None:
@@ -34,22 +38,22 @@ def output_embedding(base: PreTrainedModel) -> nn.Module:
     return module
 
 
-def hidden_size(base: PreTrainedModel) -> int:
+def hidden_size(base: CausalLM) -> int:
     """D: what the output embedding reads."""
-    return output_embedding(base).weight.shape[1]
+    return embedding_weight(output_embedding(base)).shape[1]
 
 
-def vocab_size(base: PreTrainedModel) -> int:
+def vocab_size(base: CausalLM) -> int:
     """V: rows of the output embedding."""
-    return output_embedding(base).weight.shape[0]
+    return embedding_weight(output_embedding(base)).shape[0]
 
 
-def context_length(base: PreTrainedModel) -> int | None:
+def context_length(base: CausalLM) -> int | None:
     """Positions the model was made for, None when its configuration does not say."""
     return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def check_decodable(base: PreTrainedModel) -> None:
+def check_decodable(base: CausalLM) -> None:
     """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
     name, config = type(base).__name__, base.config.get_text_config(decoder=True)
     if base.config.is_encoder_decoder:
@@ -74,14 +78,14 @@ def check_decodable(base: PreTrainedModel) -> None:
     layer_windows(config)
 
 
-def new_cache(base: PreTrainedModel, num_rows: int) -> TreeCache:
+def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     """An empty cache for ``num_rows`` rows of ``base``."""
     config = base.config.get_text_config(decoder=True)
     return TreeCache(num_rows, config.num_hidden_layers, base.device)
 
 
 def hidden_states(
-    base: PreTrainedModel,
+    base: CausalLM,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -96,7 +100,7 @@ def hidden_states(
 
 
 def verify(
-    base: PreTrainedModel,
+    base: CausalLM,
     tokens: Tensor,
     topology: TreeTopology,
     cache: TreeCache,
@@ -132,14 +136,14 @@ def verify(
 
 
 def prefill(
-    base: PreTrainedModel, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
+    base: CausalLM, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
 ) -> tuple[Tensor, Tensor]:
     """Commit prompts to an empty ``cache``; hidden (B, D) and logits (B, V) after each row's last token.
 
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it. A prompt is a
     tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound memory.
     """
-    hidden = logits = None
+    hidden = logits = torch.empty(0)
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
         num_new = (lengths - start).clamp(0, part.shape[1])
@@ -148,13 +152,13 @@ def prefill(
         part_hidden, part_logits = (x[:, 0] for x in verify(base, part, chain, cache, select=last))
         cache.commit_prefix(num_new)
         ends_here = (num_new > 0)[:, None]
-        hidden = part_hidden if hidden is None else torch.where(ends_here, part_hidden, hidden)
-        logits = part_logits if logits is None else torch.where(ends_here, part_logits, logits)
+        hidden = torch.where(ends_here, part_hidden, hidden) if start else part_hidden
+        logits = torch.where(ends_here, part_logits, logits) if start else part_logits
     return hidden, logits
 
 
 @contextmanager
-def _seen_hidden(base: PreTrainedModel, keep: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+def _seen_hidden(base: CausalLM, keep: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
     """Records the output embedding's input, and lets only ``keep`` of it through to the logits."""
     seen: list[Tensor] = []
 

@@ -26,7 +26,8 @@ class TreeCache(Cache):
     """
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
-        super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
+        self.tree_layers = [TreeCacheLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.tree_layers))
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         """(B,) long: committed tokens of each row."""
         self.longest = 0
@@ -42,7 +43,7 @@ class TreeCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Memory held by keys and values."""
-        return sum(layer.entries.nbytes for layer in self.layers if layer.is_initialized)
+        return sum(layer.entries.nbytes for layer in self.tree_layers if layer.is_initialized)
 
     @property
     def num_slots(self) -> int:
@@ -65,7 +66,7 @@ class TreeCache(Cache):
         in_order = torch.arange(path.shape[1], device=path.device)
         if not bool((path == in_order).all()):
             source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
-            for layer in self.layers:
+            for layer in self.tree_layers:
                 layer.move(source, target)
         self.lengths = self.lengths + num_kept
         self.longest = int(self.lengths.max())
@@ -79,14 +80,14 @@ class TreeCache(Cache):
         """Drop all rows but ``rows`` (B',) long, in that order."""
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if len(rows) else 0
-        for layer in self.layers:
+        for layer in self.tree_layers:
             if layer.is_initialized:
                 layer.entries = layer.entries[:, rows.to(layer.entries.device)]
 
     def replace_row(self, row: int, source: TreeCache) -> None:
         """Put the single row of ``source`` in the place of ``row``."""
         length = source.longest
-        for layer, theirs in zip(self.layers, source.layers, strict=True):
+        for layer, theirs in zip(self.tree_layers, source.tree_layers, strict=True):
             layer.reserve(length)
             layer.entries[:, row, :, :length] = theirs.entries[:, 0, :, :length]
         self.lengths[row] = length

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path
                 f"{WEIGHTS_FILE} holds {count}; "
                 "the two files do not belong together"
             )
-    heads = MedusaHeads(replace(config, **counted))
+    heads = MedusaHeads(config)
     expected = heads.state_dict()
     missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
     if missing or extra:

@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from medusa.acceptance import Acceptance, accept_equal, accept_typical
-from medusa.base import new_cache, prefill, verify, vocab_size
+from medusa.base import CausalLM, new_cache, prefill, verify, vocab_size
 from medusa.cache import TreeCache
 from medusa.drafters import Draft, DraftContext, Drafter
 from medusa.sampling import NodePaths, choose, gumbel_noise, process_node_logits
@@ -112,7 +112,7 @@ class DecodeState:
 
 @torch.no_grad()
 def decode(
-    base: PreTrainedModel,
+    base: CausalLM,
     drafter: Drafter,
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
@@ -145,7 +145,7 @@ def decode(
         yield result
 
 
-def _begin(base: PreTrainedModel, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
+def _begin(base: CausalLM, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
     """Prefill; the state to go on from and each row's first token."""
     cache = new_cache(base, len(request.lengths))
     hidden, logits = prefill(base, request.tokens, request.lengths, cache)
@@ -165,7 +165,7 @@ def _begin(base: PreTrainedModel, request: DecodeRequest) -> tuple[DecodeState, 
     return state, choose(scores, noise)[:, 0].tolist()
 
 
-def _draft(state: DecodeState, drafter: Drafter, base: PreTrainedModel) -> tuple[Draft, Tensor | None]:
+def _draft(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft, Tensor | None]:
     """The step's candidates, and the noise (B, L, V) that chooses after every depth."""
     noise = state.noise(drafter.max_depth + 1, vocab_size(base))
     root = state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1)

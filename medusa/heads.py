@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class MedusaHeads(nn.Module):
         if self.config.unembedding == "full":
             with torch.no_grad():
                 for rows in self.unembed:
-                    rows.copy_(output_embedding.weight)
+                    rows.copy_(embedding_weight(output_embedding))
 
     def features(self, hidden: Tensor) -> Tensor:
         """What each head's unembedding reads: hidden (..., D) -> (..., K, D)."""
@@ -124,7 +124,7 @@ class MedusaHeads(nn.Module):
         Scaling and soft-capping that an architecture adds after its output embedding are left out:
         they do not change the order of a head's guesses.
         """
-        features = self.features(hidden.to(self.blocks[0][0].linear.weight.dtype))
+        features = self.features(hidden.to(next(self.blocks.parameters()).dtype))
         return self.project(features, output_embedding)
 
     def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
@@ -144,7 +144,7 @@ class MedusaHeads(nn.Module):
         Reads the parameters of that head and of no other, so training can go head by head and never
         hold the logits of all.
         """
-        features = self.blocks[index](hidden.to(self.blocks[0][0].linear.weight.dtype))
+        features = self.blocks[index](hidden.to(next(self.blocks.parameters()).dtype))
         if self.config.unembedding == "full":
             return F.linear(features, self.unembed[index])
         logits = self._base_logits(features, output_embedding)
@@ -161,7 +161,8 @@ class MedusaHeads(nn.Module):
         if self.config.unembedding == "token_map":
             rows, bias = self._rows_of(output_embedding)
             return F.linear(features.to(rows.dtype), rows, bias)
-        return output_embedding(features.to(_dtype_of(output_embedding, features)))
+        weight = embedding_weight(output_embedding)
+        return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
 
     def _correction(self, index: int, features: Tensor) -> Tensor:
         return F.linear(F.linear(features, self.down[index]), self.up[index])
@@ -172,13 +173,13 @@ class MedusaHeads(nn.Module):
 
     def _rows_of(self, output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
         """The base's rows for the mapped tokens, gathered once per output embedding."""
-        weight, bias = output_embedding.weight, getattr(output_embedding, "bias", None)
+        weight, bias = embedding_weight(output_embedding), getattr(output_embedding, "bias", None)
         if self._mapped_rows is None or self._mapped_rows[0] is not weight:
             self._mapped_rows = (weight, weight.detach()[self.token_map])
         return self._mapped_rows[1], None if bias is None else bias.detach()[self.token_map]
 
 
-def check_heads_fit(config: HeadsConfig, hidden_size: int, vocab_size: int, base_name: str) -> None:
+def check_heads_fit(config: HeadsConfig, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
     """Raise ValueError unless heads of ``config`` can sit on a base of these sizes."""
     for name, theirs, ours in (
         ("hidden_size", config.hidden_size, hidden_size),
@@ -191,10 +192,9 @@ def check_heads_fit(config: HeadsConfig, hidden_size: int, vocab_size: int, base
             )
 
 
-def _dtype_of(output_embedding: nn.Module, fallback: Tensor) -> torch.dtype:
-    weight = getattr(output_embedding, "weight", None)
-    is_float = isinstance(weight, Tensor) and weight.is_floating_point()
-    return weight.dtype if is_float else fallback.dtype
+def embedding_weight(output_embedding: nn.Module) -> Tensor:
+    """The rows of an output embedding, (V, D)."""
+    return cast(Tensor, output_embedding.weight)
 
 
 def _checked_token_map(config: HeadsConfig, token_map: Sequence[int] | Tensor | None) -> Tensor | None:
@@ -202,6 +202,7 @@ def _checked_token_map(config: HeadsConfig, token_map: Sequence[int] | Tensor | 
         if token_map is not None:
             raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
         return None
+    assert config.token_map_size is not None  # HeadsConfig checked
     if token_map is None:  # filled by loading weights
         return torch.zeros(config.token_map_size, dtype=torch.long)
     ids = torch.as_tensor(token_map, dtype=torch.long)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.base import check_decodable, hidden_size, output_embedding, vocab_size
+from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.decoding import AcceptanceRule, StepResult, decode
 from medusa.drafters import Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
-from medusa.heads import MedusaHeads, check_heads_fit
+from medusa.heads import MedusaHeads, check_heads_fit, embedding_weight
 from medusa.request import decode_request, joined_sequences, with_stop_strings
 from medusa.statistics import DecodingStatistics
 from medusa.tree import CandidateTree
@@ -42,7 +42,7 @@ class MedusaModel:
 
     def __init__(
         self,
-        base: PreTrainedModel,
+        base: CausalLM,
         heads: MedusaHeads | None = None,
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
@@ -53,14 +53,13 @@ class MedusaModel:
         self.tokenizer = tokenizer
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
-            weight = output_embedding(base).weight
-            heads.to(device=weight.device).eval()
+            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
         self.tree = self._checked_tree(tree)
 
     @classmethod
     def from_pretrained(
         cls,
-        base: str | Path | PreTrainedModel,
+        base: str | Path | CausalLM,
         heads: str | Path | HeadsCheckpoint | None = None,
         *,
         tree: CandidateTree | None = None,
@@ -139,7 +138,7 @@ class MedusaModel:
     ) -> Iterator[StepResult]:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes."""
 
-        def prepared(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
+        def prepared(model: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
             return {"input_ids": input_ids, **rest}
 
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
@@ -149,7 +148,7 @@ class MedusaModel:
 
     def decode(
         self,
-        base: PreTrainedModel,
+        base: CausalLM,
         input_ids: Tensor,
         *,
         generation_config: GenerationConfig,
@@ -164,9 +163,7 @@ class MedusaModel:
         if base is not self.base:
             raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
         if streamer is not None and len(input_ids) > 1:
-            raise ValueError(
-                f"streamer works with batch size 1, got {len(input_ids)} rows; use stream() instead"
-            )
+            raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
         request = decode_request(
             base, input_ids, generation_config, seed=seed, acceptance=acceptance, **prepared
         )
@@ -184,7 +181,7 @@ class MedusaModel:
         sequences = joined_sequences(input_ids, answers, request.pad_id)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return MedusaOutput(sequences=sequences, statistics=statistics)
+        return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
     def _drafter(self, tree: CandidateTree | None, drafter: Drafter | None) -> Drafter:
         if drafter is not None:

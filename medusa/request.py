@@ -17,14 +17,13 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
-    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation import GenerationMode
 
-from medusa.base import context_length
+from medusa.base import CausalLM, context_length
 from medusa.decoding import AcceptanceRule, DecodeRequest
 from medusa.sampling import check_processors, row_seeds
 
@@ -32,7 +31,7 @@ UNAVAILABLE_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "o
 
 
 def decode_request(
-    base: PreTrainedModel,
+    base: CausalLM,
     input_ids: Tensor,
     generation_config: GenerationConfig,
     *,
@@ -43,7 +42,9 @@ def decode_request(
     acceptance: AcceptanceRule = "exact",
     **model_inputs: Any,
 ) -> DecodeRequest:
-    """The request behind a ``generate`` call: input_ids (B, T) long, left-padded where attention_mask (B, T) is 0.
+    """The request behind a ``generate`` call.
+
+    input_ids (B, T) long, left-padded where attention_mask (B, T) is 0.
 
     Raises:
         ValueError: a prompt is empty, right-padded or too long for the model's context, or the call asks for
@@ -71,8 +72,8 @@ def decode_request(
     )
 
 
-def with_stop_strings(arguments: dict[str, Any], base: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
-    """The arguments with ``stop_strings`` turned into a criterion, since ``generate`` hands a custom method no tokenizer."""
+def with_stop_strings(arguments: dict[str, Any], base: CausalLM, tokenizer: Any) -> dict[str, Any]:
+    """The arguments with ``stop_strings`` as a criterion: ``generate`` hands a custom method no tokenizer."""
     arguments = dict(arguments)
     tokenizer = arguments.pop("tokenizer", None) or tokenizer
     config = arguments.get("generation_config") or base.generation_config
@@ -132,7 +133,7 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[
     return input_ids.gather(1, columns.clamp(max=width - 1)), padding.tolist()
 
 
-def _check_context(base: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+def _check_context(base: CausalLM, prompt_length: int, max_new_tokens: int) -> None:
     context = context_length(base)
     if context is not None and prompt_length + max_new_tokens > context:
         advice = "shorten the prompt" if prompt_length >= context else "shorten the prompt or max_new_tokens"

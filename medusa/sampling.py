@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -115,7 +116,8 @@ def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: 
     for processor in processors:
         if isinstance(processor, PATH_FREE_PROCESSORS):
             flat = scores.view(-1, vocab_size)
-            scores = processor(paths.tokens.reshape(-1, 1), flat).view(num_rows, num_nodes, vocab_size)
+            no_path = cast(torch.LongTensor, paths.tokens.reshape(-1, 1))
+            scores = processor(no_path, flat).view(num_rows, num_nodes, vocab_size)
         else:
             scores = _process_path_by_path(scores, processor, paths)
     return scores

@@ -53,7 +53,7 @@ class CandidateTree:
 
     @classmethod
     def chain(cls, depth: int) -> CandidateTree:
-        """The best guess of each head, one after the other: depth + 1 nodes. ``chain(0)`` is plain decoding."""
+        """The best guess of each head in turn: depth + 1 nodes. ``chain(0)`` is plain decoding."""
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         return cls(tuple((0,) * d for d in range(depth + 1)))
@@ -126,7 +126,7 @@ class TreeTopology:
 
     @classmethod
     def chain(cls, num_nodes: int, device: torch.device | str) -> TreeTopology:
-        """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it. ``lineage`` is left trivial."""
+        """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it; trivial ``lineage``."""
         nodes = torch.arange(num_nodes, device=device)[None]
         ancestors = torch.ones(1, num_nodes, num_nodes, dtype=torch.bool, device=device).tril()
         return cls((nodes - 1).clamp(min=0), nodes, ancestors, nodes[..., None])

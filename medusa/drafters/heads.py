@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.drafters import Draft, DraftContext
-from medusa.heads import MedusaHeads
+from medusa.heads import MedusaHeads, embedding_weight
 from medusa.tree import CandidateTree
 
 
@@ -29,7 +29,7 @@ class HeadsDrafter:
         self.output_embedding = output_embedding
         self.tree = tree
         self.beta = beta
-        device = output_embedding.weight.device
+        device = embedding_weight(output_embedding).device
         self._topology = tree.topology(device)
         nodes = tree.paths[1:]
         self._depth_index = torch.tensor([len(path) - 1 for path in nodes], device=device, dtype=torch.long)
