@@ -97,7 +97,7 @@ class MedusaHeads(nn.Module):
                 nn.Parameter(torch.zeros(config.vocab_size, config.rank)) for _ in range(config.num_heads)
             )
         self.register_buffer("token_map", _checked_token_map(config, token_map))
-        self._mapped_rows: tuple[Tensor, Tensor] | None = None
+        self._mapped_rows: _MappedRows | None = None
 
     token_map: Tensor | None
     """(V',) long: the token id that each scored column stands for; None when every token is scored."""
@@ -172,11 +172,34 @@ class MedusaHeads(nn.Module):
         return columns if self.token_map is None else self.token_map[columns]
 
     def _rows_of(self, output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The base's rows for the mapped tokens, gathered once per output embedding."""
+        """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
         weight, bias = embedding_weight(output_embedding), getattr(output_embedding, "bias", None)
-        if self._mapped_rows is None or self._mapped_rows[0] is not weight:
-            self._mapped_rows = (weight, weight.detach()[self.token_map])
-        return self._mapped_rows[1], None if bias is None else bias.detach()[self.token_map]
+        assert self.token_map is not None
+        if self._mapped_rows is None or not self._mapped_rows.are_of(weight, self.token_map):
+            self._mapped_rows = _MappedRows(weight, self.token_map)
+        return self._mapped_rows.rows, None if bias is None else bias.detach()[self.token_map]
+
+
+class _MappedRows:
+    """Rows of an output embedding, and how to tell that they are out of date."""
+
+    def __init__(self, weight: Tensor, token_map: Tensor):
+        # Views, since moving or casting a model swaps the data of its parameters and keeps the objects.
+        self.sources = (weight.detach(), token_map.detach())
+        self.versions = (_version(weight), _version(token_map))
+        self.rows = weight.detach()[token_map]
+
+    def are_of(self, weight: Tensor, token_map: Tensor) -> bool:
+        """Whether nothing has moved, been cast or written to since."""
+        same_data = all(
+            kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
+            for kept, now in zip(self.sources, (weight, token_map), strict=True)
+        )
+        return same_data and self.versions == (_version(weight), _version(token_map))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_heads_fit(config: HeadsConfig, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
@@ -211,5 +234,7 @@ def _checked_token_map(config: HeadsConfig, token_map: Sequence[int] | Tensor | 
             f"token_map must hold {config.token_map_size} different ids, got shape {tuple(ids.shape)}"
         )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
-        raise ValueError(f"token_map ids must be in [0, {config.vocab_size}), got up to {int(ids.max())}")
+        raise ValueError(
+            f"token_map ids must be in [0, {config.vocab_size}), got {int(ids.min())} to {int(ids.max())}"
+        )
     return ids
