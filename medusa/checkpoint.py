@@ -12,17 +12,20 @@ leaves what was there.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -36,6 +39,8 @@ CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
     "tree.json",
     "provenance.json",
 )
+
+BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 
 
 @dataclass
@@ -85,12 +90,7 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
             f"{directory / CONFIG_FILE} has format_version={raw.get('format_version')!r}, this version of "
             f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
         )
-    known = {f.name for f in fields(HeadsConfig)}
-    unknown = sorted(set(raw) - known - {"format_version", "base_model"})
-    if unknown:
-        raise ValueError(f"{directory / CONFIG_FILE} has unknown keys {unknown}; known are {sorted(known)}")
-    config = HeadsConfig(**{key: value for key, value in raw.items() if key in known})
-
+    config = _heads_config(raw, directory / CONFIG_FILE)
     weights = _read_weights(directory / WEIGHTS_FILE, device)
     heads = _heads_holding(config, weights, directory)
     return HeadsCheckpoint(
@@ -152,15 +152,24 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
     try:
         yield partial
         partial.chmod(0o755)
-        retired = None
-        if target.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.retired-", dir=target.parent))
-            os.replace(target, retired)
-        os.replace(partial, target)
-        if retired is not None:
-            shutil.rmtree(retired)
+        _take_the_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _take_the_place(partial: Path, target: Path) -> None:
+    """Rename ``partial`` to ``target``; what stood there is put back when that fails, removed when not."""
+    if not target.exists():
+        os.replace(partial, target)
+        return
+    retired = partial.with_name(partial.name.replace(".partial-", ".retired-"))
+    os.replace(target, retired)
+    try:
+        os.replace(partial, target)
+    except OSError:
+        os.replace(retired, target)
+        raise
+    shutil.rmtree(retired)
 
 
 def check_writable_target(directory: str | Path) -> None:
@@ -183,7 +192,27 @@ def _local_directory(source: str | Path) -> Path:
             "of the form owner/name"
         )
     files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE]
-    return Path(snapshot_download(str(source), allow_patterns=files))
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=files))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"no heads directory at {str(source)!r}, and the hub gives no repository of that name: {error}"
+        ) from error
+
+
+def _heads_config(raw: Mapping[str, Any], path: Path) -> HeadsConfig:
+    """The HeadsConfig in a config.json."""
+    known = {f.name for f in fields(HeadsConfig)}
+    values = {key: value for key, value in raw.items() if key not in ("format_version", "base_model")}
+    for key in values:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {sorted(known)}"
+            raise ValueError(f"{path} has unknown key {key!r}; {advice}")
+    missing = [f.name for f in fields(HeadsConfig) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ValueError(f"{path} must say {' and '.join(missing)}; copy or train it again")
+    return HeadsConfig(**values)
 
 
 def _read_weights(path: Path, device: str) -> dict[str, Any]:
@@ -199,10 +228,10 @@ def _read_weights(path: Path, device: str) -> dict[str, Any]:
 
 def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path) -> MedusaHeads:
     """The module that holds ``weights``; head and layer counts are read from the tensors."""
-    blocks = [name.split(".") for name in weights if name.startswith("blocks.")]
+    blocks = [match for match in map(BLOCK_TENSOR.match, weights) if match]
     counted = {
-        "num_heads": 1 + max((int(name[1]) for name in blocks), default=-1),
-        "num_layers": 1 + max((int(name[2]) for name in blocks), default=-1),
+        "num_heads": 1 + max((int(block["head"]) for block in blocks), default=-1),
+        "num_layers": 1 + max((int(block["layer"]) for block in blocks), default=-1),
     }
     for name, count in counted.items():
         if getattr(config, name) != count:
@@ -211,7 +240,7 @@ def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path
                 f"{WEIGHTS_FILE} holds {count}; "
                 "the two files do not belong together"
             )
-    heads = MedusaHeads(config)
+    heads = MedusaHeads(config, weights.get("token_map") if config.unembedding == "token_map" else None)
     expected = heads.state_dict()
     missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
     if missing or extra:
@@ -232,7 +261,10 @@ def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path
 def _read_tree(directory: Path, num_heads: int) -> CandidateTree | None:
     if not (directory / TREE_FILE).exists():
         return None
-    tree = CandidateTree.from_paths(read_json(directory / TREE_FILE)["paths"])
+    raw = read_json(directory / TREE_FILE)
+    if "paths" not in raw:
+        raise ValueError(f"{directory / TREE_FILE} must hold 'paths', lists of ranks, got {sorted(raw)}")
+    tree = CandidateTree.from_paths(raw["paths"])
     check_tree_fits(tree, num_heads)
     return tree
 

@@ -43,8 +43,9 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         if self.unembedding not in get_args(Unembedding):
             raise ValueError(f"unembedding must be one of {get_args(Unembedding)}, got {self.unembedding!r}")
         if (self.unembedding == "token_map") != (self.token_map_size is not None):

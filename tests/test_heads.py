@@ -80,7 +80,7 @@ def test_a_head_reads_its_own_parameters_and_no_others(unembedding):
 
 
 def test_no_two_blocks_share_a_weight():
-    """The ``[block] * n`` bug: one module repeated, so that all layers of all heads train the same weights."""
+    """The ``[block] * n`` bug: one module repeated, so that all heads train the same weights."""
     heads = heads_of("shared", num_layers=3)
     blocks = [module for module in heads.modules() if isinstance(module, ResidualBlock)]
     assert len({id(block) for block in blocks}) == NUM_HEADS * 3
@@ -172,13 +172,14 @@ def test_the_base_is_no_part_of_the_heads():
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_heads", "num_layers", "rank"])
-def test_sizes_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        config_of("shared", **{name: 0})
+def test_sizes_that_are_no_count_are_refused(name):
+    for value in (0, "4", 2.0):
+        with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value!r}"):
+            config_of("shared", **{name: value})
 
 
 def test_an_unknown_unembedding_is_refused():
-    with pytest.raises(ValueError, match=r"unembedding must be one of \('shared', .*'token_map'\), got 'tied'"):
+    with pytest.raises(ValueError, match=r"unembedding must be one of \('shared', .*, got 'tied'"):
         config_of("tied")
 
 
