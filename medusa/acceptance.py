@@ -77,7 +77,13 @@ def _deepest(stays: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptanc
     """The deepest node all of whose path ``stays`` (B, N) bool."""
     broken = (topology.ancestors & ~stays[:, None, :]).any(dim=2)  # (B, N)
     depths = topology.depths.expand_as(stays)
-    best = torch.where(broken, -1, depths).argmax(dim=1, keepdim=True)  # (B, 1)
-    lineage = topology.lineage.expand(len(stays), -1, -1)
-    path = lineage.gather(1, best[..., None].expand(-1, 1, lineage.shape[2])).squeeze(1)
-    return Acceptance(path, depths.gather(1, best).squeeze(1), chosen.gather(1, best).squeeze(1))
+    best = torch.where(broken, -1, depths).argmax(dim=1)  # (B,)
+    return accepted_up_to(best, chosen.gather(1, best[:, None]).squeeze(1), topology)
+
+
+def accepted_up_to(best: Tensor, next_token: Tensor, topology: TreeTopology) -> Acceptance:
+    """The path that ends in node ``best`` (B,) long, followed by ``next_token`` (B,) long."""
+    lineage = topology.lineage.expand(len(best), -1, -1)
+    path = lineage.gather(1, best[:, None, None].expand(-1, 1, lineage.shape[2])).squeeze(1)
+    depths = topology.depths.expand(len(best), -1)
+    return Acceptance(path, depths.gather(1, best[:, None]).squeeze(1), next_token)

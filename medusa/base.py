@@ -59,6 +59,8 @@ def check_decodable(base: CausalLM) -> None:
     if base.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
     output_embedding(base)
+    if not base.can_generate():
+        raise ValueError(f"{name} cannot generate: it is not a causal language model; use AutoModelForCausalLM")
     if getattr(base, "_is_stateful", False):
         raise ValueError(
             f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
@@ -74,6 +76,11 @@ def check_decodable(base: CausalLM) -> None:
         raise ValueError(
             f"attention implementation {attention!r} takes no tree mask; load {name} with "
             "attn_implementation='sdpa' (or 'eager')"
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} biases attention by distance (alibi=True) and takes the distance from the order of "
+            "tokens, so the nodes of a tree cannot be given theirs"
         )
     layer_windows(config)
 
@@ -105,19 +112,20 @@ def verify(
     topology: TreeTopology,
     cache: TreeCache,
     select: Tensor | None = None,
+    first_node: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One forward pass over the nodes of a tree: hidden states (B, M, D) and logits (B, M, V).
+    """One forward pass over nodes of a tree: hidden states (B, M, D) and logits (B, M, V).
 
-    tokens (B, N) long hang below each row's committed tokens in ``cache`` as ``topology`` says.
-    ``select`` (B, M) long names the nodes whose logits are wanted; all N without it. The cache then
-    holds the pass's keys and values, uncommitted.
+    tokens (B, M) long are the nodes ``first_node`` to ``first_node + M`` of trees that hang below each
+    row's committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to
+    some of them, (B, S, V). The cache then holds the pass's keys and values, uncommitted.
     """
     config = base.config.get_text_config(decoder=True)
-    cache.begin(tokens.shape[1])
-    additive = config._attn_implementation == "eager"
-    masks = tree_attention_masks(
-        cache.lengths, cache.num_slots, topology, layer_windows(config), base.dtype if additive else None
-    )
+    nodes = slice(first_node, first_node + tokens.shape[1])
+    cache.begin(tokens.shape[1], first_node)
+    additive = base.dtype if config._attn_implementation == "eager" else None
+    windows = layer_windows(config)
+    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, additive, nodes)
 
     def wanted(hidden: Tensor) -> Tensor:
         if select is None:
@@ -128,33 +136,41 @@ def verify(
         output = base(
             input_ids=tokens,
             attention_mask=masks,
-            position_ids=node_positions(cache.lengths, topology, context_length(base)),
+            position_ids=node_positions(cache.lengths, topology, context_length(base), nodes),
             past_key_values=cache,
             use_cache=True,
         )
-    return wanted(seen[0]), output.logits
+    return seen[0], output.logits
 
 
 def prefill(
     base: CausalLM, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
 ) -> tuple[Tensor, Tensor]:
-    """Commit prompts to an empty ``cache``; hidden (B, D) and logits (B, V) after each row's last token.
+    """Commit the tokens that ``cache`` lacks; hidden states (B, T', D) and logits (B, V) after the last.
 
-    tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it. A prompt is a
-    tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound memory.
+    tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
+    than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
+    prompt is a tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound
+    memory.
     """
-    hidden = logits = torch.empty(0)
-    for start in range(0, tokens.shape[1], chunk):
-        part = tokens[:, start : start + chunk]
-        num_new = (lengths - start).clamp(0, part.shape[1])
+    hidden: list[Tensor] = []
+    logits = torch.empty(0)
+    missing = lengths - cache.lengths
+    while (longest := int(missing.max())) > 0:
+        width = min(longest, chunk)
+        columns = cache.lengths[:, None] + torch.arange(width, device=tokens.device)
+        part = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
+        num_new = missing.clamp(max=width)
         last = (num_new - 1).clamp(min=0)[:, None]
-        chain = TreeTopology.chain(part.shape[1], tokens.device)
-        part_hidden, part_logits = (x[:, 0] for x in verify(base, part, chain, cache, select=last))
+        chain = TreeTopology.chain(width, tokens.device)
+        part_hidden, part_logits = verify(base, part, chain, cache, select=last)
         cache.commit_prefix(num_new)
-        ends_here = (num_new > 0)[:, None]
-        hidden = torch.where(ends_here, part_hidden, hidden) if start else part_hidden
-        logits = torch.where(ends_here, part_logits, logits) if start else part_logits
-    return hidden, logits
+        logits = (
+            torch.where((num_new > 0)[:, None], part_logits[:, 0], logits) if hidden else part_logits[:, 0]
+        )
+        hidden.append(part_hidden)
+        missing = missing - num_new
+    return torch.cat(hidden, dim=1), logits
 
 
 @contextmanager

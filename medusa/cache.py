@@ -34,6 +34,8 @@ class TreeCache(Cache):
         """The largest of ``lengths``, known on the host."""
         self.slots = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
         """(B, N) long: where the tokens of the pass under way go."""
+        self.num_slots = 0
+        """How many slots of each row the pass under way reads."""
         self._shared_start: int | None = None
 
     @property
@@ -43,19 +45,18 @@ class TreeCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Memory held by keys and values."""
-        return sum(layer.entries.nbytes for layer in self.tree_layers if layer.is_initialized)
+        return sum(entries.nbytes for layer in self.tree_layers for entries in layer.entries)
 
-    @property
-    def num_slots(self) -> int:
-        """How many slots of each row the pass under way reads."""
-        return self.longest + self.slots.shape[1]
+    def begin(self, num_nodes: int, first_node: int = 0) -> None:
+        """Announce a pass over ``num_nodes`` tokens per row, the nodes of a tree from ``first_node`` on.
 
-    def begin(self, num_nodes: int) -> None:
-        """Announce a pass over ``num_nodes`` tokens per row."""
-        nodes = torch.arange(num_nodes, device=self.lengths.device)
+        Nodes before ``first_node`` must have been run since the last commit.
+        """
+        nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.slots = self.lengths[:, None] + nodes
+        self.num_slots = self.longest + first_node + num_nodes
         same_length = self.num_rows == 1 or bool((self.lengths == self.longest).all())
-        self._shared_start = self.longest if same_length else None
+        self._shared_start = self.longest + first_node if same_length else None
 
     def commit(self, path: Tensor, num_kept: Tensor) -> None:
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
@@ -76,42 +77,42 @@ class TreeCache(Cache):
         self.lengths = self.lengths + num_kept
         self.longest = int(self.lengths.max())
 
+    def forget_last(self) -> None:
+        """Make each row's last committed token node 0 of the tree to come, as if it were not committed."""
+        self.lengths = self.lengths - 1
+        self.longest -= 1
+
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but ``rows`` (B',) long, in that order."""
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if len(rows) else 0
         for layer in self.tree_layers:
-            if layer.is_initialized:
-                layer.entries = layer.entries[:, rows.to(layer.entries.device)]
+            layer.entries = [entries[rows.to(entries.device)] for entries in layer.entries]
 
     def replace_row(self, row: int, source: TreeCache) -> None:
         """Put the single row of ``source`` in the place of ``row``."""
         length = source.longest
         for layer, theirs in zip(self.tree_layers, source.tree_layers, strict=True):
             layer.reserve(length)
-            layer.entries[:, row, :, :length] = theirs.entries[:, 0, :, :length]
+            for entries, given in zip(layer.entries, theirs.entries, strict=True):
+                entries[row, :, :length] = given[0, :, :length]
         self.lengths[row] = length
         self.longest = int(self.lengths.max())
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, in one buffer (2, B, heads, capacity, head dimension)."""
+    """Keys and values of one attention layer."""
 
     is_sliding = False
 
     def __init__(self, cache: TreeCache):
         super().__init__()
         self.cache = cache
-        self.entries: Tensor = torch.empty(0)
+        self.entries: list[Tensor] = []
+        """Keys and values, (B, heads, capacity, head dimension) each; empty before the first pass."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if key_states.shape != value_states.shape:
-            raise ValueError(
-                f"keys and values must have one shape, got {tuple(key_states.shape)} and "
-                f"{tuple(value_states.shape)}: this attention layout is not supported"
-            )
-        batch, heads, _, width = key_states.shape
-        self.entries = key_states.new_zeros(2, batch, heads, 0, width)
+        self.entries = [states[:, :, :0].contiguous() for states in (key_states, value_states)]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -121,29 +122,23 @@ class TreeCacheLayer(CacheLayerMixin):
         num_slots = self.cache.num_slots
         self.reserve(num_slots)
         start = self.cache._shared_start
-        if start is not None:
-            self.entries[0, :, :, start:num_slots] = key_states
-            self.entries[1, :, :, start:num_slots] = value_states
-        else:
-            slots = _along_entries(self.cache.slots, self.entries[0])
-            self.entries[0].scatter_(2, slots, key_states)
-            self.entries[1].scatter_(2, slots, value_states)
-        return self.entries[0, :, :, :num_slots], self.entries[1, :, :, :num_slots]
+        for entries, states in zip(self.entries, (key_states, value_states), strict=True):
+            if start is not None:
+                entries[:, :, start:num_slots] = states
+            else:
+                entries.scatter_(2, _along_entries(self.cache.slots, entries), states)
+        keys, values = self.entries
+        return keys[:, :, :num_slots], values[:, :, :num_slots]
 
     def reserve(self, num_slots: int) -> None:
         """Make room for ``num_slots`` slots, keeping what is stored."""
-        capacity = self.entries.shape[3]
-        if num_slots > capacity:
-            missing = -(-(num_slots - capacity) // GROWTH_STEP) * GROWTH_STEP
-            two, batch, heads, _, width = self.entries.shape
-            room = self.entries.new_zeros(two, batch, heads, missing, width)
-            self.entries = torch.cat([self.entries, room], dim=3)
+        self.entries = [_grown(entries, num_slots) for entries in self.entries]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
-        if self.is_initialized:
-            taken = self.entries.gather(3, _along_entries(source, self.entries))
-            self.entries.scatter_(3, _along_entries(target, self.entries), taken)
+        for entries in self.entries:
+            taken = entries.gather(2, _along_entries(source, entries))
+            entries.scatter_(2, _along_entries(target, entries), taken)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.longest + query_length, 0
@@ -156,7 +151,15 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 def _along_entries(slots: Tensor, entries: Tensor) -> Tensor:
-    """Slots (B, L) expanded to index the slot dimension of ``entries`` (..., B, heads, capacity, width)."""
-    *leading, heads, _, width = entries.shape
-    slots = slots.to(entries.device)[:, None, :, None]
-    return slots.expand(*leading, heads, slots.shape[2], width)
+    """Slots (B, L) expanded to index the slot dimension of ``entries`` (B, heads, capacity, width)."""
+    _, heads, _, width = entries.shape
+    return slots.to(entries.device)[:, None, :, None].expand(-1, heads, -1, width)
+
+
+def _grown(entries: Tensor, num_slots: int) -> Tensor:
+    """``entries`` (B, heads, capacity, width) with room for ``num_slots`` slots, in whole steps."""
+    batch, heads, capacity, width = entries.shape
+    if num_slots <= capacity:
+        return entries
+    missing = -(-(num_slots - capacity) // GROWTH_STEP) * GROWTH_STEP
+    return torch.cat([entries, entries.new_zeros(batch, heads, missing, width)], dim=2)

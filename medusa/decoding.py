@@ -10,21 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from medusa.acceptance import Acceptance, accept_equal, accept_typical
+from medusa.acceptance import Acceptance, accept_equal, accept_typical, accepted_up_to
 from medusa.base import CausalLM, new_cache, prefill, verify, vocab_size
 from medusa.cache import TreeCache
 from medusa.drafters import Draft, DraftContext, Drafter
 from medusa.sampling import NodePaths, choose, gumbel_noise, process_node_logits
 from medusa.statistics import DecodingStatistics
 from medusa.tree import TreeTopology
-
-AcceptanceRule = Literal["exact", "typical"]
+from medusa.verification import SampledDraft, VerificationRule, rule_named
+from medusa.verification.noise import verification_noise
+from medusa.verification.protocol import DraftKind
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,15 @@ class DecodeRequest:
     pad_id: int = 0
     padding: tuple[int, ...] = ()
     """Left padding of each row in the caller's batch; () for none."""
-    acceptance: AcceptanceRule = "exact"
+    acceptance: str = "exact"
+    """"exact", "typical" (lossy), or the name of a rule in ``medusa.verification``."""
+
+    @property
+    def rule(self) -> VerificationRule | None:
+        """The rule for sampled drafts that was asked for. Greedily all of them are the exact rule."""
+        if self.acceptance in ("exact", "typical") or self.seeds is None:
+            return None
+        return rule_named(self.acceptance)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,12 @@ class DecodeState:
     cache: TreeCache
     request: DecodeRequest
     """Narrowed to ``rows``."""
+    features: Tensor | None = None
+    """(B, S, D): the hidden state at every committed position, if the drafter wants it."""
+    sampled: DraftKind | None = None
+    """How the drafter draws candidates; None when it ranks them."""
+    rule_state: Any = None
+    """What a rule for sampled drafts carries from step to step."""
 
     def noise(self, num_positions: int, vocab_size: int) -> Tensor | None:
         """Noise for the tokens 1 .. num_positions after the root, (B, num_positions, V)."""
@@ -96,12 +111,26 @@ class DecodeState:
                 self.tokens[row, start : start + len(new)] = self.tokens.new_tensor(new)
         self.lengths = self.lengths + self.lengths.new_tensor([len(new) for new in new_tokens])
 
+    def commit(self, acceptance: Acceptance, hidden: Tensor) -> None:
+        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states."""
+        path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
+        if self.features is not None:
+            slots = self.cache.lengths[:, None] + torch.arange(path_hidden.shape[1], device=hidden.device)
+            missing = self.cache.longest + path_hidden.shape[1] - self.features.shape[1]
+            if missing > 0:
+                self.features = torch.nn.functional.pad(self.features, (0, 0, 0, missing + 256))
+            self.features.scatter_(1, slots[..., None].expand_as(path_hidden), path_hidden)
+        self.cache.commit(acceptance.path, acceptance.num_accepted + 1)
+        self.hidden = path_hidden[:, -1]
+
     def keep_rows(self, kept: list[int]) -> None:
         """Drop the rows that are not in ``kept``."""
         index = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
         self.rows = [self.rows[row] for row in kept]
         self.tokens, self.lengths, self.hidden = self.tokens[index], self.lengths[index], self.hidden[index]
         self.cache.keep_rows(index)
+        self.features = None if self.features is None else self.features[index]
+        self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
         request = self.request
         self.request = replace(
             request,
@@ -122,12 +151,11 @@ def decode(
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
     clock = _Clock(statistics)
 
-    state, first = _begin(base, request)
+    state, first = _begin(base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
     yield _finish_step(state, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
 
     while state.rows:
-        num_rows = len(state.rows)
         clock.start()
         draft, noise = _draft(state, drafter, base)
         clock.lap("draft")
@@ -136,8 +164,7 @@ def decode(
         acceptance = _accept(state, draft, logits, noise)
         new_tokens, depths = _emitted(acceptance, draft)
         clock.lap("accept")
-        state.cache.commit(acceptance.path, acceptance.num_accepted + 1)
-        state.hidden = hidden[torch.arange(num_rows, device=hidden.device), acceptance.path[:, -1]]
+        state.commit(acceptance, hidden)
         result = _finish_step(state, drafter, answers, new_tokens, depths, False)
         clock.lap("commit")
         kept = [len(new) - 1 for new in result.tokens if new]
@@ -145,32 +172,53 @@ def decode(
         yield result
 
 
-def _begin(base: CausalLM, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
+def _begin(base: CausalLM, drafter: Drafter, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
     """Prefill; the state to go on from and each row's first token."""
+    drafter.begin(len(request.lengths))
     cache = new_cache(base, len(request.lengths))
     hidden, logits = prefill(base, request.tokens, request.lengths, cache)
+    last = request.lengths[:, None] - 1
     state = DecodeState(
         rows=list(range(len(request.lengths))),
         tokens=request.tokens,
         lengths=request.lengths,
-        hidden=hidden,
+        hidden=hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[2])).squeeze(1),
         cache=cache,
         request=request,
+        features=hidden if drafter.needs_features else None,
+        sampled=_sampled_kind(drafter, request),
     )
     # The last prompt token is the only node of a tree, and the first token is chosen after it.
-    last = request.tokens.gather(1, request.lengths[:, None] - 1)
-    lone = Draft(last, TreeTopology.chain(1, last.device))
+    lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
     scores = _scores(state, lone, logits[:, None], prefix_lengths=request.lengths - 1)
     noise = state.noise(1, scores.shape[-1])
     return state, choose(scores, noise)[:, 0].tolist()
 
 
+def _sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:
+    """How ``drafter`` must draw for the request's rule, refused if it cannot; None when it may rank."""
+    rule = request.rule
+    if rule is None or drafter.max_depth == 0:
+        return None
+    kind = drafter.sampled_kind(rule.draft_kinds[0])
+    rule.require(kind, drafter.context_only)
+    return kind
+
+
 def _draft(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft, Tensor | None]:
     """The step's candidates, and the noise (B, L, V) that chooses after every depth."""
-    noise = state.noise(drafter.max_depth + 1, vocab_size(base))
-    root = state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1)
+    noise = None if state.sampled else state.noise(drafter.max_depth + 1, vocab_size(base))
     context = DraftContext(
-        root, state.hidden, state.tokens, state.lengths, noise, temperature=state.request.temperature
+        root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
+        hidden=state.hidden,
+        tokens=state.tokens,
+        lengths=state.lengths,
+        cache=state.cache,
+        noise=noise,
+        temperature=state.request.temperature,
+        features=state.features,
+        sampled=state.sampled,
+        seeds=state.request.seeds,
     )
     return drafter.draft(context), noise
 
@@ -178,6 +226,8 @@ def _draft(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft,
 def _accept(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
     """Which candidates the base agrees with."""
     scores = _scores(state, draft, logits, prefix_lengths=state.lengths - 1)
+    if state.sampled is not None:
+        return _accept_sampled(state, draft, scores)
     if noise is not None:
         depths = draft.topology.depths.expand(len(noise), -1)
         noise = noise.gather(1, depths[..., None].expand(-1, -1, noise.shape[2]))  # (B, N, V)
@@ -185,6 +235,17 @@ def _accept(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | No
     if state.request.acceptance == "typical":
         return accept_typical(draft.tokens, chosen, scores, draft.topology)
     return accept_equal(draft.tokens, chosen, draft.topology)
+
+
+def _accept_sampled(state: DecodeState, draft: Draft, scores: Tensor) -> Acceptance:
+    """Which candidates a rule for sampled drafts accepts, with noise of its own."""
+    rule, seeds = state.request.rule, state.request.seeds
+    assert rule is not None and seeds is not None and draft.proposal is not None
+    sampled = SampledDraft(draft.tokens, draft.topology, scores.softmax(-1), draft.proposal)
+    noise = verification_noise(seeds, state.lengths - 1, draft.topology.num_nodes, scores.shape[-1])
+    verdict = rule.verify(sampled, noise, state.rule_state)
+    state.rule_state = verdict.state
+    return accepted_up_to(verdict.best, verdict.next_token, draft.topology)
 
 
 def _scores(state: DecodeState, draft: Draft, logits: Tensor, prefix_lengths: Tensor) -> Tensor:
@@ -198,6 +259,7 @@ def _scores(state: DecodeState, draft: Draft, logits: Tensor, prefix_lengths: Te
         padding=list(request.padding) or [0] * len(logits),
         tokens=draft.tokens,
         topology=draft.topology,
+        rows=state.rows,
         pad_id=request.pad_id,
     )
     return process_node_logits(logits, request.processors, paths)

@@ -16,12 +16,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.decoding import AcceptanceRule, StepResult, decode
+from medusa.decoding import StepResult, decode
 from medusa.drafters import Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
 from medusa.heads import MedusaHeads, check_heads_fit, embedding_weight
-from medusa.request import decode_request, joined_sequences, with_stop_strings
+from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.statistics import DecodingStatistics
 from medusa.tree import CandidateTree
 
@@ -98,7 +98,7 @@ class MedusaModel:
         seed: int | Sequence[int] | None = None,
         tree: CandidateTree | None = None,
         drafter: Drafter | None = None,
-        acceptance: AcceptanceRule = "exact",
+        acceptance: str = "exact",
         streamer: BaseStreamer | None = None,
         **kwargs: Any,
     ) -> Tensor | MedusaOutput:
@@ -110,7 +110,8 @@ class MedusaModel:
                 global generator. Only sampling reads it.
             tree: another tree for this call; ``CandidateTree.chain(0)`` is plain decoding.
             drafter: another source of candidates for this call.
-            acceptance: "exact", or "typical", which is LOSSY.
+            acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
+                ("token", "block", ...; see ``medusa.verification``).
             streamer: gets the tokens as they are accepted, several at a time; batch size 1.
             kwargs: as in ``transformers`` (``max_new_tokens``, ``do_sample``, ``temperature``,
                 ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``stop_strings``, ...).
@@ -122,6 +123,7 @@ class MedusaModel:
         decoding_method = functools.partial(
             self.decode, seed=seed, tree=tree, drafter=drafter, acceptance=acceptance, streamer=streamer
         )
+        check_arguments(kwargs)
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
         return self.base.generate(inputs, custom_generate=decoding_method, **arguments)
 
@@ -132,7 +134,7 @@ class MedusaModel:
         seed: int | Sequence[int] | None = None,
         tree: CandidateTree | None = None,
         drafter: Drafter | None = None,
-        acceptance: AcceptanceRule = "exact",
+        acceptance: str = "exact",
         statistics: DecodingStatistics | None = None,
         **kwargs: Any,
     ) -> Iterator[StepResult]:
@@ -141,6 +143,7 @@ class MedusaModel:
         def prepared(model: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
             return {"input_ids": input_ids, **rest}
 
+        check_arguments(kwargs)
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
         arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
         request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
@@ -156,7 +159,7 @@ class MedusaModel:
         seed: int | Sequence[int] | None = None,
         tree: CandidateTree | None = None,
         drafter: Drafter | None = None,
-        acceptance: AcceptanceRule = "exact",
+        acceptance: str = "exact",
         **prepared: Any,
     ) -> Tensor | MedusaOutput:
         """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``."""

@@ -24,10 +24,19 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from medusa.base import CausalLM, context_length
-from medusa.decoding import AcceptanceRule, DecodeRequest
+from medusa.decoding import DecodeRequest
 from medusa.sampling import check_processors, row_seeds
+from medusa.verification import all_rules
 
+DROPPED_ARGUMENTS = {
+    "assistant_model": "a model that drafts is a drafter here: pass drafter=",
+    "streamer": "stream() yields the tokens itself; generate() takes a streamer",
+}
+"""Arguments that ``generate`` would drop without a word on its way to a custom method."""
 UNAVAILABLE_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+POSITION_INPUTS = ("position_ids", "cache_position")
+"""Tensors that ``generate`` prepares for a model, and a tree has its own of."""
 
 
 def decode_request(
@@ -39,7 +48,7 @@ def decode_request(
     stopping_criteria: StoppingCriteriaList,
     attention_mask: Tensor | None = None,
     seed: int | Sequence[int] | None = None,
-    acceptance: AcceptanceRule = "exact",
+    acceptance: str = "exact",
     **model_inputs: Any,
 ) -> DecodeRequest:
     """The request behind a ``generate`` call.
@@ -50,8 +59,10 @@ def decode_request(
         ValueError: a prompt is empty, right-padded or too long for the model's context, or the call asks for
             something a tree cannot honour (beams, a cache of the caller's, per-step outputs).
     """
-    _check_supported(generation_config, logits_processor, acceptance, model_inputs)
+    _check_supported(generation_config, acceptance, model_inputs)
+    check_processors(logits_processor, len(input_ids))
     tokens, padding = _without_padding(input_ids.to(base.device), attention_mask)
+    _check_positions(model_inputs.get("position_ids"), padding, input_ids.shape[1])
     processors = _for_unpadded_rows(logits_processor, padding, generation_config)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     lengths = tokens.shape[1] - torch.tensor(padding, device=base.device)
@@ -65,19 +76,26 @@ def decode_request(
         temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
         processors=processors,
         criteria=_other_criteria(stopping_criteria),
-        eos_ids=_ids(generation_config.eos_token_id),
+        eos_ids=frozenset(_ids(generation_config.eos_token_id)),
         pad_id=_pad_id(generation_config),
         padding=tuple(padding),
         acceptance=acceptance,
     )
 
 
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for an argument that would be ignored."""
+    for name, advice in DROPPED_ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} is not used here; {advice}")
+
+
 def with_stop_strings(arguments: dict[str, Any], base: CausalLM, tokenizer: Any) -> dict[str, Any]:
     """The arguments with ``stop_strings`` as a criterion: ``generate`` hands a custom method no tokenizer."""
     arguments = dict(arguments)
     tokenizer = arguments.pop("tokenizer", None) or tokenizer
-    config = arguments.get("generation_config") or base.generation_config
-    stop_strings = arguments.pop("stop_strings", None) or config.stop_strings
+    given = getattr(arguments.get("generation_config"), "stop_strings", None)
+    stop_strings = arguments.pop("stop_strings", None) or given or base.generation_config.stop_strings
     if not stop_strings:
         return arguments
     if tokenizer is None:
@@ -96,15 +114,17 @@ def joined_sequences(input_ids: Tensor, answers: list[list[int]], pad_id: int) -
 
 def _check_supported(
     config: GenerationConfig,
-    processors: LogitsProcessorList,
     acceptance: str,
     model_inputs: dict[str, Any],
 ) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"medusa decodes greedily or by sampling, got generation mode {mode.value!r}")
-    if acceptance not in ("exact", "typical"):
-        raise ValueError(f"acceptance must be 'exact' or 'typical' (lossy), got {acceptance!r}")
+    if acceptance not in ("exact", "typical", *(rules := all_rules())):
+        raise ValueError(
+            f"acceptance must be 'exact', 'typical' (lossy) or a rule for sampled drafts "
+            f"({', '.join(rules)}), got {acceptance!r}"
+        )
     asked = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
     if asked:
         raise ValueError(f"{', '.join(asked)} not available: a verified tree has no single row per step")
@@ -113,7 +133,13 @@ def _check_supported(
         raise ValueError("past_key_values must be left out: a tree needs medusa's own cache")
     if model_inputs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds is not supported: drafts are tokens; pass input_ids")
-    check_processors(processors)
+    unread = [
+        name
+        for name, value in model_inputs.items()
+        if isinstance(value, Tensor) and name not in POSITION_INPUTS and bool(value.any())
+    ]
+    if unread:
+        raise ValueError(f"{', '.join(unread)} not supported: medusa decodes from input_ids alone")
 
 
 def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
@@ -123,6 +149,11 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[
         raise ValueError("input_ids must hold at least one token per row, got none: the prompt is empty")
     if attention_mask is None:
         return input_ids, [0] * num_rows
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
+            f"got {tuple(attention_mask.shape)}"
+        )
     mask = attention_mask.to(input_ids.device).bool()
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError("prompts must be padded on the left: set tokenizer.padding_side = 'left'")
@@ -131,6 +162,20 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[
         raise ValueError(f"row {int(padding.argmax())} of input_ids is all padding: the prompt is empty")
     columns = torch.arange(width, device=input_ids.device) + padding[:, None]
     return input_ids.gather(1, columns.clamp(max=width - 1)), padding.tolist()
+
+
+def _check_positions(position_ids: Tensor | None, padding: list[int], width: int) -> None:
+    """Refuse positions (B, T) or (1, T) of the caller's own; ``generate`` prepares the natural ones."""
+    if position_ids is None:
+        return
+    if position_ids.shape[1] != width:
+        raise ValueError(
+            f"attention_mask and position_ids must have the width of input_ids, {width}, "
+            f"got {position_ids.shape[1]}"
+        )
+    for row, given in enumerate(position_ids.tolist()):
+        if given[padding[row] :] != list(range(width - padding[row])):
+            raise ValueError("position_ids must count each prompt's tokens from 0; leave them out")
 
 
 def _check_context(base: CausalLM, prompt_length: int, max_new_tokens: int) -> None:
@@ -170,15 +215,15 @@ def _other_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
     )
 
 
-def _ids(eos: int | list[int] | Tensor | None) -> frozenset[int]:
+def _ids(eos: int | list[int] | Tensor | None) -> list[int]:
     if eos is None:
-        return frozenset()
+        return []
     if isinstance(eos, Tensor):
         eos = eos.tolist()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return [eos] if isinstance(eos, int) else list(eos)
 
 
 def _pad_id(config: GenerationConfig) -> int:
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    return min(_ids(config.eos_token_id), default=0)
+    return next(iter(_ids(config.eos_token_id)), 0)

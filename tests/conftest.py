@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from medusa import CandidateTree
-from medusa.drafters import Draft, DraftContext
+from medusa.drafters import Draft, DraftContext, StatelessDrafter
 
 torch.set_num_threads(1)  # tiny models lose more to waking threads than they win
 
@@ -99,7 +99,29 @@ def left_padded(prompts: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     return {"input_ids": prompts * mask, "attention_mask": mask}
 
 
-class OracleDrafter:
+def counting_model(size: int):
+    """A Llama whose hidden state is its last token, one-hot, and whose next token is that plus one."""
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=size,
+            hidden_size=size,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+    with torch.no_grad():
+        for layer in base.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        base.model.embed_tokens.weight.copy_(torch.eye(size))
+        base.lm_head.weight.copy_(torch.eye(size).roll(1, dims=0))
+    return base
+
+
+class OracleDrafter(StatelessDrafter):
     """Knows the answers, and hides each right token at a random rank, or leaves it out.
 
     answers: per row, the whole sequence (unpadded prompt and plain answer).

@@ -9,6 +9,7 @@ from conftest import (
     SLIDING_WINDOW,
     VOCAB_SIZE,
     OracleDrafter,
+    counting_model,
     left_padded,
     random_prompts,
     tiny_model,
@@ -171,30 +172,6 @@ def test_heads_that_know_the_future_are_right_at_every_depth():
     assert out.sequences[0].tolist() == [(5 + i) % size for i in range(34)]
     assert out.statistics.acceptance_rate == [1.0, 1.0, 1.0]
     assert out.statistics.tokens_per_step == 4.0
-
-
-def counting_model(size: int):
-    """A Llama whose hidden state is its last token, one-hot, and whose next token is that plus one."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    base = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=size,
-            hidden_size=size,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ).eval()
-    with torch.no_grad():
-        for layer in base.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        base.model.embed_tokens.weight.copy_(torch.eye(size))
-        base.lm_head.weight.copy_(torch.eye(size).roll(1, dims=0))
-    return base
 
 
 def test_end_of_sequence_inside_an_accepted_path_ends_the_row_there():

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from medusa.drafters import Draft, DraftContext
+from medusa.drafters import Draft, DraftContext, StatelessDrafter
 from medusa.tree import TreeTopology
 
 
-class PlainDrafter:
+class PlainDrafter(StatelessDrafter):
     """Proposes nothing."""
 
     max_depth = 0
 
     def draft(self, context: DraftContext) -> Draft:
         return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Nothing is kept between steps."""

@@ -1,0 +1,86 @@
+"""A separate, smaller model drafts (speculative sampling, arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.base import CausalLM, check_decodable, new_cache, prefill, verify, vocab_size
+from medusa.cache import TreeCache
+from medusa.drafters import DraftContext
+from medusa.drafters.levels import LevelDrafter
+from medusa.tree import CandidateTree
+
+
+class DraftModelDrafter(LevelDrafter):
+    """Runs ``draft_model`` down the tree, with a cache of its own.
+
+    Its cache holds committed tokens only: each step first commits what the base has accepted since, so a
+    rejected guess needs no roll-back.
+
+    Args:
+        draft_model: a causal LM over the same tokens as the base.
+        base_vocab_size: V of the base. The draft model may have more or fewer rows (padding of the
+            embedding differs within a family); surplus is cut, missing tokens are never drafted.
+    """
+
+    def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree, beta: float = 1.0):
+        check_decodable(draft_model)
+        super().__init__(tree, draft_model.device, beta)
+        self.draft_model, self._vocab_size = draft_model, base_vocab_size
+        self.cache: TreeCache | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def begin(self, num_rows: int) -> None:
+        self.cache = new_cache(self.draft_model, num_rows)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        assert self.cache is not None, "begin comes first"
+        self.cache.keep_rows(rows)
+
+    def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
+        assert self.cache is not None, "begin comes first"
+        if nodes.start == 0:
+            _, logits = prefill(self.draft_model, self._known(context.tokens), context.lengths, self.cache)
+            self.cache.forget_last()  # the root is node 0 of this tree
+            logits = logits[:, None]
+        else:
+            level = self._known(tokens[:, nodes])
+            _, logits = verify(self.draft_model, level, self.topology, self.cache, first_node=nodes.start)
+        return self._over_base_vocabulary(logits)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens the draft model has no row for replaced by its last one: they may only spoil its guess."""
+        return tokens.clamp(max=vocab_size(self.draft_model) - 1)
+
+    def _over_base_vocabulary(self, logits: Tensor) -> Tensor:
+        surplus = logits.shape[-1] - self._vocab_size
+        if surplus >= 0:
+            return logits[..., : self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, -surplus), value=-torch.inf)
+
+
+def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Raise ValueError unless both tokenizers give every token the same id."""
+    base, draft = base_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if base != draft:
+        different = sorted({token for token, _ in base.items() ^ draft.items()})
+        raise ValueError(
+            f"draft model must share the base model's tokens, {len(different)} differ (for example "
+            f"{different[0]!r}); choose a draft model of the same family"
+        )
+
+
+def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: float = 0.05) -> None:
+    """Raise ValueError when two vocabularies differ by more than padding of the embedding can explain."""
+    ours, theirs = vocab_size(base), vocab_size(draft_model)
+    if abs(ours - theirs) > tolerance * ours:
+        raise ValueError(
+            f"draft model has vocab_size={theirs}, the base {ours}: they cannot share a tokenizer; "
+            "choose a draft model of the same family"
+        )

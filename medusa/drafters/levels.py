@@ -1,0 +1,88 @@
+"""Drafting level by level: any model of the next token fills a tree, by rank or by drawing.
+
+A subclass says what it thinks follows each node (:meth:`LevelDrafter.logits_after`). This module turns
+that into candidates, in two ways. *Ranked*: the node of rank r holds the r-th best token after its parent,
+where "best" includes the noise that will choose the token (Gumbel coupling), legal with the equality rule
+only. *Sampled*: children are drawn from the drafter's distribution with noise of their own, for the rules
+that compare two distributions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from medusa.drafters import Draft, DraftContext, StatelessDrafter
+from medusa.tree import CandidateTree, TreeTopology
+from medusa.verification.drawing import draw_tree, kind_drawn
+from medusa.verification.noise import draft_noise
+from medusa.verification.protocol import DraftKind
+
+
+class LevelDrafter(StatelessDrafter):
+    """Fills ``tree`` from the root down.
+
+    Args:
+        tree: its ranks count a drafter's best tokens after the parent.
+        beta: weight of the drafter's opinion against the noise when a row is sampled and candidates are
+            ranked; 1 takes its distribution as it is, more sharpens it.
+    """
+
+    def __init__(self, tree: CandidateTree, device: torch.device | str, beta: float = 1.0):
+        if tree.depth < 1:
+            raise ValueError("tree must be at least 1 deep, got the root alone; decode plainly instead")
+        self.tree, self.beta = tree, beta
+        self.topology: TreeTopology = tree.topology(device)
+        depths = [len(path) for path in tree.paths]
+        starts = [depths.index(d) for d in range(tree.depth + 1)] + [tree.num_nodes]
+        self.levels = [slice(start, end) for start, end in pairwise(starts)]
+        self._ranks = torch.tensor([path[-1] if path else 0 for path in tree.paths], device=device)
+
+    @property
+    def max_depth(self) -> int:
+        return self.tree.depth
+
+    @abstractmethod
+    def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
+        """Logits (B, M, V) of what follows the M nodes of one level.
+
+        tokens (B, N) long is filled down to that level. Called once per level from the root down, the last
+        level left out.
+        """
+
+    def draft(self, context: DraftContext) -> Draft:
+        return self._ranked(context) if context.sampled is None else self._sampled(context)
+
+    def sampled_kind(self, wanted: DraftKind) -> DraftKind:
+        return kind_drawn(self.tree, replacement=wanted is DraftKind.WITH_REPLACEMENT)
+
+    def _ranked(self, context: DraftContext) -> Draft:
+        tokens = context.root[:, None].repeat(1, self.tree.num_nodes)
+        for depth, (nodes, children) in enumerate(pairwise(self.levels), start=1):
+            logits = self.logits_after(context, tokens, nodes)
+            if context.noise is not None:
+                logits = (
+                    logits.float() * (self.beta / context.temperature) + context.noise[:, None, depth - 1]
+                )
+            best = logits.topk(self.tree.width_by_depth[depth - 1], dim=-1).indices  # (B, M, W)
+            parents = self.topology.parents[0, children] - nodes.start
+            tokens[:, children] = best[:, parents, self._ranks[children]]
+        return Draft(tokens, self.topology)
+
+    def _sampled(self, context: DraftContext) -> Draft:
+        def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:
+            return (self.logits_after(context, tokens, nodes).float() / context.temperature).softmax(-1)
+
+        assert context.seeds is not None
+        noise = draft_noise(context.seeds, context.lengths - 1, self.tree.num_nodes, self.vocab_size)
+        replacement = context.sampled is DraftKind.WITH_REPLACEMENT
+        tokens, proposal = draw_tree(self.tree, context.root, proposal_after, noise, replacement=replacement)
+        return Draft(tokens, self.topology, proposal)
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """V, of the base."""

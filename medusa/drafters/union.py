@@ -1,0 +1,52 @@
+"""Several drafters in one tree: whichever was right is kept, by one verification pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa.drafters import Draft, DraftContext, Drafter, StatelessDrafter
+from medusa.tree import TreeTopology
+
+
+class UnionDrafter(StatelessDrafter):
+    """The trees of ``drafters`` below one root."""
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        if len(drafters) < 2:
+            raise ValueError(f"a union takes at least two drafters, got {len(drafters)}")
+        self.drafters = list(drafters)
+        self.needs_features = any(drafter.needs_features for drafter in drafters)
+
+    @property
+    def max_depth(self) -> int:
+        return max(drafter.max_depth for drafter in self.drafters)
+
+    def begin(self, num_rows: int) -> None:
+        for drafter in self.drafters:
+            drafter.begin(num_rows)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.keep_rows(rows)
+
+    def draft(self, context: DraftContext) -> Draft:
+        drafts = [drafter.draft(context) for drafter in self.drafters]
+        tokens = torch.cat([drafts[0].tokens, *(draft.tokens[:, 1:] for draft in drafts[1:])], dim=1)
+        return Draft(tokens, joined_topology([draft.topology for draft in drafts]))
+
+
+def joined_topology(topologies: Sequence[TreeTopology]) -> TreeTopology:
+    """The trees side by side below one root: the first one's nodes, then the others' without their roots."""
+    num_trees = max(topology.parents.shape[0] for topology in topologies)
+    parents, depths, offset = [], [], 0
+    for index, topology in enumerate(topologies):
+        first = min(index, 1)
+        shifted = torch.where(topology.parents == 0, 0, topology.parents + offset)
+        parents.append(shifted[:, first:].expand(num_trees, -1))
+        depths.append(topology.depths[:, first:].expand(num_trees, -1))
+        offset += topology.num_nodes - 1
+    max_depth = max(topology.max_depth for topology in topologies)
+    return TreeTopology.from_parents(torch.cat(parents, 1), torch.cat(depths, 1), max_depth)

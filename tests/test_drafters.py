@@ -1,0 +1,261 @@
+"""Every drafter is exact under the default rule; every rule for sampled drafts keeps the law, in the loop."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, counting_model, left_padded, random_prompts, tiny_model
+from scipy.stats import chi2
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base import hidden_states
+from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.self_draft import SelfDrafter, early_exit, low_precision
+from medusa.drafters.suffix import SuffixAutomaton, SuffixDrafter
+from medusa.drafters.union import UnionDrafter
+from medusa.verification import all_rules
+
+PLAIN = CandidateTree.chain(0)
+BUSHY = CandidateTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
+CHAIN = CandidateTree.chain(3)
+
+
+def noisy_copy(base, scale: float):
+    """A draft model that agrees with ``base`` often, not always."""
+    clone = copy.deepcopy(base)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * scale * parameter.abs().mean())
+    return clone
+
+
+def heads_drafter(base, tree=BUSHY):
+    heads = MedusaHeads(HeadsConfig(base.config.hidden_size, VOCAB_SIZE, num_heads=3))
+    return HeadsDrafter(heads, base.get_output_embeddings(), tree)
+
+
+DRAFTERS = {
+    "heads": heads_drafter,
+    "draft-model": lambda base: DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, BUSHY),
+    "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
+    "low-precision": lambda base: SelfDrafter(low_precision(base), BUSHY),
+    "suffix": lambda base: SuffixDrafter(length=5, min_match=1),
+    "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_gives_plain_output_greedy_and_sampled(name, architecture):
+    base = tiny_model(architecture)
+    model = MedusaModel(base)
+    drafter = DRAFTERS[name](base)
+    for lengths in ([9], [37, 1, 20]):
+        batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
+        for options in (
+            {"do_sample": False},
+            {"do_sample": True, "temperature": 0.8, "seed": 3, "top_p": 0.95},
+            {"do_sample": True, "temperature": 1.2, "seed": 4, "repetition_penalty": 1.2},
+        ):
+            plain = model.generate(**batch, **options, max_new_tokens=25)
+            drafted = model.generate(**batch, **options, max_new_tokens=25, drafter=drafter)
+            assert drafted.tolist() == plain.tolist()
+
+
+def test_a_perfect_draft_model_is_always_accepted():
+    base = tiny_model("qwen3")
+    drafter = DraftModelDrafter(base, VOCAB_SIZE, CHAIN, beta=1.0)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 0}):
+        out = MedusaModel(base).generate(
+            **left_padded(random_prompts(3, 12), [12, 5, 8]),
+            **options,
+            max_new_tokens=21,
+            drafter=drafter,
+            return_dict_in_generate=True,
+        )
+        assert out.statistics.accepted_histogram == [0, 0, 0, 15]
+
+
+def test_an_often_right_draft_model_is_sometimes_accepted():
+    base = tiny_model("llama")
+    out = MedusaModel(base).generate(
+        random_prompts(1, 12),
+        do_sample=False,
+        max_new_tokens=40,
+        drafter=DRAFTERS["draft-model"](base),
+        return_dict_in_generate=True,
+    )
+    assert out.statistics.accepted_histogram[0] > 0
+    assert out.statistics.num_accepted > 0
+
+
+def test_an_early_exit_shares_the_weights_and_equals_the_truncated_model():
+    base = tiny_model("gemma3")
+    shallow = early_exit(base, 1)
+    assert (
+        shallow.model.layers[0].mlp.up_proj.weight.data_ptr()
+        == base.model.layers[0].mlp.up_proj.weight.data_ptr()
+    )
+    ids = random_prompts(1, 9)
+    with torch.no_grad():
+        truncated = base.model.norm(base(ids, output_hidden_states=True).hidden_states[1])
+        assert torch.allclose(hidden_states(shallow, ids), truncated, atol=1e-5)
+    with pytest.raises(ValueError, match=r"num_layers of an early exit must be in \[1, 1\], got 2"):
+        early_exit(base, 2)
+
+
+def test_a_low_precision_copy_is_near_the_base_and_leaves_it_alone():
+    base = tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    ids = random_prompts(1, 20)
+    with torch.no_grad():
+        logits, cheap = base(ids).logits, low_precision(base)(ids).logits
+    assert 0 < (logits - cheap).abs().mean() < 0.15 * logits.std()
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+
+
+def test_the_suffix_automaton_finds_the_longest_earlier_suffix():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        tokens = torch.randint(0, 3, (40,), generator=generator).tolist()
+        automaton = SuffixAutomaton()
+        for end in range(1, len(tokens) + 1):
+            automaton.extend(tokens[end - 1])
+            seen = tokens[:end]
+            expected = max(
+                n for n in range(end) if any(seen[i : i + n] == seen[end - n :] for i in range(end - n))
+            )
+            assert automaton.match_length == expected
+            if expected:
+                follow = automaton.continuation(3, min_match=1)
+                assert any(
+                    seen[i : i + expected + len(follow)] == seen[end - expected :] + follow
+                    for i in range(end - expected)
+                )
+
+
+def test_repeated_text_is_drafted_from_its_first_occurrence():
+    """A base that counts modulo 16 repeats itself after 16 tokens; from then on every draft is right."""
+    model = MedusaModel(counting_model(16))
+    options = {"do_sample": False, "max_new_tokens": 61, "return_dict_in_generate": True}
+    out = model.generate(torch.tensor([[3]]), **options, drafter=SuffixDrafter(length=5, min_match=1))
+    assert out.sequences[0].tolist() == [(3 + i) % 16 for i in range(62)]
+    assert out.statistics.accepted_histogram == [15, 0, 1, 0, 0, 7]
+
+
+SAMPLED = {
+    "draft-model": lambda base, tree: DraftModelDrafter(noisy_copy(base, 0.3), VOCAB_SIZE, tree),
+    "early-exit": lambda base, tree: SelfDrafter(early_exit(base, 1), tree),
+    "heads": heads_drafter,
+}
+
+
+@pytest.mark.parametrize("source", SAMPLED)
+@pytest.mark.parametrize("rule", all_rules())
+def test_a_sampled_rule_keeps_the_exact_joint_law_through_the_loop(rule, source):
+    """Chi-square over three tokens of 3,000 seeds; false alarm rate 1e-5 a case."""
+    base = tiny_model("gpt-neox" if source != "early-exit" else "llama")
+    tree = CHAIN if all_rules()[rule].only_chains else CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
+    drafter = SAMPLED[source](base, tree)
+    if all_rules()[rule].context_only_proposal and not drafter.context_only:
+        pytest.skip("refused, see test_impossible_pairs_are_refused_with_the_reason")
+    num_rows, keep, options = 3000, 3, {"do_sample": True, "temperature": 1.0, "top_k": 3}
+    prompt = random_prompts(1, 4, seed=1)
+    rows = (
+        MedusaModel(base)
+        .generate(
+            prompt.expand(num_rows, -1),
+            **options,
+            max_new_tokens=4,
+            seed=[7919 * row for row in range(num_rows)],
+            acceptance=rule,
+            drafter=drafter,
+        )[:, 4:7]
+        .tolist()
+    )
+    counts: dict[tuple[int, ...], int] = {}
+    for triple in rows:
+        counts[tuple(triple)] = counts.get(tuple(triple), 0) + 1
+    statistic, cells = 0.0, 0
+    for path, probability in joint_law(base, prompt, keep, depth=3).items():
+        observed, expected = counts.pop(path, 0), num_rows * probability
+        if expected >= 5:
+            statistic, cells = statistic + (observed - expected) ** 2 / expected, cells + 1
+    assert not counts, f"tokens outside the support: {counts}"
+    assert cells >= 6
+    assert statistic < chi2.isf(1e-5, cells)
+
+
+def joint_law(base, prompt, keep: int, depth: int) -> dict[tuple[int, ...], float]:
+    laws = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for path, probability in laws.items():
+            ids = torch.cat([prompt, torch.tensor([path], dtype=torch.long)], dim=1)
+            with torch.no_grad():
+                top = base(ids).logits[0, -1].topk(keep)
+            for token, p in zip(top.indices.tolist(), top.values.softmax(0).tolist(), strict=True):
+                longer[(*path, token)] = probability * p
+        laws = longer
+    return laws
+
+
+def test_a_sampled_rule_decodes_greedily_as_plain_decoding_does():
+    base = tiny_model("llama")
+    model, prompts = MedusaModel(base), random_prompts(2, 7)
+    drafter = DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, CHAIN)
+    plain = model.generate(prompts, do_sample=False, max_new_tokens=15)
+    block = model.generate(prompts, do_sample=False, max_new_tokens=15, drafter=drafter, acceptance="block")
+    assert block.tolist() == plain.tolist()
+
+
+def test_impossible_pairs_are_refused_with_the_reason():
+    base = tiny_model("llama")
+    model, options = MedusaModel(base), {"do_sample": True, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match="point mass, so a test on p/q is biased"):
+        model.generate(random_prompts(1, 4), **options, drafter=SuffixDrafter(), acceptance="token")
+    with pytest.raises(ValueError, match="the rule walks one path; draft a chain"):
+        model.generate(random_prompts(1, 4), **options, drafter=heads_drafter(base), acceptance="block")
+    with pytest.raises(ValueError, match="q depends on the text alone"):
+        model.generate(
+            random_prompts(1, 4), **options, drafter=heads_drafter(base, CHAIN), acceptance="greedy_block"
+        )
+    with pytest.raises(ValueError, match=r"acceptance must be .* got 'lucky'"):
+        model.generate(random_prompts(1, 4), **options, acceptance="lucky")
+
+
+def test_draft_models_over_other_tokens_are_refused():
+    base = tiny_model("llama")
+    other = LlamaForCausalLM(LlamaConfig(**{**base.config.to_dict(), "vocab_size": 500}))
+    with pytest.raises(ValueError, match="draft model has vocab_size=500, the base 61"):
+        check_draft_vocabulary(base, other)
+
+    class Tokenizer:
+        def __init__(self, *tokens):
+            self.tokens = tokens
+
+        def get_vocab(self):
+            return {token: index for index, token in enumerate(self.tokens)}
+
+    check_same_tokens(Tokenizer("a", "b"), Tokenizer("a", "b"))
+    with pytest.raises(
+        ValueError, match=r"2 differ \(for example 'b'\); choose a draft model of the same family"
+    ):
+        check_same_tokens(Tokenizer("a", "b", "c"), Tokenizer("a", "c", "b"))
+
+
+def test_a_draft_model_with_a_wider_or_narrower_embedding_still_drafts():
+    base = tiny_model("llama")
+    prompts = random_prompts(2, 6)
+    plain = MedusaModel(base).generate(prompts, do_sample=False, max_new_tokens=9)
+    for size in (VOCAB_SIZE - 3, VOCAB_SIZE + 3):
+        draft = LlamaForCausalLM(LlamaConfig(**{**base.config.to_dict(), "vocab_size": size})).eval()
+        drafter = DraftModelDrafter(draft, VOCAB_SIZE, CHAIN)
+        out = MedusaModel(base).generate(prompts, do_sample=False, max_new_tokens=9, drafter=drafter)
+        assert out.tolist() == plain.tolist()
