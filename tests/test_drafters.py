@@ -13,10 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import hidden_states
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
+from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.self_draft import SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from medusa.drafters.union import UnionDrafter
+from medusa.eagle import EagleConfig, EagleHead
 from medusa.verification import all_rules
 
 PLAIN = CandidateTree.chain(0)
@@ -35,6 +37,13 @@ def noisy_copy(base, scale: float):
     return clone
 
 
+def eagle_drafter(base, tree=BUSHY):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        head = EagleHead(EagleConfig(base.config.hidden_size, VOCAB_SIZE, num_attention_heads=4)).eval()
+    return EagleDrafter(head, base, tree)
+
+
 def heads_drafter(base, tree=BUSHY):
     heads = MedusaHeads(HeadsConfig(base.config.hidden_size, VOCAB_SIZE, num_heads=3))
     return HeadsDrafter(heads, base.get_output_embeddings(), tree)
@@ -46,6 +55,7 @@ DRAFTERS = {
     "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
     "low-precision": lambda base: SelfDrafter(low_precision(base), BUSHY),
     "suffix": lambda base: SuffixDrafter(length=5, min_match=1),
+    "eagle": eagle_drafter,
     "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
 }
 
@@ -80,6 +90,32 @@ def test_a_perfect_draft_model_is_always_accepted():
             return_dict_in_generate=True,
         )
         assert out.statistics.accepted_histogram == [0, 0, 0, 15]
+
+
+class WatchedEagle(EagleDrafter):
+    """Checks each step's predictions against the head run over the whole sequence from scratch."""
+
+    num_checked = 0
+
+    def logits_after(self, context, tokens, nodes):
+        logits = super().logits_after(context, tokens, nodes)
+        if nodes.start == 0:
+            embed = self.base.get_input_embeddings()
+            for row, length in enumerate(context.lengths.tolist()):
+                features = hidden_states(self.base, context.tokens[row : row + 1, : length - 1])
+                fresh = self.head(features, embed(context.tokens[row : row + 1, 1:length]))[:, -1]
+                assert torch.allclose(logits[row], self.base.get_output_embeddings()(fresh), atol=1e-3)
+                self.num_checked += 1
+        return logits
+
+
+def test_an_eagle_head_drafts_from_true_features_however_ragged_the_batch():
+    base = tiny_model("llama")
+    eagle = eagle_drafter(base)
+    drafter = WatchedEagle(eagle.head, base, BUSHY)
+    batch = left_padded(random_prompts(3, 12), [12, 3, 7])
+    MedusaModel(base).generate(**batch, do_sample=False, max_new_tokens=9, drafter=drafter)
+    assert drafter.num_checked >= 3 * 2
 
 
 def test_an_often_right_draft_model_is_sometimes_accepted():
@@ -153,6 +189,7 @@ SAMPLED = {
     "draft-model": lambda base, tree: DraftModelDrafter(noisy_copy(base, 0.3), VOCAB_SIZE, tree),
     "early-exit": lambda base, tree: SelfDrafter(early_exit(base, 1), tree),
     "heads": heads_drafter,
+    "eagle": eagle_drafter,
 }
 
 
