@@ -28,6 +28,8 @@ MISS = -1
 """Rank of a true token that is not among the head's ``max_rank`` best guesses."""
 UNKNOWN = -2
 """Rank where the answer is already over."""
+UNSEEN = 0.1
+"""Times that a rank counts as right before any text is read."""
 LOGITS_PER_CHUNK = 2**25
 """Head logits held at a time: 128 MB in float32."""
 
@@ -38,6 +40,11 @@ class AnsweredTokens(NamedTuple):
     token_ids: Sequence[int]
     is_label: Sequence[bool]
     """Which tokens the model wrote: those that decoding would have emitted."""
+
+    @classmethod
+    def after_prompt(cls, token_ids: Sequence[int], prompt_length: int) -> AnsweredTokens:
+        """A row whose answer is everything after the first ``prompt_length`` tokens."""
+        return cls(token_ids, [place >= prompt_length for place in range(len(token_ids))])
 
 
 @dataclass(frozen=True)
@@ -99,18 +106,23 @@ class RankCounts:
         hits = self.head_counts[:, :k].sum(dim=1).tolist()
         return [hit / total if total else math.nan for hit, total in zip(hits, self.head_totals, strict=True)]
 
-    def path_values(self, prior_strength: float = 8.0) -> dict[RankPath, float]:
+    def path_values(
+        self, prior_strength: float = 8.0, max_depth: int | None = None, max_paths: int = 4096
+    ) -> dict[RankPath, float]:
         """Estimated probability that every guess on a path is right, for the paths worth most.
 
         Given its parent, a path's rate is its joint count, drawn towards the head's own rank rates as
         if those had been seen ``prior_strength`` times. Where counts are many the joint counts decide;
-        where there are none the value is the product of independent depths.
+        where there are none the value is the product of independent depths. Ranks never seen count a
+        little, so a tree of any size can be built.
         """
         self._check_not_empty()
-        alone = (self.head_counts / torch.tensor(self.head_totals)[:, None]).tolist()
+        totals = torch.tensor(self.head_totals)[:, None] + UNSEEN * self.max_rank
+        alone = ((self.head_counts + UNSEEN) / totals).tolist()
+        depth_limit = self.num_heads if max_depth is None else min(max_depth, self.num_heads)
 
         def child_rates(path: RankPath) -> list[float]:
-            if len(path) == self.num_heads:
+            if len(path) == depth_limit:
                 return []
             seen = self.joint_counts[path] if path else self.num_positions
             return [
@@ -118,11 +130,11 @@ class RankCounts:
                 for rank, rate in enumerate(alone[len(path)])
             ]
 
-        return grown_path_values(child_rates)
+        return grown_path_values(child_rates, max_paths)
 
     def best_tree(self, num_nodes: int, max_depth: int | None = None) -> CandidateTree:
         """The tree of ``num_nodes`` nodes (the root included) that should accept most."""
-        return best_tree(self.path_values(), num_nodes, max_depth)
+        return best_tree(self.path_values(max_depth=max_depth, max_paths=num_nodes), num_nodes)
 
     def expected_tokens_per_step(self, tree: CandidateTree) -> float:
         """1 + mean accepted tokens when a step starts at every position of the text alike."""

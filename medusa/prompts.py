@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Message = dict[str, str]
+NO_CATEGORY = "uncategorised"
 ROLES = ("system", "user", "assistant")
 CONTENT_KEYS = ("prompt", "turns", "messages")
 
@@ -33,7 +35,7 @@ class Prompt:
     """User turns to put after the answer, each waiting for its own."""
     answer: str | None = None
     """The answer in the file: the last message of ``messages`` when the assistant wrote it."""
-    category: str | None = None
+    category: str = NO_CATEGORY
     origin: str = ""
     """File and row, for messages to the user."""
 
@@ -48,7 +50,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     source = Path(path)
     if not source.is_file():
         raise FileNotFoundError(f"prompts file {str(source)!r} does not exist")
-    prompts = []
+    prompts: list[Prompt] = []
     for origin, line in _rows(source):
         if limit is not None and len(prompts) >= limit:
             break
@@ -58,7 +60,9 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> dict[str, Tensor]:
+def encode_messages(
+    tokenizer: Any, messages: Sequence[Message], device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask``, (1, T) long, of a conversation that waits for an answer.
 
     A tokenizer without a chat template belongs to a model that continues text: it gets the text of
@@ -67,18 +71,23 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> dict[str, Te
     Raises:
         ValueError: no chat template, and more than one message.
     """
-    if tokenizer.chat_template is not None:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    elif len(messages) == 1:
-        encoded = tokenizer(messages[0]["content"], return_tensors="pt")
-    else:
-        raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so it cannot render a "
-            f"conversation of {len(messages)} messages; use a chat model, or prompts of one message"
-        )
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    if tokenizer.chat_template is None:
+        if len(messages) > 1:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so it cannot render a "
+                f"conversation of {len(messages)} messages; use a chat model, or prompts of one message"
+            )
+        return encode_text(tokenizer, messages[0]["content"], device)
+    encoded = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def encode_text(tokenizer: Any, text: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask``, (1, T) long, of text to continue."""
+    encoded = tokenizer(text, return_tensors="pt")
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 _EXAMPLE = '{"prompt": "Name three rivers."}'
@@ -105,8 +114,8 @@ def _parsed(line: str, origin: str) -> Prompt:
     given = [key for key in CONTENT_KEYS if key in row]
     if len(given) != 1:
         raise ValueError(f"{origin} must hold exactly one of {', '.join(CONTENT_KEYS)}, got {sorted(row)}")
-    category = row.get("category")
-    if category is not None and not isinstance(category, str):
+    category = row.get("category", NO_CATEGORY)
+    if not isinstance(category, str):
         raise ValueError(f"{origin}: category must be text, got {category!r}")
     if given == ["messages"]:
         messages, answer = _checked_messages(row["messages"], origin)

@@ -130,8 +130,18 @@ def test_path_values_never_grow_along_a_path_and_fall_back_to_independence():
     values = counts.path_values()
     assert all(values[path] <= values[path[:-1]] for path in values if len(path) > 1)
     trusting_only_marginals = counts.path_values(prior_strength=1e9)
-    assert trusting_only_marginals[(1, 1)] == pytest.approx(1 / 4 * 1 / 4)
-    assert counts.path_values(prior_strength=1e-9).get((1, 1), 0.0) == pytest.approx(0.0, abs=1e-6)
+    # Of 4 positions one has rank 1, for either head; each of the 4 ranks counts 0.1 more.
+    assert trusting_only_marginals[(1, 1)] == pytest.approx((1.1 / 4.4) ** 2)
+    assert counts.path_values(prior_strength=1e-9)[(1, 1)] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_tree_of_any_size_can_be_built_from_few_counts_and_no_deeper_than_asked():
+    counts = counts_of([[0, 1], [0, 0]])
+    assert counts.best_tree(21).num_nodes == 21, "4 ranks of 2 heads make 1 + 4 + 16 nodes"
+    assert counts.best_tree(21, max_depth=1).num_nodes == 5
+    assert counts.best_tree(3).paths == ((), (0,), (0, 0))
+    with pytest.raises(ValueError, match="num_nodes must be at least 1"):
+        counts.best_tree(0)
 
 
 def test_expected_tokens_per_step_averages_over_positions_and_replay_walks():

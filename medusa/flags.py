@@ -1,0 +1,159 @@
+"""The flags of every program that decodes, each defined once, so that it means the same everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
+EMBEDDED_HEADS = CHECKOUT / "runs" / "demo" / "heads"
+EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ProgramOptions(argparse.Namespace):
+    """The flags that all programs share, parsed."""
+
+    base: str
+    heads: str
+    prompts: Path | None
+    limit: int | None
+    max_new_tokens: int
+    seed: int
+    temperature: float
+    json: Path | None
+    device: str
+    dtype: str | None
+    traceback: bool
+
+
+class ChatOptions(ProgramOptions):
+    """The flags of a chat, parsed."""
+
+    system: str | None
+    plain: bool
+    color_depth: bool
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model to load, and how."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--base",
+        default=str(EMBEDDED_BASE),
+        metavar="MODEL",
+        help="base model: a directory or a hub id (default: the one that `make demo` fetches, %(default)s)",
+    )
+    group.add_argument(
+        "--heads",
+        default=str(EMBEDDED_HEADS),
+        metavar="HEADS",
+        help="heads trained on that base: a directory or a hub id (default: `make demo`'s, %(default)s)",
+    )
+    group.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, cuda:1, ... (default here: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="precision of the base (default: float32 on a CPU, the checkpoint's own elsewhere). Only "
+        "float32 promises the very tokens of plain decoding; lower precision can flip near-ties",
+    )
+    group.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """What to answer, and where the report goes."""
+    group = parser.add_argument_group("prompts and report")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines, each with `prompt`, `turns` or `messages`, and `category` if you like",
+    )
+    group.add_argument("--limit", type=positive_int, metavar="N", help="take the first N prompts of the file")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the closing JSON line to FILE too")
+
+
+def add_answer_flags(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """How to answer."""
+    group = parser.add_argument_group("answers")
+    group.add_argument(
+        "--max-new-tokens",
+        type=positive_int,
+        default=max_new_tokens,
+        metavar="N",
+        help="longest answer, in tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=not_negative_float,
+        default=0.0,
+        metavar="T",
+        help="0 is greedy; above, tokens are sampled (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of sampling: the same seed gives the same tokens, with heads or without (default: %(default)s)",
+    )
+
+
+def program_parser(description: str, max_new_tokens: int = 128) -> argparse.ArgumentParser:
+    """A parser with all shared flags; ``description`` is the program's docstring, shown as it stands."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_flags(parser)
+    add_prompt_flags(parser)
+    add_answer_flags(parser, max_new_tokens)
+    return parser
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """What only a chat on a screen needs."""
+    group = parser.add_argument_group("chat")
+    group.add_argument(
+        "--color-depth",
+        action="store_true",
+        help="colour each token by the depth of the head that guessed it; the base model's own stay plain",
+    )
+
+
+def add_reply_flags(parser: argparse.ArgumentParser) -> None:
+    """How to reply, beyond the flags that all programs share."""
+    group = parser.add_argument_group("replies")
+    group.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
+    group.add_argument("--plain", action="store_true", help="decode without heads: the same text, slower")
+    group.add_argument("--top-k", type=positive_int, metavar="K", help="sample from the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that add up to P")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest one")
+    group.add_argument(
+        "--repetition-penalty", type=not_negative_float, metavar="X", help="above 1 discourages repetition"
+    )
+
+
+def positive_int(text: str) -> int:
+    """An ``argparse`` type: at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def not_negative_float(text: str) -> float:
+    """An ``argparse`` type: at least 0 and finite."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value

@@ -1,0 +1,120 @@
+import io
+import json
+
+import pytest
+from tiny_chat import save_chat_model
+
+import medusa
+from medusa.cli import main
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    base, heads = save_chat_model(tmp_path_factory.mktemp("model"))
+    return ["--base", base, "--heads", heads]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["chat", "--help"], ["generate", "--help"], ["info", "--help"]]
+)
+def test_help_teaches_by_example(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "medusa" in text
+    if len(arguments) > 1:
+        assert f"\n    medusa {arguments[0]} " in text
+
+
+def test_chat_answers_piped_questions_and_logs_version_and_path_first(saved, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/stats\n/exit\nnever asked\n"))
+    report = tmp_path / "deep" / "session.json"
+    assert main(["chat", *saved, "--max-new-tokens", "9", "--json", str(report)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"medusa {medusa.__version__} from ")
+    assert "> Hello\n" in printed.out
+    assert "9 tokens in" in printed.out
+    assert "never asked" not in printed.out
+    assert json.loads(report.read_text())["num_answers"] == 1
+
+
+def test_chat_answers_a_prompts_file_one_conversation_a_row(saved, capsys, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["One", "Two"]}\n{"prompt": "Three"}\n{"prompt": "Four"}\n')
+    assert main(["chat", *saved, "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "5"]) == 0
+    asked = [line for line in capsys.readouterr().out.splitlines() if line.startswith("> ")]
+    assert asked == ["> One", "> Two", "> Three"]
+
+
+def test_generate_prints_the_answer_alone_on_standard_output(saved, capsys, monkeypatch):
+    assert main(["generate", *saved, "--max-new-tokens", "12", "Hello"]) == 0
+    with_heads = capsys.readouterr()
+    assert "tokens per step" in with_heads.err
+    assert main(["generate", *saved, "--max-new-tokens", "12", "--plain", "Hello"]) == 0
+    assert capsys.readouterr().out == with_heads.out
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    assert main(["generate", *saved, "--max-new-tokens", "12", "-"]) == 0
+    assert capsys.readouterr().out == with_heads.out
+
+
+def test_generate_raw_leaves_the_chat_template_out(saved, capsys):
+    outputs = []
+    for extra in ([], ["--raw"], ["--system", "Be brief."]):
+        assert main(["generate", *saved, "--max-new-tokens", "12", *extra, "Hello"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 3
+
+
+def test_info_says_what_a_heads_directory_holds(saved, capsys):
+    assert main(["info", saved[3]]) == 0
+    table = capsys.readouterr().out
+    assert "num_heads" in table
+    assert "nodes, guesses looked at" in table
+    assert main(["info", "--json", saved[3]]) == 0
+    assert json.loads(capsys.readouterr().out)["num_heads"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["info", "./nowhere"], "no heads directory at './nowhere'"),
+        (["generate", "  "], "the prompt is empty"),
+        (["generate", "--top-p", "0.9", "x"], "--top-p goes with sampling, and --temperature is 0"),
+        (["generate", "--raw", "--system", "x", "y"], "--system goes with the chat template"),
+        (["chat", "--prompts", "nowhere.jsonl"], "prompts file 'nowhere.jsonl' does not exist"),
+    ],
+)
+def test_errors_are_one_sentence_on_standard_error(saved, capsys, arguments, complaint):
+    model = saved if arguments[0] != "info" else []
+    assert main([arguments[0], *model, *arguments[1:]]) == 1
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert "Traceback" not in printed.err
+    assert not printed.out
+
+
+def test_traceback_shows_where_an_error_arose(capsys):
+    assert main(["info", "./nowhere", "--traceback"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_missing_default_says_what_makes_it(saved, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("medusa.flags.EMBEDDED_HEADS", tmp_path / "none")
+    monkeypatch.setattr("medusa.programs.EMBEDDED_HEADS", tmp_path / "none")
+    assert main(["generate", *saved[:2], "Hello"]) == 1
+    assert "run `make demo`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "rule"),
+    [
+        ("--max-new-tokens", "0", "at least 1, got 0"),
+        ("--temperature", "-1", "at least 0, got -1"),
+        ("--limit", "x", "invalid"),
+    ],
+)
+def test_a_flag_out_of_range_is_refused_with_its_rule(saved, capsys, flag, value, rule):
+    with pytest.raises(SystemExit):
+        main(["chat", *saved, flag, value])
+    assert rule in capsys.readouterr().err

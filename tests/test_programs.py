@@ -1,0 +1,208 @@
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_chat import save_chat_model, wide_tree
+
+import medusa
+from medusa import DecodingStatistics, load_heads
+
+INFERENCE = Path(__file__).parent.parent / "inference"
+PROMPTS = [
+    {"prompt": "Hello", "category": "greeting"},
+    {"turns": ["Count to three", "And on"], "category": "counting"},
+    {"messages": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}]},
+]
+
+
+def program(name):
+    """A program of inference/, as a module."""
+    spec = importlib.util.spec_from_file_location(f"program_{name}", INFERENCE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """Shared flags for the tiny model, and the folder that everything is in."""
+    folder = tmp_path_factory.mktemp("programs")
+    base, heads = save_chat_model(folder)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    flags = ["--base", base, "--heads", heads, "--prompts", str(prompts), "--max-new-tokens", "24"]
+    return folder, flags
+
+
+def closing_json(printed):
+    """The last line of standard output."""
+    return json.loads(printed.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["chat", "evaluate_heads", "tune_tree", "benchmark"])
+def test_every_program_offers_the_shared_flags_and_examples(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program(name).main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    shared = [
+        "--base",
+        "--heads",
+        "--prompts",
+        "--limit",
+        "--max-new-tokens",
+        "--seed",
+        "--temperature",
+        "--json",
+    ]
+    assert [flag for flag in shared if flag not in text] == []
+    assert f"python inference/{name}.py" in text
+
+
+def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting, capsys):
+    folder, flags = setting
+    picture, report_file = folder / "plots" / "eval.png", folder / "reports" / "eval.json"
+    status = program("evaluate_heads").main([*flags, "--plot", str(picture), "--json", str(report_file)])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert printed.err.startswith(f"medusa {medusa.__version__} from ")
+    report = closing_json(printed.out)
+    assert report == json.loads(report_file.read_text())
+    assert set(report) == {
+        "tokens_per_step",
+        "acceptance_rate",
+        "conditional_acceptance_rate",
+        "head_accuracy",
+        "by_category",
+        "num_prompts",
+        "num_tokens",
+    }
+    assert list(report["head_accuracy"]) == ["top1", "top2", "top3", "top5", "top10"]
+    assert all(len(rates) == 3 for rates in report["head_accuracy"].values())
+    assert len(report["acceptance_rate"]) == len(report["conditional_acceptance_rate"]) == wide_tree().depth
+    assert set(report["by_category"]) == {"greeting", "counting", "uncategorised"}
+    assert report["num_prompts"] == 3
+    assert report["num_tokens"] == sum(entry["num_tokens"] for entry in report["by_category"].values())
+    assert report["tokens_per_step"] == pytest.approx(1 + sum(report["acceptance_rate"]))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "top 10" in printed.out
+
+
+def test_limit_takes_the_first_prompts_and_sampling_is_reproducible(setting, capsys):
+    folder, flags = setting
+    sampled = [*flags, "--limit", "2", "--temperature", "0.9", "--seed", "4", "--plot", str(folder / "p.png")]
+    reports = []
+    for _ in range(2):
+        assert program("evaluate_heads").main(sampled) == 0
+        reports.append(closing_json(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+    assert reports[0]["num_prompts"] == 2
+
+
+def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, capsys, tmp_path):
+    base, heads = save_chat_model(tmp_path)
+    _, flags = setting
+    own = ["--base", base, "--heads", heads, *flags[4:], "--sizes", "2,4,8", "--rounds", "1"]
+    assert program("tune_tree").main([*own, "--plot", str(tmp_path / "tree.png")]) == 0
+    report = closing_json(capsys.readouterr().out)
+    assert [row["num_nodes"] for row in report["by_num_nodes"]] == [1, 2, 4, 8], "plain decoding takes part"
+    best = max(report["by_num_nodes"], key=lambda row: row["tokens_per_second"])
+    assert report["num_nodes"] == best["num_nodes"]
+    assert load_heads(heads).tree.num_nodes == report["num_nodes"]
+    written = json.loads((Path(heads) / "tree.json").read_text())
+    assert written["device"].startswith("cpu")
+    assert written["dtype"] == "float32"
+    assert written["by_num_nodes"] == report["by_num_nodes"]
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tune_tree_takes_a_size_and_answers_from_the_file_without_timing(setting, capsys, tmp_path):
+    base, heads = save_chat_model(tmp_path)
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]}
+        for text in ("a fine answer", "another answer")
+    ]
+    prompts = tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = (Path(heads) / "tree.json").read_text()
+    flags = ["--base", base, "--heads", heads, "--prompts", str(prompts), "--num-nodes", "5"]
+    assert program("tune_tree").main([*flags, "--no-save"]) == 0
+    report = closing_json(capsys.readouterr().out)
+    assert report["num_positions"] == sum(len(row["messages"][1]["content"]) - 3 for row in rows)
+    assert (Path(heads) / "tree.json").read_text() == before
+    assert program("tune_tree").main(flags) == 0
+    assert load_heads(heads).tree.num_nodes == 5
+
+
+def test_tune_tree_needs_a_directory_to_write_into(setting, capsys):
+    _, flags = setting
+    assert program("tune_tree").main([*flags, "--heads", "owner/name"]) == 1
+    assert "--heads must be a directory to write the tree into, got 'owner/name'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_benchmark_ends_with_the_agreed_keys_and_identical_answers(setting, capsys, temperature):
+    _, flags = setting
+    assert program("benchmark").main([*flags, "--temperature", temperature, "--repeats", "2"]) == 0
+    printed = capsys.readouterr().out
+    report = closing_json(printed)
+    agreed = {"tokens_per_step", "overhead", "speedup_vs_plain", "speedup_vs_transformers", "identical"}
+    assert agreed | {"num_prompts"} <= set(report)
+    assert report["identical"] is True
+    assert report["num_identical"] == report["num_prompts"] == 3
+    expected = ["heads", "plain", "transformers"] if temperature == "0" else ["heads", "plain"]
+    assert report["compared"] == expected
+    assert report["num_tokens"] <= 3 * 24, "repeats are not counted twice"
+    assert set(report["by_category"]) == {"greeting", "counting", "uncategorised"}
+    assert "3 of 3 answers token-identical" in printed
+
+
+def test_benchmark_takes_medians_and_notices_an_answer_that_differs():
+    benchmark = program("benchmark")
+
+    def timing(contender, prompt, seconds, tokens=(1, 2), step=1.0):
+        statistics = None
+        if contender != "transformers":
+            statistics = DecodingStatistics(num_rows=1, num_steps=2, accepted_histogram=[1, 1])
+            statistics.decode_seconds = 2 * step
+        return benchmark.Timing(contender, prompt, "all", tokens, seconds, statistics)
+
+    timings = []
+    for prompt, slow in enumerate((1, 1, 10)):
+        for repeat in (1, 1, 100):
+            timings += [
+                timing("transformers", prompt, 8.0 * slow * repeat),
+                timing("plain", prompt, 6.0 * slow * repeat),
+                timing("heads", prompt, 4.0 * slow * repeat, step=1.5 * slow * repeat),
+            ]
+    report = benchmark.make_report(timings, is_greedy=True)
+    assert report["milliseconds_per_token"] == {"transformers": 4000.0, "plain": 3000.0, "heads": 2000.0}
+    assert (report["speedup_vs_plain"], report["speedup_vs_transformers"]) == (1.5, 2.0)
+    assert report["overhead"] == 1.5
+    assert report["tokens_per_step"] == 1.5
+    assert report["identical"]
+    odd = [*timings, timing("transformers", 1, 8.0, tokens=(1, 3))]
+    report = benchmark.make_report(odd, is_greedy=True)
+    assert (report["identical"], report["num_identical"]) == (False, 2)
+    assert benchmark.make_report(odd, is_greedy=False)["identical"], "sampling compares our own two only"
+
+
+def test_chat_ends_with_a_line_of_json(setting, capsys):
+    _, flags = setting
+    assert program("chat").main([*flags, "--limit", "2"]) == 0
+    report = closing_json(capsys.readouterr().out)
+    assert report["num_answers"] == 3, "the second row has two turns"
+    assert report["tokens_per_step"] >= 1
+
+
+def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(setting, capsys, tmp_path):
+    _, flags = setting
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": "x" * 500}) + "\n")
+    assert program("benchmark").main([*flags, "--prompts", str(prompts)]) == 1
+    printed = capsys.readouterr()
+    assert f"{prompts} row 2 has 503 tokens" in printed.err
+    assert "context of 512" in printed.err
