@@ -74,18 +74,17 @@ def plot_tree_sizes(table: Sequence[Mapping[str, Any]], chosen: int, path: Path,
 
 def _plot_acceptance(ax: Any, report: Mapping[str, Any]) -> None:
     depths = range(1, len(report["acceptance_rate"]) + 1)
-    lines = (
-        ("once its parent is accepted", report["conditional_acceptance_rate"], ORANGE),
-        ("in any step", report["acceptance_rate"], BLUE),
-    )
-    for label, rates, color in lines:
-        ax.plot(depths, rates, "o-", color=color, label=label)
-        for depth, rate in zip(depths, rates, strict=True):
-            ax.annotate(f"{rate:.0%}", (depth, rate), (0, 8), **_beside(color, ha="center"))
+    in_any_step, once_reached = report["acceptance_rate"], report["conditional_acceptance_rate"]
+    ax.plot(depths, once_reached, "o-", color=ORANGE, label="once its parent is accepted")
+    ax.plot(depths, in_any_step, "o-", color=BLUE, label="in any step")
+    for depth, rate, conditional in zip(depths, in_any_step, once_reached, strict=True):
+        ax.annotate(f"{conditional:.0%}", (depth, conditional), (0, 8), **_beside(ORANGE, ha="center"))
+        if depth > 1:  # at depth 1 the two are one
+            ax.annotate(f"{rate:.0%}", (depth, rate), (6, 5), **_beside(BLUE, ha="left"))
     ax.set_title(f"Accepted by depth: {report['tokens_per_step']:.2f} tokens per step")
     ax.set_xlabel("depth of the guess")
-    ax.legend(loc="upper right")
-    _percent_axis(ax, depths, max((rate for _, rates, _ in lines for rate in rates), default=1.0))
+    ax.legend(loc="upper center", ncols=2)
+    _percent_axis(ax, depths, max([*in_any_step, *once_reached], default=1.0))
 
 
 def _plot_accuracy(ax: Any, accuracy: Mapping[str, Sequence[float | None]]) -> None:
@@ -94,16 +93,11 @@ def _plot_accuracy(ax: Any, accuracy: Mapping[str, Sequence[float | None]]) -> N
     for i, (name, rates) in enumerate(accuracy.items()):
         places = [head + (i - (len(accuracy) - 1) / 2) * width for head in range(1, num_heads + 1)]
         heights = [rate or 0.0 for rate in rates]
-        ax.bar(
-            places,
-            heights,
-            width * 0.92,
-            color=SHADES[min(i, len(SHADES) - 1)],
-            label=name.replace("top", "top "),
-        )
-    for head, rate in enumerate(accuracy["top1"], start=1):
-        place = head - (len(accuracy) - 1) / 2 * width
-        ax.annotate(f"{rate or 0:.0%}", (place, rate or 0.0), (0, 3), **_beside(SHADES[0], ha="center"))
+        color = SHADES[min(i, len(SHADES) - 1)]
+        ax.bar(places, heights, width * 0.92, color=color, label=name.replace("top", "top "))
+        for place, height in zip(places, heights, strict=True):
+            text = f"{100 * height:.0f}"
+            ax.annotate(text, (place, height), (0, 2), **_beside(INK, ha="center", fontsize=7.5))
     ax.set_title("The true token is among a head's k best")
     ax.set_xlabel("head")
     ax.legend(ncols=len(accuracy), loc="upper center", columnspacing=0.9, handlelength=0.9)
@@ -119,7 +113,8 @@ def _plot_categories(ax: Any, overall: float, categories: Mapping[str, Mapping[s
         [name for name, _ in ordered], [value - 1 for value in values], left=1, height=0.65, color=SHADES[2]
     )
     for place, value in enumerate(values):
-        ax.annotate(f"{value:.2f}", (value, place), (4, 0), **_beside(INK, va="center"))
+        ax.annotate(f"{value:.2f}", (value, place), (4, 0), **_beside(INK, ha="left", va="center"))
+    ax.grid(False)
     ax.axvline(overall, color=INK, linewidth=1, linestyle=":")
     ax.set_xlim(1, 1 + (max(values) - 1) * 1.2 + 0.05)
     ax.set_title("Tokens per step by category")
@@ -155,6 +150,7 @@ def _figure(path: Path, title: str, widths: Sequence[float]) -> Iterator[Any]:
         "text.color": INK,
         "xtick.color": INK,
         "ytick.color": INK,
+        "axes.grid": True,
         "axes.grid.axis": "y",
         "grid.color": "#e8edf1",
         "axes.axisbelow": True,
