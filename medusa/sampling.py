@@ -10,6 +10,7 @@ that tells two draws of a row apart. Greedy decoding is G = 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -33,7 +34,7 @@ PATH_FREE_PROCESSORS = (
     hf.SuppressTokensLogitsProcessor,
     hf.InfNanRemoveLogitsProcessor,
 )
-# These compare the path's length with the padded prompt's, so they are shown the padding.
+# These compare the path's length with the padded prompt's.
 LENGTH_PROCESSORS = (
     hf.MinNewTokensLengthLogitsProcessor,
     hf.ForcedEOSTokenLogitsProcessor,
@@ -44,6 +45,11 @@ LENGTH_PROCESSORS = (
 REFUSED_PROCESSORS = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     hf.SynthIDTextWatermarkLogitsProcessor,
+)
+# These hold the prompts of the whole batch, and cannot tell which of them a path continues.
+SINGLE_ROW_PROCESSORS = (
+    hf.EncoderRepetitionPenaltyLogitsProcessor,
+    hf.EncoderNoRepeatNGramLogitsProcessor,
 )
 
 
@@ -93,6 +99,8 @@ class NodePaths:
     tokens: Tensor
     """(B, N) long: the tree's tokens."""
     topology: TreeTopology
+    rows: list[int]
+    """Which row of the user's batch each row is."""
     pad_id: int = 0
 
     def input_ids(self, row: int, nodes: Tensor, depth: int, padded: bool) -> Tensor:
@@ -109,23 +117,31 @@ def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: 
     """Scores of every node: logits (B, N, V) -> (B, N, V) float32.
 
     Each processor sees each node with that node's own path as ``input_ids``, exactly as if the path
-    had been generated token by token.
+    had been generated token by token. The caller's own processors see the caller's left padding too, as
+    ``transformers`` shows it; those of ``transformers`` do not, so that a row is what it is alone.
     """
     num_rows, num_nodes, vocab_size = logits.shape
     scores = logits.to(torch.float32, copy=True)
     for processor in processors:
-        if isinstance(processor, PATH_FREE_PROCESSORS):
+        if type(processor) in PATH_FREE_PROCESSORS:
             flat = scores.view(-1, vocab_size)
             no_path = cast(torch.LongTensor, paths.tokens.reshape(-1, 1))
             scores = processor(no_path, flat).view(num_rows, num_nodes, vocab_size)
+        elif isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
+            scores = _process_allowed_paths(scores, processor, paths)
         else:
             scores = _process_path_by_path(scores, processor, paths)
     return scores
 
 
-def check_processors(processors: LogitsProcessorList) -> None:
-    """Raise ValueError for a processor that cannot be evaluated per tree node."""
+def check_processors(processors: LogitsProcessorList, num_rows: int) -> None:
+    """Raise ValueError for a processor that cannot be evaluated per tree node of ``num_rows`` rows."""
     for processor in processors:
+        if isinstance(processor, SINGLE_ROW_PROCESSORS) and num_rows > 1:
+            raise ValueError(
+                f"{type(processor).__name__} works with batch size 1, got {num_rows} rows; decode them one "
+                "by one"
+            )
         if isinstance(processor, REFUSED_PROCESSORS):
             raise ValueError(
                 f"{type(processor).__name__} keeps state between calls, so it cannot score a tree of "
@@ -135,7 +151,8 @@ def check_processors(processors: LogitsProcessorList) -> None:
 
 def _process_path_by_path(scores: Tensor, processor, paths: NodePaths) -> Tensor:
     """One call per row and depth, since paths of one depth have one length."""
-    padded = isinstance(processor, LENGTH_PROCESSORS)
+    is_callers_own = type(processor).__module__ != hf.__name__
+    padded = is_callers_own or isinstance(processor, LENGTH_PROCESSORS)
     processed = torch.empty_like(scores)
     depths = paths.topology.depths.expand(scores.shape[0], -1).tolist()
     for row, row_depths in enumerate(depths):
@@ -144,6 +161,29 @@ def _process_path_by_path(scores: Tensor, processor, paths: NodePaths) -> Tensor
             nodes = torch.tensor(at_depth, device=scores.device)
             ids = paths.input_ids(row, nodes, depth, padded)
             processed[row, nodes] = processor(ids, scores[row, nodes])
+    return processed
+
+
+def _process_allowed_paths(
+    scores: Tensor, processor: hf.PrefixConstrainedLogitsProcessor, paths: NodePaths
+) -> Tensor:
+    """Node by node: the caller's function is told the row, and never asked about a path it has forbidden."""
+    allowed_after = processor._prefix_allowed_tokens_fn
+    processed = scores.clone()
+    parents = paths.topology.parents.expand(len(scores), -1).tolist()
+    depths = paths.topology.depths.expand(len(scores), -1).tolist()
+    for row, tokens in enumerate(paths.tokens.tolist()):
+        for_row = functools.partial(allowed_after, paths.rows[row])
+        constraint = hf.PrefixConstrainedLogitsProcessor(lambda _, ids, ask=for_row: ask(ids), num_beams=1)
+        is_allowed = [True] * len(tokens)
+        for node, token in enumerate(tokens):
+            parent = parents[row][node]
+            if node > 0:
+                is_allowed[node] = is_allowed[parent] and bool(processed[row, parent, token] > -torch.inf)
+            if is_allowed[node]:
+                index = torch.tensor([node], device=scores.device)
+                ids = paths.input_ids(row, index, depths[row][node], padded=True)
+                processed[row, index] = constraint(ids, scores[row, index])
     return processed
 
 
