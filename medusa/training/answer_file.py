@@ -1,0 +1,110 @@
+"""The file that self-distillation fills: append-only JSON lines, safe to kill at any moment.
+
+    {"index": 3, "category": "qa", "messages": [...], "temperature": 0.8, "finish_reason": "stop"}
+
+``index`` counts the prompts from 0, so a later run knows what is done. Beside ``data.jsonl`` stands
+``data.config.json``, what the answers were made with: a file never mixes two configurations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from medusa.checkpoint import read_json, write_json
+
+
+class AnswerFile:
+    """Appends rows to ``path``; a context manager.
+
+    A last line that a killed run left half-written is cut off on opening.
+
+    Raises:
+        ValueError: the file was made with another configuration, or with none on record.
+    """
+
+    def __init__(self, path: str | Path, configuration: Mapping[str, Any]):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _check_configuration(self.path, configuration)
+        _cut_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row and hand it to the operating system."""
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows that are there.
+
+        Raises:
+            ValueError: a row is not ours; the message names file and row.
+        """
+        with self.path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                origin = f"{self.path} row {number}"
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{origin} is not valid JSON ({error}); remove that line") from error
+                if not isinstance(row, dict) or not {"index", "messages", "finish_reason"} <= set(row):
+                    raise ValueError(f"{origin} must hold index, messages and finish_reason, got {line:.80}")
+                yield row
+
+
+def configuration_path(path: Path) -> Path:
+    """Where the configuration of ``path`` is recorded."""
+    return path.with_suffix(".config.json")
+
+
+def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
+    """Record the configuration of a new file; compare it with the record of one that has rows."""
+    record = configuration_path(path)
+    if not path.exists() or path.stat().st_size == 0:
+        write_json(record, configuration)
+        return
+    if not record.exists():
+        raise ValueError(
+            f"output {str(path)!r} holds rows, but {record} is missing, so they may come from another "
+            "configuration; choose another output"
+        )
+    made_with, asked = read_json(record), json.loads(json.dumps(dict(configuration)))
+    different = [key for key in sorted({*made_with, *asked}) if made_with.get(key) != asked.get(key)]
+    if different:
+        changes = ", ".join(f"{key}={made_with.get(key)!r} (now {asked.get(key)!r})" for key in different)
+        raise ValueError(
+            f"output {str(path)!r} was made with {changes}; use the same options to go on with it, "
+            "or choose another output"
+        )
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop what follows the last newline."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        position = end
+        while position:
+            start = max(0, position - 65536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)

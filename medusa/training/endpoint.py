@@ -1,0 +1,126 @@
+"""Answers from any OpenAI-compatible chat endpoint: how self-distillation scales to a serving cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from medusa.prompts import Message
+
+RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+
+class RefusedPrompt(ValueError):
+    """The endpoint says that this request cannot be answered, so asking again is no use."""
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """What came back."""
+
+    text: str
+    finish_reason: str
+    """``stop`` or ``length``, as the endpoint says."""
+    num_tokens: int
+    """As the endpoint counts; 0 when it does not say."""
+
+
+class ChatEndpoint:
+    """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads.
+
+    Args:
+        url: up to and including the version, for example ``http://localhost:8000/v1``.
+        model: the name the server knows the model by.
+        max_attempts: tries per request; waits 1, 2, 4, ... seconds between them, or what the server asks.
+        first_wait: seconds before the second try.
+        api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        timeout: float = 600.0,
+        max_attempts: int = 6,
+        first_wait: float = 1.0,
+        api_key: str | None = None,
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"endpoint must start with http:// or https://, got {url!r}; e.g. http://localhost:8000/v1"
+            )
+        self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.model, self.max_attempts, self.first_wait = model, max_attempts, first_wait
+        key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
+        self._client = httpx.Client(
+            timeout=timeout,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def answer(
+        self, messages: Sequence[Message], *, temperature: float, max_new_tokens: int, seed: int
+    ) -> ChatReply:
+        """The model's answer to ``messages``.
+
+        Raises:
+            RefusedPrompt: the server refuses this request (HTTP 4xx), for example as too long.
+            ConnectionError: no usable answer after ``max_attempts`` tries.
+        """
+        request = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": temperature,
+            "max_tokens": max_new_tokens,
+            "seed": seed,
+        }
+        problem, wait = "", self.first_wait
+        for attempt in range(self.max_attempts):
+            if attempt:
+                time.sleep(wait)
+                wait *= 2
+            try:
+                response = self._client.post(self.url, json=request)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code in RETRIED_STATUS:
+                problem = f"HTTP {response.status_code}: {response.text[:300]}"
+                wait = _asked_wait(response, wait)
+                continue
+            if response.status_code != 200:
+                raise RefusedPrompt(f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}")
+            return _reply(response, self.url)
+        raise ConnectionError(
+            f"endpoint {self.url} gave no answer in {self.max_attempts} tries, last {problem}; "
+            "is it running? The same command goes on where it stopped"
+        )
+
+
+def _asked_wait(response: httpx.Response, default: float) -> float:
+    """Seconds the server asks to wait, ``default`` when it asks nothing."""
+    asked = response.headers.get("retry-after", "")
+    return float(asked) if asked.isdigit() else default
+
+
+def _reply(response: httpx.Response, url: str) -> ChatReply:
+    try:
+        body: dict[str, Any] = response.json()
+        choice = body["choices"][0]
+        text = choice["message"]["content"] or ""
+        finish_reason = choice["finish_reason"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConnectionError(
+            f"endpoint {url} did not answer as an OpenAI-compatible chat server does ({error!r}): "
+            f"{response.text[:300]}"
+        ) from error
+    return ChatReply(text, finish_reason, (body.get("usage") or {}).get("completion_tokens", 0))

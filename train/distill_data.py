@@ -1,0 +1,234 @@
+"""Self-distillation: the base model answers the prompts that its heads are then trained on.
+
+    python train/distill_data.py --prompts prompts.jsonl --output runs/answers.jsonl
+    python train/distill_data.py --prompts prompts.jsonl --output runs/answers.jsonl --temperatures 0.0 0.8
+    python train/distill_data.py --prompt-free 1000 --output runs/answers.jsonl
+    python train/distill_data.py --prompts prompts.jsonl --output runs/answers.jsonl \\
+        --endpoint http://localhost:8000/v1 --model my-model --batch-size 256
+
+Rows are appended as answers end. A run that was stopped goes on with the same command and loses only
+the answers under way. Prompt i gets the i-th temperature (in turn) and the noise stream seed + i, so
+the rows are the same whatever the batch size, the order, or the number of runs; only answers that a
+time limit cuts depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import medusa
+from medusa.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
+from medusa.programs import exit_status, log_console
+from medusa.prompts import Prompt, read_prompts
+from medusa.training.answer_file import AnswerFile
+from medusa.training.answering import Answerer, EndpointAnswerer, LocalAnswerer
+from medusa.training.distill import DistillationReport, TimeLimit, distill, prompt_free, unanswered
+from medusa.training.endpoint import ChatEndpoint
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = flags.add_argument_group("prompts and answers")
+    source = asked.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="JSON lines with `prompt`, `turns` or `messages`"
+    )
+    source.add_argument(
+        "--prompt-free", type=positive_int, metavar="N", help="let the chat model ask itself N questions"
+    )
+    asked.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines to append to")
+    asked.add_argument("--limit", type=positive_int, metavar="N", help="take the first N prompts of the file")
+    asked.add_argument("--max-new-tokens", type=positive_int, default=256, metavar="N", help="(default: 256)")
+    asked.add_argument(
+        "--temperatures",
+        type=not_negative_float,
+        nargs="+",
+        default=[0.0],
+        metavar="T",
+        help="prompts take these in turn; 0 is greedy (default: 0.0)",
+    )
+    asked.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    asked.add_argument(
+        "--keep-loops",
+        action="store_true",
+        help="let an answer that repeats itself go on to --max-new-tokens, instead of cutting the repetition",
+    )
+
+    run = flags.add_argument_group("run; may differ from one run to the next on the same output")
+    run.add_argument(
+        "--batch-size",
+        type=positive_int,
+        default=32,
+        metavar="N",
+        help="answers under way at once (default: 32)",
+    )
+    run.add_argument(
+        "--max-minutes",
+        type=not_negative_float,
+        metavar="M",
+        help="stop then; answers under way are kept as far as they are, marked as cut",
+    )
+    run.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
+    )
+    run.add_argument("--dtype", choices=DTYPES, help="(default: float32 on a CPU, else the checkpoint's own)")
+    run.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+
+    who = flags.add_argument_group("who answers")
+    who.add_argument(
+        "--base",
+        default=str(EMBEDDED_BASE),
+        metavar="MODEL",
+        help="directory or hub id (default: %(default)s)",
+    )
+    who.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="an OpenAI-compatible server instead, such as http://localhost:8000/v1",
+    )
+    who.add_argument("--model", metavar="NAME", help="what the server calls the model")
+    return flags
+
+
+class AnswerProgress:
+    """Answers done, tokens a second, time left: a bar, or lines now and then where there is no terminal."""
+
+    def __init__(self, console: Console, num_conversations: int, limit: TimeLimit):
+        self.console, self.num_conversations, self.limit = console, num_conversations, limit
+        self.num_tokens = self.num_ended = 0
+        self._last_line = time.monotonic()
+        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.bar.add_task("", total=num_conversations)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.show()
+
+    def ended(self, report: DistillationReport) -> None:
+        self.num_ended = report.num_ended
+        self.show()
+
+    def show(self) -> None:
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=self.num_ended, description=self.describe())
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self.console.print(f"answers: {self.num_ended}/{self.num_conversations}, {self.describe()}")
+
+    def describe(self) -> str:
+        elapsed = max(self.limit.elapsed, 1e-9)
+        return f"{self.num_tokens / elapsed:.0f} tokens/s, {self._time_left(elapsed)}"
+
+    def _time_left(self, elapsed: float) -> str:
+        """By the rate of answers so far, or until the time limit, whichever comes first."""
+        left = []
+        if self.num_ended:
+            left.append(elapsed / self.num_ended * (self.num_conversations - self.num_ended))
+        if self.limit.seconds is not None:
+            left.append(max(0.0, self.limit.seconds - elapsed))
+        if not left:
+            return "time left not known yet"
+        minutes, seconds = divmod(round(min(left)), 60)
+        return f"about {minutes}:{seconds:02d} left"
+
+
+def configuration(options: argparse.Namespace) -> dict[str, Any]:
+    """What the answers depend on."""
+    return {
+        "base": options.model if options.endpoint else options.base,
+        "endpoint": options.endpoint,
+        "max_new_tokens": options.max_new_tokens,
+        "temperatures": options.temperatures,
+        "seed": options.seed,
+        "prompt_free": options.prompt_free is not None,
+        "keep_loops": options.keep_loops,
+    }
+
+
+def check(options: argparse.Namespace) -> None:
+    if (options.endpoint is None) != (options.model is None):
+        raise ValueError(
+            "--endpoint and --model go together: where the server is, and what it calls the model"
+        )
+    if options.endpoint and options.prompt_free:
+        raise ValueError(
+            "--prompt-free needs the model itself: a chat endpoint writes answers, not questions"
+        )
+    if options.base == str(EMBEDDED_BASE) and not options.endpoint and not EMBEDDED_BASE.exists():
+        raise FileNotFoundError(
+            f"--base was not given, and its default {EMBEDDED_BASE} is not there; run `make models`"
+        )
+
+
+def wanted_prompts(options: argparse.Namespace) -> list[Prompt]:
+    if options.prompt_free:
+        return prompt_free(min(options.prompt_free, options.limit or options.prompt_free))
+    return read_prompts(options.prompts, options.limit)
+
+
+def load_answerer(options: argparse.Namespace) -> Answerer:
+    if options.endpoint:
+        endpoint = ChatEndpoint(options.endpoint, options.model)
+        return EndpointAnswerer(endpoint, options.batch_size, options.max_new_tokens)
+    dtype = options.dtype or ("float32" if torch.device(options.device).type == "cpu" else "auto")
+    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
+    base.to(options.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.base)
+    return LocalAnswerer(
+        base, tokenizer, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    log = log_console()
+    log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
+    check(options)
+    prompts = wanted_prompts(options)
+    with AnswerFile(options.output, configuration(options)) as answers:
+        conversations = unanswered(prompts, answers, options.temperatures, options.seed)
+        log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
+        if not conversations:
+            return
+        answerer = load_answerer(options)
+        limit = TimeLimit(options.max_minutes)
+        progress = AnswerProgress(log, len(conversations), limit)
+        with progress.bar:
+            report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
+        summarise(report, limit.elapsed, options.output, log)
+
+
+def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:
+    log.print(
+        f"{report.num_written} rows written to {output}: {report.num_answers} answers ({report.num_cut} cut) "
+        f"of {report.num_tokens} tokens in {seconds:.0f} s, {report.num_tokens / seconds:.0f} a second",
+        soft_wrap=True,
+    )
+    if report.num_refused:
+        log.print(
+            f"{report.num_refused} could not be answered, the first: {report.first_refusal}", soft_wrap=True
+        )
+    if report.num_unasked:
+        log.print(f"{report.num_unasked} prompts left for another run: the time was up")
+    if output.stat().st_size == 0:
+        raise ValueError("nothing was answered; give more time (--max-minutes) or other prompts")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    return exit_status(lambda: run(options), options.traceback)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
