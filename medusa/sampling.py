@@ -11,7 +11,7 @@ that tells two draws of a row apart. Greedy decoding is G = 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -173,8 +173,8 @@ def _process_allowed_paths(
     parents = paths.topology.parents.expand(len(scores), -1).tolist()
     depths = paths.topology.depths.expand(len(scores), -1).tolist()
     for row, tokens in enumerate(paths.tokens.tolist()):
-        for_row = functools.partial(allowed_after, paths.rows[row])
-        constraint = hf.PrefixConstrainedLogitsProcessor(lambda _, ids, ask=for_row: ask(ids), num_beams=1)
+        told_row = functools.partial(_ask_about_row, allowed_after, paths.rows[row])
+        constraint = hf.PrefixConstrainedLogitsProcessor(told_row, num_beams=1)
         is_allowed = [True] * len(tokens)
         for node, token in enumerate(tokens):
             parent = parents[row][node]
@@ -185,6 +185,12 @@ def _process_allowed_paths(
                 ids = paths.input_ids(row, index, depths[row][node], padded=True)
                 processed[row, index] = constraint(ids, scores[row, index])
     return processed
+
+
+def _ask_about_row(
+    allowed_after: Callable[[int, Tensor], list[int]], row: int, _node: int, ids: Tensor
+) -> list[int]:
+    return allowed_after(row, ids)
 
 
 _GOLDEN = -1640531527  # 2**32 / golden ratio, as int32
