@@ -1,0 +1,32 @@
+"""Training heads on a frozen base model: what the programs in ``train/`` compose.
+
+Data, for ``train/train_heads.py``:
+    reading.py         files and hub data sets -> conversations
+    rendering.py       conversations -> documents: tokens, and which of them the model wrote
+    filtering.py       drops loops and duplicates; chooses the held-out documents
+    documents.py       many documents in flat arrays
+    batching.py        documents -> micro-batches, padded by length or packed
+    inspection.py      documents in colour: which tokens are trained on
+
+Loss:
+    alignment.py       which hidden state predicts which token at which depth
+    objectives.py      cross-entropy, KL to the base, their blend, overlap: on one block of logits
+    loss.py            the loss of all heads, head by head and block by block
+    teacher.py         the base's own logits for given hidden states
+    hidden_source.py   hidden states of a micro-batch, from the base
+    stored_states.py   the same from a file that the base filled once
+
+The run:
+    options.py         every option, documented
+    configuration.py   options from YAML and the command line
+    preparation.py     base, documents and new heads
+    schedule.py        how long a run lasts and its learning rate
+    trainer.py         the loop
+    metrics.py         loss sums as the numbers that people read
+    progress.py        a bar with the time left
+    run_directory.py   what a run leaves on disk: checkpoints, metrics, configuration
+    result.py          tree, provenance and the heads directory at the end
+
+Self-distillation, for ``train/distill_data.py``:
+    distill.py, answering.py, continuous_batch.py, endpoint.py, answer_file.py
+"""

@@ -1,0 +1,80 @@
+"""Which hidden state predicts which token.
+
+The token at position j of a document is the target of depth d when it is a label token; the hidden
+state that predicts it then stands at j - 1 - d of the same document. Depth 0 is the base model's own
+head. So all heads and the base share their targets, and a teacher row serves every head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Targets of one micro-batch and where each is predicted from. S targets, P hidden states."""
+
+    columns: Tensor
+    """(S,) long: the logits column of each target."""
+    sources: Tensor
+    """(K + 1, S) long: index in [0, P) of the state from which depth d predicts it; -1 where that position
+    lies before the document. Row 0 belongs to the base's own head."""
+    num_unmapped: Tensor
+    """(K,) long: label tokens that have no column, by depth."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.sources.shape[0] - 1
+
+    def to(self, device: torch.device) -> Alignment:
+        moved = (
+            each.to(device, non_blocking=True) for each in (self.columns, self.sources, self.num_unmapped)
+        )
+        return Alignment(*moved)
+
+
+def align(
+    tokens: Tensor,
+    is_label: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    column_of: Tensor | None = None,
+    state_of: Tensor | None = None,
+) -> Alignment:
+    """Alignment of documents laid out one after the other.
+
+    Args:
+        tokens: (P,) long.
+        is_label: (P,) bool; padding is never a label.
+        positions: (P,) long, counted from 0 at the start of each document.
+        num_heads: K.
+        column_of: (V,) long, the logits column of each token and -1 for tokens without one. None: the
+            token id is the column.
+        state_of: (P,) long, where the state of each position is kept when not all are. None: at the
+            position's own index.
+    """
+    targets = (
+        (is_label & (positions > 0)).nonzero().flatten()
+    )  # a document's first token is predicted by nothing
+    columns = tokens[targets] if column_of is None else column_of[tokens[targets]]
+    depths = torch.arange(num_heads + 1)[:, None]
+    sources = targets - 1 - depths  # (K + 1, S)
+    inside = positions[targets] - 1 >= depths
+    mapped = columns >= 0
+    num_unmapped = (inside & ~mapped)[1:].sum(1)
+    sources, inside, columns = sources[:, mapped], inside[:, mapped], columns[mapped]
+    if state_of is not None:
+        sources = state_of[sources.clamp(min=0)]
+    return Alignment(columns, sources.masked_fill(~inside, -1), num_unmapped)
+
+
+def needed_states(is_label: Tensor, positions: Tensor, num_heads: int) -> Tensor:
+    """(P,) bool: the positions whose hidden state some depth, 0 included, predicts a label from."""
+    needed = torch.zeros_like(is_label)
+    targets = (is_label & (positions > 0)).nonzero().flatten()
+    for depth in range(num_heads + 1):
+        needed[targets[positions[targets] - 1 >= depth] - 1 - depth] = True
+    return needed

@@ -1,0 +1,64 @@
+"""Where a micro-batch's hidden states come from: here, from the base model itself.
+
+A source gives states (P, D) and the :class:`Alignment` that points into them. The other source, a file
+that the base filled once, is in ``stored_states.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from medusa.base import CausalLM, hidden_size, hidden_states
+from medusa.training.alignment import Alignment, align
+from medusa.training.batching import MicroBatch, PaddedBatch, collate
+from medusa.training.documents import Documents
+
+
+class HiddenSource(Protocol):
+    """Gives the states of a micro-batch of one set of documents."""
+
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
+        """States (P, D) and their alignment, on the base's device. An empty batch has no targets."""
+        ...
+
+
+@dataclass(frozen=True)
+class LiveStates:
+    """Runs the base on every micro-batch."""
+
+    base: CausalLM
+    documents: Documents
+    num_heads: int
+    column_of: Tensor | None = None
+
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
+        device, size = self.base.device, hidden_size(self.base)
+        if not batch:
+            return torch.zeros(0, size, device=device), no_targets(self.num_heads).to(device)
+        padded = collate(self.documents, batch)
+        states = frozen_states(self.base, padded)
+        alignment = align(
+            padded.input_ids.flatten(),
+            padded.is_label.flatten(),
+            padded.positions.flatten(),
+            self.num_heads,
+            self.column_of,
+        )
+        return states.reshape(-1, size), alignment.to(device)
+
+
+def frozen_states(base: CausalLM, padded: PaddedBatch) -> Tensor:
+    """States (B, T, D) of a micro-batch, without gradients."""
+    with torch.no_grad():
+        return hidden_states(
+            base, padded.input_ids.to(base.device), position_ids=padded.positions.to(base.device)
+        )
+
+
+def no_targets(num_heads: int) -> Alignment:
+    nothing = torch.zeros(0, dtype=torch.long)
+    return align(nothing, nothing.bool(), nothing, num_heads)

@@ -1,0 +1,85 @@
+"""Losses on one block of logits, each with its gradient written out.
+
+Every objective takes log q (C, V), the target columns (C,) long and the teacher's log p (C, V), and
+returns the loss of each row (C,) and its gradient with respect to the logits (C, V). The gradient may
+overwrite log q: a block is the largest thing training holds, so it is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+ObjectiveName = Literal["ce", "kl", "blend", "lk"]
+Objective = Callable[[Tensor, Tensor, "TeacherRows | None"], tuple[Tensor, Tensor]]
+"""(log q, columns, teacher) -> (loss, gradient); no teacher where :func:`needs_teacher` says so."""
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The base model's own distribution over the same columns: p and log p, (C, V) each."""
+
+    probabilities: Tensor
+    log_probabilities: Tensor
+
+    @classmethod
+    def of_logits(cls, logits: Tensor) -> TeacherRows:
+        log_probabilities = logits.float().log_softmax(-1)
+        return cls(log_probabilities.exp(), log_probabilities)
+
+
+def objective_named(name: ObjectiveName, kl_weight: float) -> Objective:
+    """The objective ``name``; ``kl_weight`` is the part of KL in ``blend``."""
+    if name not in get_args(ObjectiveName):
+        raise ValueError(f"objective must be one of {get_args(ObjectiveName)}, got {name!r}")
+    if not 0 <= kl_weight <= 1:
+        raise ValueError(f"kl_weight must be in [0, 1], got {kl_weight}")
+    if name == "blend":
+        return lambda log_q, columns, teacher: _blend(log_q, columns, teacher, kl_weight)
+    return {"ce": _cross_entropy, "kl": _divergence, "lk": _overlap}[name]
+
+
+def needs_teacher(name: ObjectiveName) -> bool:
+    return name != "ce"
+
+
+def _cross_entropy(log_q: Tensor, columns: Tensor, _teacher: TeacherRows | None) -> tuple[Tensor, Tensor]:
+    loss = -log_q.gather(1, columns[:, None])[:, 0]
+    gradient = log_q.exp_()
+    gradient.scatter_add_(1, columns[:, None], gradient.new_full((len(columns), 1), -1.0))
+    return loss, gradient
+
+
+def _divergence(log_q: Tensor, _columns: Tensor, teacher: TeacherRows | None) -> tuple[Tensor, Tensor]:
+    """KL(p || q) to the base's distribution p."""
+    assert teacher is not None
+    p = teacher.probabilities
+    loss = torch.einsum("cv,cv->c", p, teacher.log_probabilities - log_q)
+    return loss, log_q.exp_().sub_(p)
+
+
+def _blend(
+    log_q: Tensor, columns: Tensor, teacher: TeacherRows | None, kl_weight: float
+) -> tuple[Tensor, Tensor]:
+    """kl_weight * KL + (1 - kl_weight) * cross-entropy."""
+    assert teacher is not None
+    p, hard_weight = teacher.probabilities, 1 - kl_weight
+    hard = -log_q.gather(1, columns[:, None])[:, 0]
+    soft = torch.einsum("cv,cv->c", p, teacher.log_probabilities - log_q)
+    gradient = log_q.exp_().sub_(p, alpha=kl_weight)
+    gradient.scatter_add_(1, columns[:, None], gradient.new_full((len(columns), 1), -hard_weight))
+    return kl_weight * soft + hard_weight * hard, gradient
+
+
+def _overlap(log_q: Tensor, _columns: Tensor, teacher: TeacherRows | None) -> tuple[Tensor, Tensor]:
+    """-log sum min(p, q): minus the log of how often a sampled draft would be accepted (arXiv 2602.23881)."""
+    assert teacher is not None
+    q, p = log_q.exp_(), teacher.probabilities
+    overlap = torch.minimum(p, q).sum(-1, keepdim=True)
+    below = q * (q < p)
+    gradient = q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(overlap)
+    return -overlap[:, 0].log(), gradient

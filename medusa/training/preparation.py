@@ -1,0 +1,123 @@
+"""What a run starts from: the base model, its documents, new heads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
+from medusa.heads import MedusaHeads
+from medusa.training.configuration import TrainingConfiguration
+from medusa.training.documents import Document, Documents
+from medusa.training.filtering import filtered, held_out_indices, split
+from medusa.training.options import BaseOptions, DataOptions
+from medusa.training.reading import Example, check_sources, read_examples
+from medusa.training.rendering import RenderedText, Renderer, tokenise
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Documents to train on, documents to measure on, and what happened to the rest."""
+
+    training: Documents
+    held_out: Documents
+    counts: dict[str, int]
+
+
+def load_base(options: BaseOptions, device: torch.device) -> CausalLM:
+    """The base model on ``device``, frozen and in evaluation mode.
+
+    Raises:
+        ValueError: no tree can be verified on it, so heads for it would be of no use.
+    """
+    kwargs: dict[str, Any] = {} if options.attention is None else {"attn_implementation": options.attention}
+    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=options.base_dtype, **kwargs)
+    check_decodable(base)
+    return base.to(device).requires_grad_(False).eval()
+
+
+def load_tokenizer(options: BaseOptions) -> Any:
+    return AutoTokenizer.from_pretrained(options.base)
+
+
+def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
+    """Everything ``options.data`` names: read, rendered, tokenised, filtered and split.
+
+    Raises:
+        FileNotFoundError, ValueError: a source or a row cannot be read, or nothing is left to train on.
+    """
+    check_sources(options.data)
+    counts: Counter[str] = Counter()
+    texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
+    documents = Documents.of(filtered(tokenise(tokenizer, texts), options.filter_options(), counts))
+    if not counts["rows"]:
+        raise ValueError(f"data {options.data} holds no rows")
+    if not len(documents):
+        reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(
+            f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message that "
+            "answers something, or text"
+        )
+    held_out = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
+    training, measured = split(documents, held_out)
+    counts.update(
+        {
+            "training documents": len(training),
+            "training tokens": training.num_tokens,
+            "training labels": training.num_labels,
+            "held-out documents": len(measured),
+            "held-out labels": measured.num_labels,
+        }
+    )
+    return TrainingData(training, measured, dict(counts))
+
+
+def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> MedusaHeads:
+    """Heads that start as the base's own output embedding, on the base's device, in float32."""
+    config = configuration.heads.heads_config(hidden_size(base), vocab_size(base))
+    token_map = None
+    if config.token_map_size is not None:
+        token_map = torch.from_numpy(training.most_frequent_labels(config.token_map_size, config.vocab_size))
+    with torch.random.fork_rng():
+        torch.manual_seed(configuration.data.seed)
+        heads = MedusaHeads(config, token_map)
+    heads.initialise_from(output_embedding(base))
+    return heads.to(base.device, torch.float32).train()
+
+
+def column_of(heads: MedusaHeads) -> torch.Tensor | None:
+    """(V,) long on the CPU: each token's logits column, -1 where it has none; None without a token map."""
+    if heads.token_map is None:
+        return None
+    columns = torch.full((heads.config.vocab_size,), -1)
+    columns[heads.token_map.cpu()] = torch.arange(len(heads.token_map))
+    return columns
+
+
+def map_coverage(heads: MedusaHeads, documents: Documents) -> float:
+    """The part of the labels of ``documents`` that the heads can guess at all."""
+    columns = column_of(heads)
+    if columns is None or not documents.num_labels:
+        return 1.0
+    return float((columns.numpy()[documents.tokens[documents.is_label].astype(np.int64)] >= 0).mean())
+
+
+def _rendered(examples: Iterable[Example], tokenizer: Any, counts: Counter[str]) -> Iterator[RenderedText]:
+    renderer = Renderer(tokenizer)
+    for example in examples:
+        counts["rows"] += 1
+        documents = renderer.render(example)
+        counts["rows without an answer"] += not documents
+        yield from documents
+
+
+def sample(documents: Documents, count: int) -> list[Document]:
+    """``count`` documents spread evenly over all."""
+    chosen = np.unique(np.linspace(0, len(documents) - 1, min(count, len(documents))).round().astype(int))
+    return [documents[index] for index in chosen]

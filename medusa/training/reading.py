@@ -1,0 +1,170 @@
+"""Conversations and texts from files and hub data sets.
+
+A source is a file (``.jsonl``, ``.json``, ``.parquet``) or a hub data set id. A row is one of
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+    {"instruction": "...", "input": "...", "output": "..."}
+    {"text": "..."}
+
+with other keys beside it left alone, ``finish_reason`` excepted: "length" says that the last answer was
+cut, so nothing may be learned from where it ends. A row that cannot be read is an error that names
+file and row; rows count from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, str]
+FILE_TYPES = (".jsonl", ".json", ".parquet")
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_SHAPES = "messages, conversations, instruction with output, or text"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: a conversation or a plain text."""
+
+    origin: str
+    """Source and row, for messages to the user."""
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    answer_was_cut: bool = False
+    """The last answer stopped at a length limit, not at its end."""
+
+
+def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Example]:
+    """The rows of all ``sources`` in order; ``split`` names the part of a hub data set.
+
+    Raises:
+        FileNotFoundError: a source looks like a file and is not there.
+        ValueError: a file of an unknown type, or a row that cannot be read.
+    """
+    for source in sources:
+        for number, row in enumerate(_rows(source, split), start=1):
+            yield parse_row(row, f"{source} row {number}")
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Raise FileNotFoundError or ValueError for a source that cannot be opened, before any long work."""
+    for source in sources:
+        path = Path(source)
+        if path.is_file():
+            if path.suffix not in FILE_TYPES:
+                raise ValueError(f"data file {source!r} must end in one of {FILE_TYPES}")
+        elif path.suffix in FILE_TYPES or path.is_absolute() or source.count("/") > 1 or path.exists():
+            raise FileNotFoundError(
+                f"data file {source!r} does not exist; data takes {', '.join(FILE_TYPES)} files and hub ids "
+                "of the form owner/name"
+            )
+
+
+def parse_row(row: Any, origin: str) -> Example:
+    """The example in one row.
+
+    Raises:
+        ValueError: ``row`` is of no known shape; the message starts with ``origin``.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{origin} must be an object with {_SHAPES}, got {type(row).__name__}")
+    was_cut = row.get("finish_reason") == "length"
+    if row.get("messages") is not None:
+        return Example(origin, _messages(row["messages"], "role", "content", origin), answer_was_cut=was_cut)
+    if row.get("conversations") is not None:
+        turns = row["conversations"]
+        openai_names = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
+        names = ("role", "content") if openai_names else ("from", "value")
+        return Example(origin, _messages(turns, *names, origin), answer_was_cut=was_cut)
+    if row.get("instruction") is not None and row.get("output") is not None:
+        return Example(origin, _alpaca(row, origin), answer_was_cut=was_cut)
+    if row.get("text") is not None:
+        return Example(origin, text=_text(row["text"], "text", origin))
+    raise ValueError(f"{origin} must hold {_SHAPES}; it holds {sorted(map(str, row))}")
+
+
+def _messages(turns: Any, role_key: str, content_key: str, origin: str) -> tuple[Message, ...]:
+    if not isinstance(turns, list):
+        raise ValueError(f"{origin}: a conversation must be a list of messages, got {type(turns).__name__}")
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, start=1):
+        where = f"{origin}, message {number}"
+        if not isinstance(turn, dict) or role_key not in turn or content_key not in turn:
+            raise ValueError(
+                f"{where} must be an object with {role_key!r} and {content_key!r}, got {turn!r:.80}"
+            )
+        role = _text(turn[role_key], role_key, where)
+        messages.append({"role": _ROLES.get(role, role), "content": _content(turn[content_key], where)})
+    return tuple(messages)
+
+
+def _content(value: Any, where: str) -> str:
+    """Plain text, or the text of a list of text parts."""
+    if isinstance(value, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        return "".join(_text(part.get("text"), "text", where) for part in value)
+    return _text(value, "content", where)
+
+
+def _alpaca(row: dict[str, Any], origin: str) -> tuple[Message, ...]:
+    question = _text(row["instruction"], "instruction", origin)
+    if row.get("input"):
+        question = f"{question}\n\n{_text(row['input'], 'input', origin)}"
+    answer = _text(row["output"], "output", origin)
+    return ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {name} must be text, got {value!r:.80}")
+    return value
+
+
+def _rows(source: str, split: str) -> Iterator[Any]:
+    check_sources([source])
+    path = Path(source)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.is_file():
+        return _json_rows(path)
+    return _hub_rows(source, split)
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    """Rows of a JSON array, or of one JSON value a line, by content and not by name; blank lines skipped."""
+    with path.open("rb") as file:
+        is_array = file.read(1024).lstrip()[:1] == b"["
+        file.seek(0)
+        if is_array:
+            yield from _parsed_json(file.read(), str(path))
+            return
+        for number, line in enumerate((line for line in file if line.strip()), start=1):
+            yield _parsed_json(line, f"{path} row {number}")
+
+
+def _parsed_json(raw: bytes, origin: str) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise ValueError(f"{origin} is not valid JSON: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _hub_rows(source: str, split: str) -> Iterator[Any]:
+    from datasets import load_dataset
+
+    return iter(load_dataset(source, split=split))

@@ -1,0 +1,160 @@
+"""Hidden states of the frozen base, computed once and kept in a file.
+
+The base never changes, so neither do its states: the file holds those that some depth predicts a label
+from, and every later epoch does without the base.
+
+    states.bin     (P, D) bits of the states, document after document
+    states.json    what they were made of; written last, so that a file without it is not used
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medusa.base import CausalLM, hidden_size
+from medusa.checkpoint import read_json, write_json
+from medusa.training.alignment import Alignment, align, needed_states
+from medusa.training.batching import BatchOptions, MicroBatch, collate, plan_in_order
+from medusa.training.documents import Documents
+from medusa.training.hidden_source import frozen_states, no_targets
+from medusa.training.progress import ProgressLine
+
+StateType = Literal["float32", "bfloat16", "float16"]
+
+
+class StoredStates:
+    """Reads states from a file in ``directory`` that :func:`store_states` wrote."""
+
+    def __init__(
+        self,
+        directory: Path,
+        documents: Documents,
+        num_heads: int,
+        column_of: Tensor | None,
+        device: torch.device,
+    ):
+        self.documents, self.num_heads, self.column_of, self.device = documents, num_heads, column_of, device
+        header = read_json(directory / "states.json")
+        self.dtype = getattr(torch, header["dtype"])
+        self.size = header["hidden_size"]
+        self.needed = _needed(documents, num_heads)
+        self.first = np.concatenate([[0], np.cumsum(self.needed)])  # of each position: states before it
+        shape = (int(self.first[-1]), self.size)
+        self.states = np.memmap(directory / "states.bin", mode="r", shape=shape, dtype=_storage(self.dtype))
+
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
+        if not batch:
+            return torch.zeros(0, self.size, device=self.device), no_targets(self.num_heads).to(self.device)
+        indices = [index for row in batch for index in row]
+        starts = self.documents.starts
+        spans = [slice(starts[index], starts[index + 1]) for index in indices]
+        states = np.concatenate(
+            [self.states[self.first[span.start] : self.first[span.stop]] for span in spans]
+        )
+        needed = torch.from_numpy(np.concatenate([self.needed[span] for span in spans]))
+        alignment = align(
+            torch.from_numpy(np.concatenate([self.documents.tokens[span] for span in spans])).long(),
+            torch.from_numpy(np.concatenate([self.documents.is_label[span] for span in spans])),
+            torch.cat([torch.arange(span.stop - span.start) for span in spans]),
+            self.num_heads,
+            self.column_of,
+            state_of=needed.cumsum(0) - 1,
+        )
+        return torch.from_numpy(states).view(self.dtype).to(self.device), alignment.to(self.device)
+
+
+def states_size(base: CausalLM, documents: Documents, num_heads: int, dtype: StateType) -> int:
+    """Bytes that the states of ``documents`` take on disk."""
+    return int(_needed(documents, num_heads).sum()) * hidden_size(base) * getattr(torch, dtype).itemsize
+
+
+def store_states(
+    directory: Path,
+    base: CausalLM,
+    documents: Documents,
+    num_heads: int,
+    dtype: StateType,
+    options: BatchOptions,
+    line: ProgressLine,
+) -> None:
+    """Write the states of ``documents`` into ``directory``, unless it holds exactly these already.
+
+    Raises:
+        OSError: the disk has too little room; nothing was written.
+    """
+    header = _header(base, documents, num_heads, dtype)
+    if (directory / "states.json").exists() and read_json(directory / "states.json") == header:
+        line.say(f"hidden states in {directory} are those of this run")
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "states.json").unlink(missing_ok=True)
+    size, room = states_size(base, documents, num_heads, dtype), shutil.disk_usage(directory).free
+    if size > room:
+        raise OSError(
+            f"cache_hidden_states needs {size / 2**30:.1f} GiB in {directory}, which has "
+            f"{room / 2**30:.1f} GiB free; choose cache_dtype=bfloat16, fewer documents, or "
+            "cache_hidden_states=false"
+        )
+    line.say(f"hidden states of {len(documents)} documents: {size / 2**20:.0f} MiB in {directory}")
+    needed = _needed(documents, num_heads)
+    first = np.concatenate([[0], np.cumsum(needed)])
+    began, num_done = time.monotonic(), 0
+    partial = directory / "states.bin.partial"
+    shape = (int(first[-1]), header["hidden_size"])
+    stored = np.memmap(partial, mode="w+", shape=shape, dtype=_storage(getattr(torch, dtype)))
+    for batch in plan_in_order(documents.lengths, options):
+        padded = collate(documents, batch)
+        states = frozen_states(base, padded).to(getattr(torch, dtype)).cpu()
+        for row, (index,) in zip(states, batch, strict=True):
+            span = slice(documents.starts[index], documents.starts[index + 1])
+            wanted = torch.from_numpy(needed[span])
+            kept = row[: len(wanted)][wanted]
+            stored[first[span.start] : first[span.stop]] = (
+                kept.view(_integers(kept.dtype)).numpy().view(stored.dtype)
+            )
+            num_done += len(wanted)
+        line.show(num_done / documents.num_tokens, time.monotonic() - began)
+    stored.flush()
+    del stored
+    os.replace(partial, directory / "states.bin")
+    write_json(directory / "states.json", header)
+
+
+def _needed(documents: Documents, num_heads: int) -> np.ndarray:
+    """(T,) bool over all tokens of all documents: whose state is kept."""
+    starts = np.repeat(documents.starts[:-1], documents.lengths)
+    positions = torch.from_numpy(np.arange(documents.num_tokens) - starts)
+    return needed_states(torch.from_numpy(documents.is_label), positions, num_heads).numpy()
+
+
+def _header(base: CausalLM, documents: Documents, num_heads: int, dtype: str) -> dict:
+    """What the file was made of: another header is another file."""
+    content = hashlib.sha256()
+    for part in (documents.tokens, documents.is_label, documents.starts):
+        content.update(part.tobytes())
+    return {
+        "base_model": base.name_or_path,
+        "base_dtype": str(base.dtype),
+        "documents": content.hexdigest(),
+        "num_heads": num_heads,
+        "hidden_size": hidden_size(base),
+        "dtype": dtype,
+    }
+
+
+def _storage(dtype: torch.dtype) -> type[np.generic]:
+    """numpy has no bfloat16: states are stored as bits."""
+    return np.int32 if dtype.itemsize == 4 else np.int16
+
+
+def _integers(dtype: torch.dtype) -> torch.dtype:
+    return torch.int32 if dtype.itemsize == 4 else torch.int16

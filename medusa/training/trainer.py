@@ -1,0 +1,249 @@
+"""The training loop: the base stays frozen, the heads are optimised, the rest is bookkeeping.
+
+An optimisation step is a group of micro-batches, ``gradient_accumulation_steps`` for each process. All
+processes see the same plan of groups and take their own part of it. What a step divides by, the number
+of targets in the group, is known from the plan, so no process has to ask another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from rich.console import Console
+
+from medusa.base import CausalLM, output_embedding
+from medusa.heads import MedusaHeads
+from medusa.training.batching import MicroBatch, plan_epoch, plan_in_order
+from medusa.training.configuration import TrainingConfiguration
+from medusa.training.documents import Documents
+from medusa.training.hidden_source import HiddenSource, LiveStates
+from medusa.training.loss import HeadsLoss, LossSums
+from medusa.training.metrics import metrics_of, one_line
+from medusa.training.objectives import needs_teacher
+from medusa.training.options import OptimisationOptions
+from medusa.training.preparation import TrainingData, column_of
+from medusa.training.progress import ProgressLine
+from medusa.training.run_directory import RunDirectory, RunState
+from medusa.training.schedule import Schedule
+from medusa.training.stored_states import StoredStates, store_states
+from medusa.training.teacher import teacher_of
+
+
+class Trainer:
+    """One run: heads, optimiser, and where the run stands."""
+
+    def __init__(
+        self,
+        configuration: TrainingConfiguration,
+        accelerator: Accelerator,
+        base: CausalLM,
+        heads: MedusaHeads,
+        data: TrainingData,
+        console: Console,
+    ):
+        self.configuration, self.accelerator, self.console = configuration, accelerator, console
+        self.base, self.heads, self.data = base, heads, data
+        self.run, self.state = RunDirectory(configuration.run.output_dir), RunState()
+        self.columns = column_of(heads)
+        is_soft = needs_teacher(configuration.loss.objective)
+        self.teacher = teacher_of(base, heads.token_map) if is_soft else None
+        self.loss = HeadsLoss(heads, configuration.loss.loss_options())
+        self.module, self.optimiser = accelerator.prepare(
+            self.loss, _new_optimiser(heads, configuration.optimisation)
+        )
+        has_column = None if self.columns is None else self.columns.numpy() >= 0
+        self.num_scored = data.training.num_scored(heads.num_heads, has_column)  # (n, K)
+        self.schedule = self._new_schedule()
+        self.window = LossSums.zeros(heads.num_heads, accelerator.device)
+        self.bad_step = torch.zeros((), dtype=torch.long, device=accelerator.device)
+
+    def train(self) -> dict[str, float]:
+        """Train until a limit is reached; the metrics on the held-out documents at the end come back.
+
+        Raises:
+            FloatingPointError: a loss or gradient is not finite; no checkpoint is written after that.
+        """
+        self._begin()
+        training = self._source(self.data.training, "training")
+        held_out = self._source(self.data.held_out, "held-out")
+        with ProgressLine("training", self.console, self.accelerator.is_main_process) as line:
+            spent_before, began = self.state.seconds, time.monotonic()
+            logged, note = (self.state.seconds, self.state.num_tokens), ""
+            for group in self._groups():
+                self._step(training, group)
+                self.state.seconds = self._agreed(spent_before + time.monotonic() - began)
+                if self._is_due(self.configuration.run.logging_steps):
+                    note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
+                if self._is_due(self.configuration.run.evaluation_steps):
+                    line.say(f"step {self.state.step}  {one_line('held_out', self.evaluate(held_out))}")
+                if self._is_due(self.configuration.run.checkpoint_steps):
+                    self.checkpoint()
+                line.show(self._progress, self.state.seconds, f"step {self.state.step}  {note}")
+        return self.evaluate(held_out)
+
+    def evaluate(self, source: HiddenSource) -> dict[str, float]:
+        """Loss, top-1 and top-5 of each head on the held-out documents; empty when there are none."""
+        self._check_finite()
+        plan = plan_in_order(self.data.held_out.lengths, self.configuration.batch_options())
+        sums = LossSums.zeros(self.heads.num_heads, self.accelerator.device)
+        embedding = output_embedding(self.base)
+        for batch in self._share(plan):
+            hidden, alignment = source(batch)
+            with torch.no_grad():
+                _, more = self.loss(hidden, alignment, embedding, sums.num_scored, self.teacher)
+            sums = sums.plus(more)
+        return self._record("held_out", sums)
+
+    def checkpoint(self) -> None:
+        """Write everything that a resumed run needs to go on as if it had not stopped.
+
+        Raises:
+            OSError: the disk refused; earlier checkpoints are untouched.
+        """
+        self._check_finite()
+        self.state.window = [each.tolist() for each in self.window]
+        self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
+
+    def _begin(self) -> None:
+        if self.configuration.run.resume:
+            self.state = self.run.load_checkpoint(self.accelerator)
+            pairs = zip(self.window, self.state.window, strict=True)
+            self.window = LossSums(*(zeros.new_tensor(saved) for zeros, saved in pairs))
+        if self.accelerator.is_main_process:
+            self.run.begin(self.configuration)
+            self.run.forget_metrics_after(self.state.step)
+        self.accelerator.wait_for_everyone()
+
+    def _step(self, source: HiddenSource, group: list[MicroBatch]) -> None:
+        """One optimisation step on a group of micro-batches."""
+        documents = [index for batch in group for row in batch for index in row]
+        num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(self.accelerator.device)
+        embedding = output_embedding(self.base)
+        total = torch.zeros((), device=self.accelerator.device)
+        mine = self._share(group) or [[]]
+        for number, batch in enumerate(mine, start=1):
+            is_last = number == len(mine)
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.module):
+                loss, sums = self.module(*source(batch), embedding, num_scored, self.teacher)
+                self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
+            total += loss.detach()
+            self.window = self.window.plus(sums)
+        total += self.accelerator.clip_grad_norm_(
+            self.module.parameters(), self.configuration.optimisation.max_grad_norm
+        )
+        self._set_learning_rate()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.state.step += 1
+        self.state.step_in_epoch += 1
+        self.state.num_tokens += int(self.data.training.lengths[documents].sum())
+        first_bad = ~torch.isfinite(total) & (self.bad_step == 0)
+        self.bad_step = torch.where(first_bad, self.state.step, self.bad_step)
+
+    def _groups(self) -> Iterator[list[MicroBatch]]:
+        """The groups that remain, epoch after epoch, until the schedule is over."""
+        while self._progress < 1:
+            groups = self._plan(self.state.epoch)
+            while self.state.step_in_epoch < len(groups) and self._progress < 1:
+                yield groups[self.state.step_in_epoch]
+            if self.state.step_in_epoch == len(groups):
+                self.state.epoch, self.state.step_in_epoch = self.state.epoch + 1, 0
+
+    def _plan(self, epoch: int) -> list[list[MicroBatch]]:
+        batches = plan_epoch(
+            self.data.training.lengths,
+            self.configuration.batch_options(),
+            self.configuration.data.seed,
+            epoch,
+        )
+        size = self.configuration.optimisation.gradient_accumulation_steps * self.accelerator.num_processes
+        return [batches[start : start + size] for start in range(0, len(batches), size)]
+
+    def _share(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """This process's part."""
+        return batches[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def _source(self, documents: Documents, name: str) -> HiddenSource:
+        options, num_heads = self.configuration.optimisation, self.heads.num_heads
+        if not options.cache_hidden_states or not len(documents):
+            return LiveStates(self.base, documents, num_heads, self.columns)
+        directory = self.run.states / name
+        if self.accelerator.is_main_process:
+            batches = self.configuration.batch_options()
+            with ProgressLine("hidden states", self.console) as line:
+                store_states(directory, self.base, documents, num_heads, options.cache_dtype, batches, line)
+        self.accelerator.wait_for_everyone()
+        return StoredStates(directory, documents, num_heads, self.columns, self.accelerator.device)
+
+    def _log(self, seconds_before: float, tokens_before: int) -> str:
+        """Record what was summed since then and empty the window; a note for the progress line."""
+        self._check_finite()
+        seconds, tokens = self.state.seconds - seconds_before, self.state.num_tokens - tokens_before
+        metrics = self._record(
+            "train",
+            self.window,
+            epoch=self.state.epoch,
+            minutes=self.state.seconds / 60,
+            learning_rate=self.optimiser.param_groups[0]["lr"],
+            tokens_per_second=tokens / seconds,
+        )
+        self.window = LossSums.zeros(self.heads.num_heads, self.accelerator.device)
+        return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
+
+    def _record(self, name: str, sums: LossSums, **beside: float) -> dict[str, float]:
+        """Metrics of the sums of all processes, to the tracker and the metrics file."""
+        sums = self.accelerator.reduce(sums, "sum")
+        metrics = metrics_of(name, sums, self.configuration.loss.decay)
+        self.accelerator.log({**metrics, **beside}, step=self.state.step)
+        if self.accelerator.is_main_process and metrics:
+            self.run.append_metrics({"step": self.state.step, **metrics, **beside})
+        return metrics
+
+    def _check_finite(self) -> None:
+        step = int(self.bad_step)
+        if step:
+            raise FloatingPointError(
+                f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
+                f"{self.configuration.optimisation.learning_rate}), or train with precision=fp32 and "
+                "base_dtype=float32"
+            )
+
+    @property
+    def _progress(self) -> float:
+        return self.schedule.progress(self.state.step, self.state.seconds)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.state.step % every == 0
+
+    def _agreed(self, seconds: float) -> float:
+        """The main process's clock, where time decides anything: all processes must stop together."""
+        if self.accelerator.num_processes == 1 or self.schedule.max_seconds is None:
+            return seconds
+        return float(broadcast(torch.tensor(seconds, device=self.accelerator.device)))
+
+    def _set_learning_rate(self) -> None:
+        factor = self.schedule.learning_rate_factor(self.state.step, self.state.seconds)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.configuration.optimisation.learning_rate * factor
+
+    def _new_schedule(self) -> Schedule:
+        options = self.configuration.optimisation
+        limits = [] if options.max_steps is None else [options.max_steps]
+        if options.num_epochs is not None:
+            limits.append(sum(len(self._plan(epoch)) for epoch in range(options.num_epochs)))
+        seconds = None if options.max_minutes is None else 60 * options.max_minutes
+        return Schedule(min(limits, default=None), seconds, options.warmup_steps, options.final_learning_rate)
+
+
+def _new_optimiser(heads: MedusaHeads, options: OptimisationOptions) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [each for each in heads.parameters() if each.requires_grad],
+        lr=options.learning_rate,
+        betas=(0.9, options.adam_beta2),
+        weight_decay=options.weight_decay,
+    )

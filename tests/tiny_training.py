@@ -1,0 +1,85 @@
+"""What training tests share: a chat tokenizer made on the spot, and a tiny base that speaks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SYSTEM = "You are a machine"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    + SYSTEM
+    + "<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer: one token a byte, and the two turn marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=template,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+
+
+def tiny_base(vocab_size: int = 258) -> LlamaForCausalLM:
+    """A random Llama in float32, the same one every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+        return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def save_tiny_base(directory: Path) -> Path:
+    """A base with its tokenizer, as ``from_pretrained`` reads them."""
+    tiny_base().save_pretrained(directory)
+    chat_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def conversation(question: str, answer: str, **beside: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **beside}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def counting_rows(count: int) -> list[dict[str, Any]]:
+    """Questions whose answers count on from a letter: something that heads can learn."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return [
+        conversation(
+            f"Count from {letters[i % 26]}, {i}", "".join(letters[(i + j) % 26] for j in range(8 + i % 13))
+        )
+        for i in range(count)
+    ]

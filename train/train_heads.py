@@ -1,0 +1,101 @@
+"""Train Medusa heads on a frozen base model.
+
+    accelerate launch train/train_heads.py --config configs/smollm2_demo.yaml
+    accelerate launch train/train_heads.py --config configs/smollm2.yaml --learning_rate 5e-4
+    accelerate launch train/train_heads.py --config configs/smollm2.yaml --resume
+    python train/train_heads.py --config configs/smollm2_demo.yaml --inspect
+
+Every key below can stand in the YAML file and on the command line, which overrides the file; `--key none`
+takes a key of the file back. --inspect shows which tokens would be trained on, and stops. The heads end up in
+output_dir/heads, and `medusa chat --heads output_dir/heads` chats with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import transformers
+from accelerate import Accelerator
+
+import medusa
+from medusa.programs import exit_status, log_console
+from medusa.training import inspection, metrics, preparation, result
+from medusa.training.configuration import TrainingConfiguration, read_configuration
+from medusa.training.run_directory import RunDirectory
+from medusa.training.trainer import Trainer
+
+
+def main() -> None:
+    configuration = read_configuration(sys.argv[1:], __doc__ or "")
+    run = RunDirectory(configuration.run.output_dir)
+    if configuration.run.inspect:
+        return inspect(configuration)
+    run.check(configuration)
+    accelerator = new_accelerator(configuration)
+    console = log_console()
+    console.quiet = not accelerator.is_main_process
+    console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
+
+    tokenizer = preparation.load_tokenizer(configuration.base)
+    data = preparation.load_data(configuration.data, tokenizer)
+    console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
+    base = preparation.load_base(configuration.base, accelerator.device)
+    heads = preparation.new_heads(configuration, base, data.training)
+    num_parameters = sum(each.numel() for each in heads.parameters())
+    console.print(
+        f"{heads.num_heads} heads, {num_parameters:,} parameters, on {configuration.base.base} "
+        f"in {base.dtype}, {accelerator.num_processes} x {accelerator.device.type}",
+        soft_wrap=True,
+    )
+    if heads.token_map is not None:
+        coverage = preparation.map_coverage(heads, data.training)
+        console.print(
+            f"the {len(heads.token_map):,} tokens of the map are {coverage:.1%} of the training labels"
+        )
+
+    trainer = Trainer(configuration, accelerator, base, heads, data, console)
+    try:
+        measured = trainer.train()
+    finally:
+        accelerator.end_training()
+    if accelerator.is_main_process:
+        tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
+        record = result.provenance(configuration, data.counts, trainer.state, measured)
+        result.save_result(run.heads, heads, configuration.base.base, tree, record)
+        console.print(metrics.table("held_out", measured))
+        console.print(f"heads written to {run.heads}", soft_wrap=True)
+
+
+def new_accelerator(configuration: TrainingConfiguration) -> Accelerator:
+    """An accelerator with the run's precision and its tracker started."""
+    options = configuration.run
+    accelerator = Accelerator(
+        mixed_precision={"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision],
+        log_with=None if options.tracker == "none" else options.tracker,
+        project_dir=options.output_dir,
+    )
+    Path(options.output_dir).mkdir(parents=True, exist_ok=True)
+    values = {key: value if value is None else str(value) for key, value in configuration.as_dict().items()}
+    accelerator.init_trackers(options.project, values, {"wandb": {"dir": options.output_dir}})
+    return accelerator
+
+
+def inspect(configuration: TrainingConfiguration) -> None:
+    """Show what became of the data, and some documents with the tokens trained on in colour."""
+    tokenizer = preparation.load_tokenizer(configuration.base)
+    data = preparation.load_data(configuration.data, tokenizer)
+    console = log_console()
+    for document in preparation.sample(data.training, 3):
+        console.rule(f"{len(document.tokens)} tokens")
+        console.print(inspection.coloured(document, tokenizer))
+    console.rule()
+    console.print(inspection.legend())
+    console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    sys.exit(exit_status(main, show_traceback=False))
