@@ -1,17 +1,15 @@
 import importlib.util
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from fake_endpoint import fake_endpoints
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
 from medusa.prompts import read_prompts
-from medusa.training.answer_file import AnswerFile, configuration_path
+from medusa.training.answer_file import AnswerFile
 from medusa.training.answering import (
     Conversation,
     LocalAnswerer,
@@ -20,12 +18,16 @@ from medusa.training.answering import (
     end_of_turn_ids,
     question_frame,
 )
-from medusa.training.continuous_batch import ContinuousBatch, Row, repeated_tail
 from medusa.training.distill import TimeLimit, distill, prompt_free, unanswered
-from medusa.training.endpoint import ChatEndpoint, RefusedPrompt
 
 PROGRAM = Path(__file__).parent.parent / "train" / "distill_data.py"
 MAX_NEW_TOKENS = 12
+
+
+@pytest.fixture
+def serve():
+    with fake_endpoints() as start:
+        yield start
 
 
 def load_program():
@@ -67,9 +69,6 @@ def answer_all(tmp_path, name, prompts, batch_size=3, temperatures=(0.0, 0.9), s
     return {row["index"]: row for row in read_rows(path)}
 
 
-# ---------------------------------------------------------------- answering with the model itself
-
-
 def test_answers_are_the_same_for_every_batch_size_and_order(tmp_path):
     prompts = read_prompts(prompts_file(tmp_path))
     alone = answer_all(tmp_path, "alone.jsonl", prompts, batch_size=1)
@@ -91,74 +90,6 @@ def test_an_answer_is_what_the_model_generates_at_that_temperature_and_seed(tmp_
         expected = model.tokenizer.decode(new, skip_special_tokens=True)
         assert row["temperature"] == (0.9 if index % 2 else 0.0)
         assert row["messages"][-1]["content"].rstrip("\ufffd") == expected.rstrip("\ufffd")
-
-
-def test_a_place_is_free_for_the_next_row_as_soon_as_one_ends():
-    base = chat_base()
-    first_choice = int(base(torch.tensor([[7, 8, 9]])).logits[0, -1].argmax())
-    batch = ContinuousBatch(base, batch_size=2, max_new_tokens=30)
-    batch.add(Row("long", [7, 8, 9, 10], frozenset()))
-    batch.add(Row("stops at once", [7, 8, 9], frozenset([first_choice])))
-    assert (batch.num_vacant, batch.has_finished) == (0, True)
-    (ended,) = batch.take_finished()
-    assert (ended.tag, ended.finish_reason, ended.tokens) == ("stops at once", "stop", [])
-    assert batch.num_vacant == 1
-    batch.add(Row("next", [11, 12], frozenset()))
-    batch.step()
-    assert [len(row.tokens) for row in batch.places] == [2, 2]
-
-
-def test_an_empty_batch_has_nothing_to_step():
-    with pytest.raises(ValueError, match="empty batch"):
-        ContinuousBatch(chat_base(), 2, 5).step()
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        ContinuousBatch(chat_base(), 0, 5)
-
-
-def test_a_row_that_is_replaced_late_says_what_it_says_alone():
-    def run(batch_size, requests):
-        batch = ContinuousBatch(chat_base(), batch_size, MAX_NEW_TOKENS)
-        waiting, finished = list(requests), {}
-        while True:
-            for row in batch.take_finished():
-                finished[row.tag] = row.tokens
-            while batch.num_vacant and waiting:
-                tag, length = waiting.pop(0)
-                batch.add(Row(tag, list(range(20, 20 + length)), frozenset([256]), 0.5 * (tag % 3), seed=tag))
-            if not batch.num_rows:
-                return finished
-            batch.step()
-
-    requests = [(tag, 1 + 37 * tag % 60) for tag in range(11)]
-    assert run(3, requests) == run(1, requests) == run(11, reversed(requests))
-
-
-def test_an_answer_that_repeats_itself_is_cut_where_it_began_to():
-    loop = [5, 6, 7]
-    assert repeated_tail([1, 2, 3, 4] + loop * 17) == 48
-    assert repeated_tail([1, 2, 3, 4] + loop * 16) == 0
-    assert repeated_tail([9] * 49) == 48
-    assert repeated_tail(list(range(60)) * 3) == 120
-    assert repeated_tail(list(range(60)) * 2) == 0
-    assert repeated_tail(list(range(200))) == 0
-
-
-def test_stopping_loops_can_be_turned_off():
-    def answer(stop_loops):
-        base = chat_base()
-        with torch.no_grad():  # this model says token 65 for ever
-            base.lm_head.weight.zero_()
-            base.lm_head.weight[65] = 1.0
-            base.model.norm.weight.zero_()
-        batch = ContinuousBatch(base, 1, max_new_tokens=80, stop_loops=stop_loops)
-        batch.add(Row(0, [1, 2, 3], frozenset([256])))
-        while not batch.has_finished:
-            batch.step()
-        (row,) = batch.take_finished()
-        return len(row.tokens), row.finish_reason
-
-    assert answer(stop_loops=True) == (1, "loop")
-    assert answer(stop_loops=False) == (80, "length")
 
 
 def test_later_turns_are_asked_after_the_model_has_answered(tmp_path):
@@ -267,9 +198,6 @@ def test_the_time_limit_keeps_what_is_there_and_marks_it_as_cut(tmp_path):
     assert rows[-1]["finish_reason"] == "length"
 
 
-# ---------------------------------------------------------------- the output file
-
-
 def test_a_run_goes_on_where_a_killed_one_stopped(tmp_path):
     prompts = read_prompts(prompts_file(tmp_path))
     whole = answer_all(tmp_path, "whole.jsonl", prompts)
@@ -288,156 +216,11 @@ def test_rows_that_were_answered_are_not_asked_again(tmp_path):
         assert [c.index for c in unanswered(prompts, answers, [0.0], 0)] == [5, 6]
 
 
-def test_a_very_long_torn_line_is_cut_and_nothing_else(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    with AnswerFile(path, {}) as answers:
-        answers.append({"index": 0, "messages": [], "finish_reason": "stop", "note": "é" * 50_000})
-    kept = path.read_bytes()
-    path.write_bytes(kept + b'{"index": 1, "text": "' + b"y" * 200_000)
-    with AnswerFile(path, {}):
-        assert path.read_bytes() == kept
-
-
-def test_an_output_of_another_configuration_is_refused_by_the_option_that_differs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    row = {"index": 0, "messages": [], "finish_reason": "stop"}
-    with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}) as answers:
-        answers.append(row)
-    with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}):
-        pass
-    with pytest.raises(ValueError, match=r"made with seed=0 \(now 1\).*choose another output"):
-        AnswerFile(path, {"seed": 1, "temperatures": (0.0,)})
-    configuration_path(path).unlink()
-    with pytest.raises(ValueError, match=r"rows\.config\.json is missing"):
-        AnswerFile(path, {"seed": 0, "temperatures": (0.0,)})
-
-
 def test_an_output_that_answers_other_prompts_is_refused(tmp_path):
     prompts = read_prompts(prompts_file(tmp_path))
     answer_all(tmp_path, "rows.jsonl", prompts)
     with pytest.raises(ValueError, match=r"answers other prompts: its row for index \d"):
         answer_all(tmp_path, "rows.jsonl", prompts[1:])
-
-
-def test_a_damaged_row_in_the_output_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    with AnswerFile(path, {}) as answers:
-        path.write_text('{"index": 0\n{"a": 1}\n')
-        with pytest.raises(ValueError, match=r"rows\.jsonl row 1 is not valid JSON"):
-            list(answers.rows())
-        path.write_text('{"a": 1}\n')
-        with pytest.raises(ValueError, match=r"row 1 must hold index, messages and finish_reason"):
-            list(answers.rows())
-
-
-# ---------------------------------------------------------------- an endpoint
-
-
-class FakeServer:
-    """An OpenAI-compatible chat server that echoes, after the failures it is told to begin with."""
-
-    def __init__(self, failures=(), body=None):
-        self.requests, self.failures, self.body = [], list(failures), body
-        self.keys = []
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.requests.append((self.path, request))
-                fake.keys.append(self.headers.get("Authorization"))
-                failure = fake.failures.pop(0) if fake.failures else None
-                refused = "REFUSE" in request["messages"][-1]["content"]
-                status = failure or (400 if refused else 200)
-                body = fake.body if fake.body is not None else fake.answer(request)
-                payload = json.dumps(body if status == 200 else {"error": "says no"}).encode()
-                self.send_response(status)
-                if failure == 429:
-                    self.send_header("Retry-After", "0")
-                self.send_header("Content-Length", str(len(payload)))
-                self.end_headers()
-                self.wfile.write(payload)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def answer(self, request):
-        said = request["messages"][-1]["content"]
-        choice = {"message": {"role": "assistant", "content": f"you said {said}"}, "finish_reason": "stop"}
-        return {"choices": [choice], "usage": {"completion_tokens": 3}}
-
-
-@pytest.fixture
-def serve() -> Iterator:
-    servers = []
-
-    def start(**options):
-        servers.append(FakeServer(**options))
-        return servers[-1]
-
-    yield start
-    for fake in servers:
-        fake.server.shutdown()
-        fake.server.server_close()
-
-
-def ask(endpoint, text="hi"):
-    return endpoint.answer([{"role": "user", "content": text}], temperature=0.5, max_new_tokens=9, seed=4)
-
-
-def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
-    fake = serve()
-    reply = ask(ChatEndpoint(fake.url + "/", "tiny", api_key="secret"))
-    assert (reply.text, reply.finish_reason, reply.num_tokens) == ("you said hi", "stop", 3)
-    (path, request), (key,) = fake.requests[0], fake.keys
-    assert path == "/v1/chat/completions"
-    assert key == "Bearer secret"
-    assert request == {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "hi"}],
-        "temperature": 0.5,
-        "max_tokens": 9,
-        "seed": 4,
-    }
-
-
-def test_an_endpoint_that_is_busy_is_asked_again(serve):
-    fake = serve(failures=[503, 429, 500])
-    assert ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001)).text == "you said hi"
-    assert len(fake.requests) == 4
-
-
-def test_an_endpoint_that_stays_away_is_given_up_with_its_last_words(serve):
-    fake = serve(failures=[503] * 3)
-    with pytest.raises(ConnectionError, match=r"no answer in 3 tries, last HTTP 503: .*says no"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
-    fake.server.shutdown()
-    fake.server.server_close()
-    with pytest.raises(ConnectionError, match="no answer in 2 tries, last Connect"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
-
-
-def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
-    fake = serve()
-    with pytest.raises(RefusedPrompt, match=r"HTTP 400: .*says no"):
-        ask(ChatEndpoint(fake.url, "tiny"), "REFUSE")
-    assert len(fake.requests) == 1
-
-
-def test_an_endpoint_that_speaks_another_language_is_named(serve):
-    with pytest.raises(ConnectionError, match="did not answer as an OpenAI-compatible chat server does"):
-        ask(ChatEndpoint(serve(body={"text": "hello"}).url, "tiny"))
-    with pytest.raises(ValueError, match="must start with http"):
-        ChatEndpoint("localhost:8000", "tiny")
-
-
-# ---------------------------------------------------------------- the program
 
 
 def test_the_program_answers_from_an_endpoint_and_goes_on_after_a_stop(serve, tmp_path, capsys):

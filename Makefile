@@ -1,0 +1,87 @@
+# Everything here sets itself up: `make demo` and `make test` work in a fresh checkout with nothing but
+# Python 3.11 or newer, and a second run downloads and installs nothing.
+#
+#   make demo     answer prompts, train heads on the answers, measure them, answer side by side
+#   make test     the tests, exactness on the real base model included
+#   make check    lint, format, types, direction of imports
+#   make format   rewrite files the way `make check` wants them
+#   make bench    heads against plain decoding and transformers' generate, on the demo's heads
+
+PYTHON ?= python3
+BIN    := .venv/bin
+BASE   := models/smollm2-135m-instruct
+DEMO   := runs/demo
+TEST_PROCESSES ?= 2
+
+export TOKENIZERS_PARALLELISM := false
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format bench setup models
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# ---------------------------------------------------------------- set-up
+
+setup: .venv/.installed
+models: $(BASE)/config.json
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"medusa needs Python 3.11 or newer, $(PYTHON) is {v.major}.{v.minor}; name another one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $@
+
+$(BASE)/config.json: | .venv/.installed
+	$(BIN)/python scripts/fetch_smollm2.py --output $(BASE)
+
+# ---------------------------------------------------------------- the main job
+
+# Each step leaves a file and is skipped once that file is there; `rm -r runs/demo` starts over.
+HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts configs/demo_heldout.jsonl
+
+demo: $(DEMO)/.tuned
+	$(BIN)/python inference/compare.py $(HELD_OUT) --limit 4 --max-new-tokens 96
+	@echo
+	@echo "Heads:      $(DEMO)/heads"
+	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png"
+	@echo "Chat:       $(BIN)/medusa chat"
+
+# The base model answers prompts of our own writing.
+$(DEMO)/.answered: | $(BASE)/config.json
+	$(BIN)/python train/distill_data.py --base $(BASE) --prompts configs/demo_prompts.jsonl \
+	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 3.5
+	@touch $@
+
+# Heads learn to foresee those answers.
+$(DEMO)/heads/config.json: | $(DEMO)/.answered
+	$(BIN)/accelerate launch train/train_heads.py --config configs/smollm2_demo.yaml --overwrite
+
+# How often are they right, by depth?
+$(DEMO)/evaluation.json: | $(DEMO)/heads/config.json
+	$(BIN)/python inference/evaluate_heads.py $(HELD_OUT) --max-new-tokens 48 \
+	    --plot $(DEMO)/evaluation.png --json $@
+
+# How many guesses are worth verifying at once on this machine?
+$(DEMO)/.tuned: | $(DEMO)/evaluation.json
+	$(BIN)/python inference/tune_tree.py --base $(BASE) --heads $(DEMO)/heads --prompts $(DEMO)/data.jsonl \
+	    --limit 24 --sizes 2,3,4,6,8,12,16 --plot $(DEMO)/tree.png
+	@touch $@
+
+bench: | $(DEMO)/.tuned
+	$(BIN)/python inference/benchmark.py $(HELD_OUT)
+
+# ---------------------------------------------------------------- checks
+
+test: .venv/.installed | $(BASE)/config.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

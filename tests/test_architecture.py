@@ -1,0 +1,124 @@
+"""The rules of the house, held by reading the source: see CONTRIBUTING.md."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = sorted((ROOT / "medusa").rglob("*.py"))
+CORE = [path for path in LIBRARY if not {"training", "serving"} & set(path.parts)]
+PROGRAMS = sorted(
+    path for folder in ("train", "inference", "scripts") for path in (ROOT / folder).glob("*.py")
+)
+PROGRAM_NAMES = {path.stem for path in PROGRAMS} | {"train", "inference", "scripts", "tests"}
+EXTRAS = {"accelerate", "datasets", "deepspeed", "fastapi", "gguf", "httpx", "matplotlib", "peft", "tqdm"} | {
+    "uvicorn",
+    "wandb",
+}
+MAX_LINES = 300
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "legacy", "new", "old"}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def imported(source):
+    """(top-level package, full name, whether the import runs as soon as the module is imported)."""
+
+    def visit(node, runs_at_once):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield alias.name.partition(".")[0], alias.name, runs_at_once
+            elif isinstance(child, ast.ImportFrom):
+                module = "." * child.level + (child.module or "")
+                yield module.partition(".")[0], module, runs_at_once
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from visit(child, runs_at_once and not is_function)
+
+    return list(visit(ast.parse(source), True))
+
+
+def program_imports(source):
+    return sorted(full for top, full, _ in imported(source) if top in PROGRAM_NAMES or full.startswith("."))
+
+
+def early_extras(source):
+    return sorted(full for top, full, runs_at_once in imported(source) if top in EXTRAS and runs_at_once)
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_the_library_imports_no_program(path):
+    reached = [name for name in program_imports(path.read_text()) if not name.startswith(".")]
+    assert not reached, f"{name_of(path)} imports {reached}; move what both need into medusa/"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
+def test_a_program_imports_no_program_and_nothing_from_its_own_folder(path):
+    reached = program_imports(path.read_text())
+    assert not reached, f"{name_of(path)} imports {reached}; move what both need into medusa/"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
+def test_no_program_shadows_a_library_when_its_folder_is_first_on_the_path(path):
+    taken = (
+        sys.stdlib_module_names | EXTRAS | {"evaluate", "numpy", "torch", "transformers", "medusa", "yaml"}
+    )
+    assert path.stem not in taken
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_the_library_imports_its_extras_only_where_they_are_used(path):
+    """`import medusa` and `medusa chat` work with the core dependencies alone."""
+    assert not early_extras(path.read_text())
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS], ids=name_of)
+def test_a_long_module_says_why_it_is_long(path):
+    source = path.read_text()
+    num_lines = len(source.splitlines())
+    reason = re.search(rf"\b{MAX_LINES} lines\b", ast.get_docstring(ast.parse(source)) or "")
+    assert num_lines <= MAX_LINES or reason, (
+        f"{name_of(path)} has {num_lines} lines; split it, or say in its docstring why it is over "
+        f"{MAX_LINES} lines"
+    )
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS], ids=name_of)
+def test_every_module_says_what_it_is_and_is_named_after_it(path):
+    source = path.read_text()
+    assert ast.get_docstring(ast.parse(source)), f"{name_of(path)} has no docstring"
+    assert path.stem not in VAGUE_NAMES
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS], ids=name_of)
+def test_no_star_imports_and_no_swallowed_errors(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name != "*" for alias in node.names), f"line {node.lineno}: star import"
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: bare except"
+
+
+def test_every_folder_of_the_library_is_a_package():
+    folders = {path.parent for path in LIBRARY}
+    assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+def test_the_paths_in_the_picture_of_the_house_exist():
+    picture = (ROOT / "CONTRIBUTING.md").read_text().partition("```text\n")[2].partition("```")[0]
+    paths = [line.split()[0] for line in picture.splitlines() if line.strip()]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_these_checks_see_what_they_forbid():
+    assert program_imports("def f():\n    from train_heads import x") == ["train_heads"]
+    assert program_imports("import inference.chat\nfrom . import flags") == [".", "inference.chat"]
+    assert program_imports("import medusa.training.trainer") == []
+    assert early_extras("if True:\n    import matplotlib.pyplot") == ["matplotlib.pyplot"]
+    assert early_extras("def f():\n    import matplotlib.pyplot") == []

@@ -1,0 +1,58 @@
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_chat import save_chat_model
+
+PROGRAM = Path(__file__).parent.parent / "inference" / "compare.py"
+
+
+@pytest.fixture(scope="module")
+def compare():
+    spec = importlib.util.spec_from_file_location("program_compare", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    base, heads = save_chat_model(folder)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n{"prompt": "[bold]Count[/bold] to three"}\n')
+    return ["--base", base, "--heads", heads, "--prompts", str(prompts), "--max-new-tokens", "30"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_both_answers_are_the_same_and_the_report_says_so(compare, flags, capsys, temperature):
+    assert compare.main([*flags, "--temperature", temperature]) == 0
+    printed = capsys.readouterr().out
+    report = json.loads(printed.splitlines()[-1])
+    assert report["identical"] is True
+    assert report["num_prompts"] == 2
+    assert report["num_tokens"] == 60
+    assert report["tokens_per_step"] > 1
+    assert report["speedup"] == pytest.approx(report["plain_seconds"] / report["heads_seconds"])
+    assert "All 60 tokens are the same" in printed.replace("\n", " ")
+    assert "[bold]Count[/bold] to three" in printed, "prompts are shown as they are"
+
+
+def test_answers_that_differ_are_called_out_by_prompt(compare):
+    def answer(*tokens):
+        return compare.Answer(list(tokens), seconds=1.0, statistics=compare.DecodingStatistics())
+
+    same, other = compare.Pair(answer(1, 2), answer(1, 2)), compare.Pair(answer(1, 2), answer(1, 3))
+    tree = compare.CandidateTree.chain(2)
+    assert "answers to prompt 2 differ" in compare.verdict([same, other], tree).plain
+    assert "tokens are the same" in compare.verdict([same, same], tree).plain
+    assert compare.make_report([same, other])["identical"] is False
+
+
+def test_heads_are_needed_to_compare_with(compare, flags, capsys, tmp_path):
+    missing = str(tmp_path / "no" / "such" / "heads")
+    assert compare.main([*flags, "--heads", missing]) == 1
+    assert f"no heads directory at '{missing}'" in capsys.readouterr().err.replace("\n", " ")

@@ -1,0 +1,113 @@
+"""What is shipped, and with what it works. Nothing here needs the network."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import medusa
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CORE = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = {
+    name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()
+}
+INSTALLED_BY_MAKE = ("train", "demo", "dev")
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def plain_name(requirement):
+    return re.sub(r"[-_.]+", "-", requirement.name).lower()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel that a fresh copy of the source builds, as (names in it, its metadata)."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("medusa", "train", "inference", "scripts", "tests", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(folder / "dist")], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        entries = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        return archive.namelist(), archive.read(metadata).decode(), archive.read(entries).decode()
+
+
+def test_the_wheel_holds_the_library_and_no_program(wheel):
+    names, metadata, _ = wheel
+    assert {name.partition("/")[0] for name in names} == {
+        "medusa",
+        f"medusa_heads-{medusa.__version__}.dist-info",
+    }
+    assert "License-Expression: Apache-2.0" in metadata
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_every_module_of_the_library(wheel):
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "medusa").rglob("*.py")}
+    assert modules <= set(wheel[0])
+
+
+def test_the_console_command_is_there(wheel):
+    assert "medusa = medusa.cli:main" in wheel[2]
+    module, _, function = PROJECT["scripts"]["medusa"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_version_is_said_once():
+    assert PROJECT["version"] == medusa.__version__
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.12.4", "3.13.1"])
+def test_the_supported_pythons_are_admitted(version):
+    assert version in SpecifierSet(PROJECT["requires-python"])
+    assert "3.10.9" not in SpecifierSet(PROJECT["requires-python"])
+
+
+@pytest.mark.parametrize(
+    ("name", "admitted", "refused"),
+    [("torch", ("2.11.0", "2.13.0"), "2.6.0"), ("transformers", ("5.17.0", "5.23.0"), "6.0.0")],
+)
+def test_the_supported_versions_are_admitted(name, admitted, refused):
+    (requirement,) = [each for each in CORE if each.name == name]
+    assert all(version in requirement.specifier for version in admitted)
+    assert refused not in requirement.specifier
+
+
+def test_make_installs_pinned_versions_that_lie_in_the_ranges():
+    ranges = {plain_name(each): each.specifier for each in CORE}
+    for extra in INSTALLED_BY_MAKE:
+        ranges |= {plain_name(each): each.specifier for each in EXTRAS[extra] if each.name != PROJECT["name"]}
+    pinned = {plain_name(each): next(iter(each.specifier)) for each in PINS}
+    assert sorted(pinned) == sorted(ranges)
+    for name, pin in pinned.items():
+        assert pin.operator == "=="
+        assert pin.version in ranges[name], name
+
+
+def test_no_file_says_where_packages_come_from():
+    for name in ("pyproject.toml", "constraints.txt", "Makefile"):
+        text = (ROOT / name).read_text()
+        assert "index-url" not in text
+        assert "find-links" not in text
+        assert "://" not in text
