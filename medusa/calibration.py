@@ -206,17 +206,15 @@ def _batch_ranks(
     """For each row, the ranks (P, K) of its answers."""
     longest = max(len(row.token_ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
         ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        mask[i, : len(row.token_ids)] = 1
-    ids, mask = ids.to(base.device), mask.to(base.device)
-    hidden = hidden_states(base, ids, attention_mask=mask)  # (B, T, D)
+    # Padding stands on the right, where no token of a row sees it.
+    hidden = hidden_states(base, ids.to(base.device))  # (B, T, D)
     for i, row in enumerate(rows):
         answers = []
         for start, end in _answer_spans(row.is_label):
             ahead = torch.arange(start, end)[:, None] + torch.arange(1, heads.num_heads + 1)  # (P, K)
-            truth = ids[i].cpu()[ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
+            truth = ids[i][ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
             answers.append(_true_ranks(base, heads, hidden[i, start - 1 : end - 1], truth, max_rank))
         yield answers
 

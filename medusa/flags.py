@@ -31,6 +31,15 @@ class ProgramOptions(argparse.Namespace):
     traceback: bool
 
 
+class DrafterOptions(ProgramOptions):
+    """The flags of programs that let the user choose a drafter, parsed."""
+
+    draft_length: int | None
+    draft_width: int
+    draft_model: str | None
+    exit_layer: int | None
+
+
 class ChatOptions(ProgramOptions):
     """The flags of a chat, parsed."""
 
@@ -128,6 +137,31 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
         "--color-depth",
         action="store_true",
         help="colour each token by the depth of the head that guessed it; the base model's own stay plain",
+    )
+
+
+def add_drafter_flags(parser: argparse.ArgumentParser) -> None:
+    """What drafters other than heads need to know; ``medusa.drafters.choice`` has their names."""
+    group = parser.add_argument_group("drafters")
+    group.add_argument(
+        "--draft-length",
+        type=positive_int,
+        metavar="G",
+        help="draft tokens of a chain (default: the number that this machine's step times ask for); heads "
+        "keep their own tree, and are a chain only for rules that take nothing else",
+    )
+    group.add_argument(
+        "--draft-width",
+        type=positive_int,
+        default=1,
+        metavar="K",
+        help="chains side by side, where the rule takes a tree (default: %(default)s)",
+    )
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="for draft-model: a smaller model with the same tokenizer"
+    )
+    group.add_argument(
+        "--exit-layer", type=positive_int, metavar="K", help="for early-exit: layers of the base to run"
     )
 
 

@@ -31,7 +31,7 @@ def plot_evaluation(report: Mapping[str, Any], path: Path, title: str) -> None:
     categories = report["by_category"]
     has_categories = len(categories) > 1
     widths = [1.0, 1.25, 1.0] if has_categories else [1.0, 1.25]
-    with _figure(path, title, widths) as axes:
+    with figure_of(path, title, widths) as axes:
         _plot_acceptance(axes[0], report)
         _plot_accuracy(axes[1], report["head_accuracy"])
         if has_categories:
@@ -45,13 +45,13 @@ def plot_tree_sizes(table: Sequence[Mapping[str, Any]], chosen: int, path: Path,
     """
     sizes = [row["num_nodes"] for row in table]
     plain = table[0]
-    with _figure(path, title, [1.0, 1.0]) as (left, right):
+    with figure_of(path, title, [1.0, 1.0]) as (left, right):
         gain = [row["tokens_per_step"] for row in table]
         cost = [row["step_seconds"] / plain["step_seconds"] for row in table]
         left.plot(sizes, gain, "o-", color=BLUE)
         left.plot(sizes, cost, "o-", color=ORANGE)
-        left.annotate("tokens per step", (sizes[-1], gain[-1]), (-4, 7), **_beside(BLUE))
-        left.annotate("step time", (sizes[-1], cost[-1]), (-4, 7), **_beside(ORANGE))
+        left.annotate("tokens per step", (sizes[-1], gain[-1]), (-4, 7), **beside(BLUE))
+        left.annotate("step time", (sizes[-1], cost[-1]), (-4, 7), **beside(ORANGE))
         left.set_title("What a larger tree gives and costs")
         left.set_ylabel("relative to plain decoding")
         speed = [row["tokens_per_second"] for row in table]
@@ -78,9 +78,9 @@ def _plot_acceptance(ax: Any, report: Mapping[str, Any]) -> None:
     ax.plot(depths, once_reached, "o-", color=ORANGE, label="once its parent is accepted")
     ax.plot(depths, in_any_step, "o-", color=BLUE, label="in any step")
     for depth, rate, conditional in zip(depths, in_any_step, once_reached, strict=True):
-        ax.annotate(f"{conditional:.0%}", (depth, conditional), (0, 8), **_beside(ORANGE, ha="center"))
+        ax.annotate(f"{conditional:.0%}", (depth, conditional), (0, 8), **beside(ORANGE, ha="center"))
         if depth > 1:  # at depth 1 the two are one
-            ax.annotate(f"{rate:.0%}", (depth, rate), (6, 5), **_beside(BLUE, ha="left"))
+            ax.annotate(f"{rate:.0%}", (depth, rate), (6, 5), **beside(BLUE, ha="left"))
     ax.set_title(f"Accepted by depth: {report['tokens_per_step']:.2f} tokens per step")
     ax.set_xlabel("depth of the guess")
     ax.legend(loc="upper center", ncols=2)
@@ -97,7 +97,7 @@ def _plot_accuracy(ax: Any, accuracy: Mapping[str, Sequence[float | None]]) -> N
         ax.bar(places, heights, width * 0.92, color=color, label=name.replace("top", "top "))
         for place, height in zip(places, heights, strict=True):
             text = f"{100 * height:.0f}"
-            ax.annotate(text, (place, height), (0, 2), **_beside(INK, ha="center", fontsize=7.5))
+            ax.annotate(text, (place, height), (0, 2), **beside(INK, ha="center", fontsize=7.5))
     ax.set_title("The true token is among a head's k best")
     ax.set_xlabel("head")
     ax.legend(ncols=len(accuracy), loc="upper center", columnspacing=0.9, handlelength=0.9)
@@ -113,7 +113,7 @@ def _plot_categories(ax: Any, overall: float, categories: Mapping[str, Mapping[s
         [name for name, _ in ordered], [value - 1 for value in values], left=1, height=0.65, color=SHADES[2]
     )
     for place, value in enumerate(values):
-        ax.annotate(f"{value:.2f}", (value, place), (4, 0), **_beside(INK, ha="left", va="center"))
+        ax.annotate(f"{value:.2f}", (value, place), (4, 0), **beside(INK, ha="left", va="center"))
     ax.grid(False)
     ax.axvline(overall, color=INK, linewidth=1, linestyle=":")
     ax.set_xlim(1, 1 + (max(values) - 1) * 1.2 + 0.05)
@@ -128,12 +128,15 @@ def _percent_axis(ax: Any, places: range, highest: float) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
-def _beside(color: str, **alignment: Any) -> dict[str, Any]:
+def beside(color: str, **alignment: Any) -> dict[str, Any]:
+    """How a number is written beside its mark, for ``annotate``."""
     return {"textcoords": "offset points", "color": color, "fontsize": 8.5, "ha": "right", **alignment}
 
 
 @contextmanager
-def _figure(path: Path, title: str, widths: Sequence[float]) -> Iterator[Any]:
+def figure_of(
+    path: Path, title: str, widths: Sequence[float], height: float = 4.2, grid_axis: str = "y"
+) -> Iterator[Any]:
     """Axes side by side in one style, saved to ``path`` at the end."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -151,14 +154,14 @@ def _figure(path: Path, title: str, widths: Sequence[float]) -> Iterator[Any]:
         "xtick.color": INK,
         "ytick.color": INK,
         "axes.grid": True,
-        "axes.grid.axis": "y",
+        "axes.grid.axis": grid_axis,
         "grid.color": "#e8edf1",
         "axes.axisbelow": True,
         "legend.frameon": False,
         "legend.fontsize": 8.5,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(4.6 * sum(widths), 4.2), layout="constrained")
+        figure = Figure(figsize=(4.6 * sum(widths), height), layout="constrained")
         axes = figure.subplots(1, len(widths), gridspec_kw={"width_ratios": list(widths)})
         figure.suptitle(title, x=0.008, ha="left", fontsize=10, color="#5b6b78")
         yield axes

@@ -170,7 +170,8 @@ class ChatTerminal:
             self._note("No answers yet.")
             return
         cost = cost_line(self.session.statistics, report["seconds"])
-        self._note(f"{report['num_answers']} answers · {cost}")
+        noun = "answer" if report["num_answers"] == 1 else "answers"
+        self._note(f"{report['num_answers']} {noun} · {cost}")
         table = Table("depth", "accepted", "accepted once reached", style="dim", header_style="dim")
         rates = zip(report["acceptance_rate"], report["conditional_acceptance_rate"], strict=True)
         for depth, (rate, conditional) in enumerate(rates, start=1):

@@ -84,6 +84,11 @@ def test_each_answer_of_a_conversation_is_counted_by_itself():
     assert counts.num_positions == 4
 
 
+def test_the_first_token_of_a_row_is_never_guessed_since_no_state_comes_before_it():
+    (ranks,) = calibrate(chat_base(), chat_heads(), [AnsweredTokens(list(range(9)), [True] * 9)]).ranks
+    assert len(ranks) == 8
+
+
 def test_a_token_outside_a_token_map_is_a_miss():
     base = chat_base()
     config = HeadsConfig(32, 260, num_heads=1, unembedding="token_map", token_map_size=8)

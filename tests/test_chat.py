@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, wide_tree
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from medusa.chat import ChatSession, ChatSettings, ContextFullError, TextStream
 from medusa.decoding import StepResult
+from medusa.prompts import Prompt
 from medusa.statistics import DecodingStatistics
 from medusa.terminal import ChatTerminal, stop_button
 
@@ -76,6 +79,13 @@ def test_streaming_any_tokens_gives_the_tokenizers_own_decoding(tokens):
     assert streamed == TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
+def test_words_keep_their_spaces_where_a_lone_token_would_lose_its_own():
+    pieces = Tokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1, "<end>": 2}, unk_token="<end>"))
+    pieces.decoder = decoders.Metaspace()
+    stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=pieces))
+    assert [stream.feed(token) for token in (0, 1, 1)] == ["one", " two", " two"]
+
+
 def test_text_appears_as_soon_as_it_is_certain():
     stream = TextStream(TOKENIZER)
     assert [stream.feed(token) for token in TOKENIZER("aé😀").input_ids] == ["a", "", "é", "", "", "", "😀"]
@@ -123,6 +133,19 @@ def test_exit_ends_the_conversation_and_unknown_commands_list_the_known_ones():
     assert "There is no command /foo." in printed()
     assert "/stats" in printed()
     assert len(terminal.session.model.calls) == 1, "a slash alone does not make a command"
+
+
+def test_each_row_of_a_prompts_file_is_a_conversation_of_its_own_with_its_own_messages():
+    terminal, printed = scripted("A.", "B.", "C.")
+    system, user = {"role": "system", "content": "Sing."}, {"role": "user", "content": "three"}
+    one = Prompt(({"role": "user", "content": "one"},), later_turns=("two",))
+    terminal.answer_prompts([one, Prompt((system, user))])
+    assert [call["text"] for call in terminal.session.model.calls] == [
+        "<|user|>one<|end|><|assistant|>",
+        "<|user|>one<|end|><|assistant|>A.<|end|><|user|>two<|end|><|assistant|>",
+        "<|system|>Sing.<|end|><|user|>three<|end|><|assistant|>",
+    ]
+    assert "> two\nB.\n" in printed()
 
 
 def test_the_first_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_said():
@@ -227,6 +250,7 @@ def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
             session = ChatSession(chat_model(), ChatSettings(30, 5, sampling, is_plain=is_plain))
             texts.append(["".join(piece.text for piece in session.reply(text)) for text in ("Hello", "More")])
             assert session.messages[1]["content"] == texts[-1][0]
+            assert bool(session.statistics.acceptance_rate) is not is_plain
     assert texts[:2] == texts[2:]
     model = chat_model()
     prompt = TOKENIZER("<|user|>Hello<|end|><|assistant|>", return_tensors="pt").input_ids
