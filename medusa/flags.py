@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import get_args
 
 import torch
+
+from medusa.engine import Engine
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
@@ -27,6 +30,7 @@ class ProgramOptions(argparse.Namespace):
     temperature: float
     json: Path | None
     device: str
+    engine: Engine
     dtype: str | None
     traceback: bool
 
@@ -77,6 +81,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="precision of the base (default: float32 on a CPU, the checkpoint's own elsewhere). Only "
         "float32 promises the very tokens of plain decoding; lower precision can flip near-ties",
+    )
+    group.add_argument(
+        "--engine",
+        choices=get_args(Engine),
+        default="auto",
+        help="packed: weights packed once for this CPU, in float32, for twice the memory; eager: as loaded; "
+        "auto: packed where it applies (default: %(default)s)",
     )
     group.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 

@@ -20,6 +20,7 @@ from medusa.decoding import StepResult, decode
 from medusa.drafters import Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
+from medusa.engine import Engine, prepared_base
 from medusa.heads import MedusaHeads, check_heads_fit, embedding_weight
 from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.statistics import DecodingStatistics
@@ -46,9 +47,13 @@ class MedusaModel:
         heads: MedusaHeads | None = None,
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
+        engine: Engine = "eager",
     ):
         check_decodable(base)
         self.base = base
+        """The base model as it was given."""
+        self.runner = prepared_base(base, engine)
+        """The base model as the engine runs it; ``base`` itself when eager."""
         self.heads = heads
         self.tokenizer = tokenizer
         if heads is not None:
@@ -64,6 +69,7 @@ class MedusaModel:
         *,
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
+        engine: Engine = "auto",
         **base_kwargs: Any,
     ) -> MedusaModel:
         """Load a base model and its heads.
@@ -73,19 +79,30 @@ class MedusaModel:
             heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly.
             tree: the candidate tree; by default the one in the heads directory, else a chain.
             tokenizer: by default the base's own, when ``base`` is a path or a hub id.
+            engine: how the base's layers are executed (see :mod:`medusa.engine`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
         """
-        if not isinstance(base, PreTrainedModel):
+        if isinstance(base, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(base) if tokenizer is None else tokenizer
             base = AutoModelForCausalLM.from_pretrained(base, **base_kwargs)
+        elif not isinstance(base, PreTrainedModel):
+            raise TypeError(
+                f"base must be a path, a hub id or a loaded PreTrainedModel, got {type(base).__name__}; of a "
+                "PEFT model pass get_base_model(), which keeps the adapter"
+            )
         elif base_kwargs:
             raise ValueError(f"{sorted(base_kwargs)} go with a path or a hub id; this base is already loaded")
         base.eval()
         if isinstance(heads, (str, Path)):
             heads = load_heads(heads)
         if heads is None:
-            return cls(base, None, tree, tokenizer)
-        return cls(base, heads.heads, heads.tree if tree is None else tree, tokenizer)
+            return cls(base, None, tree, tokenizer, engine)
+        if not isinstance(heads, HeadsCheckpoint):
+            raise TypeError(
+                f"heads must be a path, a hub id or a HeadsCheckpoint, got {type(heads).__name__}; "
+                "MedusaModel(base, heads) takes the modules themselves"
+            )
+        return cls(base, heads.heads, heads.tree if tree is None else tree, tokenizer, engine)
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +164,7 @@ class MedusaModel:
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
         arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
         request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
-        return decode(self.base, self._drafter(tree, drafter), request, statistics)
+        return decode(self.runner, self._drafter(tree, drafter), request, statistics)
 
     def decode(
         self,
@@ -174,7 +191,7 @@ class MedusaModel:
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for step in decode(base, self._drafter(tree, drafter), request, statistics):
+        for step in decode(self.runner, self._drafter(tree, drafter), request, statistics):
             for answer, new in zip(answers, step.tokens, strict=True):
                 answer.extend(new)
             if streamer is not None:
@@ -194,7 +211,7 @@ class MedusaModel:
         tree = self.tree if tree is None else self._checked_tree(tree)
         if self.heads is None or tree.depth == 0:
             return PlainDrafter()
-        return HeadsDrafter(self.heads, output_embedding(self.base), tree)
+        return HeadsDrafter(self.heads, output_embedding(self.runner), tree)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         num_heads = 0 if self.heads is None else self.heads.num_heads

@@ -55,7 +55,9 @@ def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
     base.to(device)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    model = MedusaModel.from_pretrained(base, options.heads if with_heads else None, tokenizer=tokenizer)
+    model = MedusaModel.from_pretrained(
+        base, options.heads if with_heads else None, tokenizer=tokenizer, engine=options.engine
+    )
     heads = f"{model.heads.num_heads} heads, tree of {model.tree.num_nodes}" if model.heads else "no heads"
     log.print(f"{options.base} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=True)
     return model
