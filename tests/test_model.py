@@ -1,0 +1,476 @@
+"""The interface that users type: transformers' own arguments in, transformers' own results out."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+
+from medusa import (
+    CandidateTree,
+    DecodingStatistics,
+    HeadsCheckpoint,
+    HeadsConfig,
+    MedusaHeads,
+    MedusaModel,
+    MedusaOutput,
+    save_heads,
+)
+
+TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+PROMPT = random_prompts(1, 6)
+GREEDY = {"max_new_tokens": 14, "do_sample": False}
+SAMPLED = {"max_new_tokens": 14, "do_sample": True, "temperature": 1.2, "seed": 4}
+
+
+def random_heads(num_heads: int = 3, hidden_size: int = 32, vocab_size: int = VOCAB_SIZE) -> MedusaHeads:
+    torch.manual_seed(2)
+    heads = MedusaHeads(HeadsConfig(hidden_size, vocab_size, num_heads))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One character a token; tokens 0 to 2 are special."""
+    letters = [chr(ord("0") + i) for i in range(VOCAB_SIZE - 3)]
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<pad>", "<s>", "<unk>", *letters])}, "<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture
+def model(tokenizer) -> MedusaModel:
+    return MedusaModel(tiny_model("llama"), random_heads(), TREE, tokenizer)
+
+
+def oracle_of(sequences: torch.Tensor, hit_rate: float = 0.8) -> OracleDrafter:
+    return OracleDrafter(sequences.tolist(), TREE, hit_rate)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_custom_generate_argument_of_transformers_gives_the_same(model, options):
+    batch = left_padded(random_prompts(3, 9), [9, 4, 1])
+    expected = model.generate(**batch, **options)
+    assert torch.equal(model.base.generate(**batch, **options, custom_generate=model.decode), expected)
+    oracle = OracleDrafter(
+        [row[9 - n :].tolist() for row, n in zip(expected, [9, 4, 1], strict=True)], TREE, 0.8
+    )
+    out = model.base.generate(
+        **batch, **options, custom_generate=model.decode, drafter=oracle, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, expected)
+    assert out.statistics.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_streamed_steps_join_to_what_generate_returns(model, options):
+    batch = left_padded(random_prompts(3, 9), [9, 4, 1])
+    expected = model.generate(**batch, **options)
+    oracle = OracleDrafter(
+        [row[9 - n :].tolist() for row, n in zip(expected, [9, 4, 1], strict=True)], TREE, 0.8
+    )
+    statistics = DecodingStatistics()
+    rows: list[list[int]] = [[], [], []]
+    for number, step in enumerate(model.stream(**batch, **options, drafter=oracle, statistics=statistics)):
+        assert step.is_first == (number == 0)
+        for row, new, depths in zip(rows, step.tokens, step.depths, strict=True):
+            assert len(new) == len(depths)
+            assert not new or depths == [*range(1, len(new)), 0] or len(row) + len(new) == 14
+            row.extend(new)
+    assert rows == expected[:, 9:].tolist()
+    assert statistics.num_tokens == 3 * 14 and statistics.tokens_per_step > 1.2
+
+
+def test_depths_tell_which_tokens_were_guessed(model):
+    known = model.generate(PROMPT, **GREEDY)
+    oracle = OracleDrafter(known.tolist(), CandidateTree.chain(3), hit_rate=1.0)
+    steps = list(model.stream(PROMPT, **GREEDY, drafter=oracle))
+    assert [step.depths for step in steps] == [[[0]], [[1, 2, 3, 0]], [[1, 2, 3, 0]], [[1, 2, 3, 0]], [[1]]]
+
+
+def test_a_finished_row_streams_nothing_more(model):
+    prompts = random_prompts(2, 6)
+    free = model.generate(prompts, **GREEDY)
+    eos = next(token for token in free[0, 8:].tolist() if token not in free[1, 6:].tolist())
+    steps = list(
+        model.stream(prompts, **GREEDY, eos_token_id=eos, pad_token_id=0, tree=CandidateTree.chain(0))
+    )
+    end = free[0, 6:].tolist().index(eos)
+    assert [step.tokens[0] for step in steps] == [[t] for t in free[0, 6 : 7 + end].tolist()] + [[]] * (
+        13 - end
+    )
+    assert [step.tokens[1] for step in steps] == [[token] for token in free[1, 6:].tolist()]
+
+
+def test_the_callers_gradient_mode_is_restored_while_a_stream_waits(model):
+    with torch.enable_grad():
+        steps = model.stream(PROMPT, **GREEDY)
+        for _ in range(3):
+            next(steps)
+            assert torch.is_grad_enabled()
+        steps.close()
+        assert torch.is_grad_enabled()
+    parameter = next(model.heads.parameters())
+    assert parameter.requires_grad and parameter.grad is None
+
+
+class Collector(TextStreamer):
+    def __init__(self, tokenizer, **options):
+        super().__init__(tokenizer, **options)
+        self.text, self.num_ends = "", 0
+
+    def on_finalized_text(self, text: str, stream_end: bool = False):
+        self.text += text
+        self.num_ends += stream_end
+
+
+def test_a_text_streamer_gets_the_text_that_transformers_gives_it(model, tokenizer):
+    for skip_prompt in (True, False):
+        theirs, ours = (Collector(tokenizer, skip_prompt=skip_prompt) for _ in range(2))
+        reference = model.base.generate(PROMPT, **GREEDY, streamer=theirs)
+        drafted = model.generate(PROMPT, **GREEDY, streamer=ours, drafter=oracle_of(reference))
+        assert torch.equal(drafted, reference)
+        assert ours.text == theirs.text == tokenizer.decode(reference[0, 6 * skip_prompt :])
+        assert ours.num_ends == 1
+
+
+def test_an_iterator_streamer_yields_the_text_while_another_thread_decodes(model, tokenizer):
+    expected = tokenizer.decode(model.generate(PROMPT, **GREEDY)[0, 6:])
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+    options = {**GREEDY, "streamer": streamer}
+    thread = threading.Thread(target=model.generate, args=(PROMPT,), kwargs=options)
+    thread.start()
+    assert "".join(streamer) == expected
+    thread.join()
+
+
+@pytest.mark.parametrize("end", range(2, 13))
+def test_a_stop_string_ends_the_answer_at_its_last_token(model, tokenizer, end):
+    """Wherever it falls in an accepted path, and even when it spans two steps."""
+    free = model.generate(PROMPT, **GREEDY)
+    stop = tokenizer.decode(free[0, 6 + end - 2 : 6 + end])
+    options = {**GREEDY, "stop_strings": [stop, "never said"]}
+    reference = model.base.generate(PROMPT, **options, tokenizer=tokenizer)
+    assert reference.shape[1] <= 6 + end
+    for hit_rate in (0.5, 1.0):
+        out = model.generate(PROMPT, **options, drafter=oracle_of(free, hit_rate))
+        assert torch.equal(out, reference)
+    given = model.generate(PROMPT, **options, tokenizer=tokenizer, drafter=oracle_of(free))
+    assert torch.equal(given, reference)
+    streamed = [token for step in model.stream(PROMPT, **options) for token in step.tokens[0]]
+    assert streamed == reference[0, 6:].tolist()
+
+
+def test_stop_strings_are_read_from_a_generation_config_and_from_the_bases_own(model, tokenizer, monkeypatch):
+    free = model.generate(PROMPT, **GREEDY)
+    stop = tokenizer.decode(free[0, 10:12])
+    expected = model.generate(PROMPT, **GREEDY, stop_strings=stop)
+    assert expected.shape[1] <= 12
+    config = GenerationConfig(**GREEDY, stop_strings=stop)
+    assert torch.equal(model.generate(PROMPT, generation_config=config), expected)
+    assert config.stop_strings == stop
+    monkeypatch.setattr(model.base.generation_config, "stop_strings", stop)
+    assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+    assert torch.equal(model.generate(PROMPT, generation_config=GenerationConfig(**GREEDY)), expected)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    with pytest.raises(
+        ValueError, match="stop_strings needs a tokenizer; pass tokenizer= to from_pretrained or"
+    ):
+        MedusaModel(tiny_model("llama")).generate(PROMPT, **GREEDY, stop_strings="5")
+
+
+def test_a_dictionary_is_returned_when_asked_for_with_the_statistics(model):
+    out = model.generate(PROMPT, **GREEDY, return_dict_in_generate=True)
+    assert isinstance(out, MedusaOutput) and isinstance(out.statistics, DecodingStatistics)
+    assert torch.equal(out.sequences, model.generate(PROMPT, **GREEDY))
+    assert out["sequences"] is out.sequences
+    assert out.statistics.num_tokens == 14 and out.statistics.num_rows == 1
+    assert len(out.statistics.acceptance_rate) == TREE.depth
+
+
+def test_several_return_sequences_are_the_repeated_batch(model):
+    batch = left_padded(random_prompts(2, 7), [7, 3])
+    out = model.generate(**batch, **SAMPLED, num_return_sequences=3)
+    repeated = {name: tensor.repeat_interleave(3, dim=0) for name, tensor in batch.items()}
+    assert torch.equal(out, model.generate(**repeated, **SAMPLED))
+    assert len({tuple(row) for row in out.tolist()}) == 6
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_a_generation_config_is_read_with_the_bases_defaults(model, monkeypatch):
+    free = model.generate(PROMPT, **GREEDY)
+    eos = int(free[0, 6 + 7])
+    monkeypatch.setattr(model.base.generation_config, "eos_token_id", [eos])
+    monkeypatch.setattr(model.base.generation_config, "pad_token_id", 0)
+    config = GenerationConfig(max_new_tokens=14, repetition_penalty=1.3)
+    for options in ({}, {"generation_config": config}, {"max_length": 11}):
+        reference = model.base.generate(PROMPT, **options)
+        assert torch.equal(model.generate(PROMPT, **options), reference)
+        assert torch.equal(model.generate(PROMPT, **options, drafter=oracle_of(reference)), reference)
+    assert model.generate(PROMPT, max_new_tokens=14).shape[1] <= 6 + 8
+
+
+def test_rows_that_end_early_are_padded_as_transformers_pads_them(model):
+    """Without a padding token the first end-of-sequence id in the list fills up, not the smallest."""
+    prompts = random_prompts(3, 6)
+    free = model.base.generate(prompts, **GREEDY)
+    eos = [int(free[0, 6 + 4]), int(free[1, 6 + 2]), 3]
+    for ids in (eos, eos[::-1], eos[0]):
+        options = {**GREEDY, "eos_token_id": ids, "pad_token_id": None}
+        batch = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+        old = model.base.generation_config.pad_token_id
+        model.base.generation_config.pad_token_id = None
+        try:
+            reference = model.base.generate(**batch, **options)
+            assert torch.equal(model.generate(**batch, **options), reference)
+        finally:
+            model.base.generation_config.pad_token_id = old
+
+
+def test_a_prompt_is_started_with_the_first_token_when_there_is_none(model):
+    assert torch.equal(model.generate(**GREEDY), model.base.generate(**GREEDY))
+
+
+def test_another_tree_for_one_call_leaves_the_models_own(model):
+    out = model.generate(PROMPT, **GREEDY, tree=CandidateTree.chain(2), return_dict_in_generate=True)
+    assert len(out.statistics.accepted_histogram) == 3
+    plain = model.generate(PROMPT, **GREEDY, tree=CandidateTree.chain(0), return_dict_in_generate=True)
+    assert plain.statistics.accepted_histogram == [13]
+    assert model.tree is TREE
+    assert torch.equal(plain.sequences, out.sequences)
+
+
+def test_without_heads_decoding_is_plain_and_without_a_tree_it_is_a_chain():
+    base = tiny_model("llama")
+    assert MedusaModel(base).tree == CandidateTree.chain(0)
+    assert MedusaModel(base, random_heads()).tree == CandidateTree.chain(3)
+    assert MedusaModel(base).device == base.device
+
+
+def test_the_last_position_of_the_context_can_be_reached_with_learned_positions():
+    """Tree nodes stick out past the end there; a model with a table of positions has none for them."""
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=24, initializer_range=0.3)
+    ).eval()
+    base.generation_config.eos_token_id = None
+    model, options = MedusaModel(base), {"max_new_tokens": 18, "do_sample": False, "pad_token_id": 0}
+    reference = base.generate(PROMPT, **options)
+    assert reference.shape[1] == 24
+    for tree in (TREE, CandidateTree.chain(5)):
+        drafted = model.generate(PROMPT, **options, drafter=OracleDrafter(reference.tolist(), tree, 0.9))
+        assert torch.equal(drafted, reference)
+
+
+def test_typical_acceptance_gives_another_text_and_only_on_request(model):
+    """A drafter that offers the model's most likely tokens is believed, where sampling would say others."""
+    likely, plain = model.generate(PROMPT, **GREEDY), model.generate(PROMPT, **SAMPLED)
+    exact = model.generate(PROMPT, **SAMPLED, drafter=oracle_of(likely, hit_rate=1.0))
+    assert torch.equal(exact, plain)
+    rule = {"acceptance": "typical", "drafter": oracle_of(likely, hit_rate=1.0)}
+    typical = model.generate(PROMPT, **SAMPLED, **rule, return_dict_in_generate=True)
+    assert typical.statistics.num_accepted > 0
+    assert not torch.equal(typical.sequences, plain)
+
+
+def test_input_on_disk_is_loaded_and_decoded(tmp_path, tokenizer):
+    base_path, heads_path = tmp_path / "base", tmp_path / "heads"
+    tiny_model("llama").save_pretrained(base_path)
+    tokenizer.save_pretrained(base_path)
+    save_heads(HeadsCheckpoint(random_heads(), "tiny", TREE), heads_path)
+    expected = MedusaModel(tiny_model("llama"), random_heads(), TREE).generate(PROMPT, **GREEDY)
+    for path in (base_path, str(base_path)):
+        model = MedusaModel.from_pretrained(path, heads_path, dtype=torch.float32)
+        assert model.tree == TREE
+        assert not model.base.training and not model.heads.training
+        ids = model.tokenizer(model.tokenizer.decode(PROMPT[0]), return_tensors="pt").input_ids
+        assert len(model.tokenizer) == VOCAB_SIZE and ids.shape[0] == 1
+        assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+    half = MedusaModel.from_pretrained(
+        base_path, str(heads_path), dtype=torch.bfloat16, tree=CandidateTree.chain(1)
+    )
+    assert half.base.dtype == torch.bfloat16 and half.tree == CandidateTree.chain(1)
+    assert half.generate(PROMPT, **GREEDY).shape == (1, 20)
+
+
+def test_a_loaded_base_and_a_loaded_checkpoint_are_taken_as_they_are(tokenizer):
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    ).train()
+    checkpoint = HeadsCheckpoint(random_heads(), "tiny", TREE)
+    model = MedusaModel.from_pretrained(base, checkpoint, tokenizer=tokenizer)
+    assert model.base is base and model.heads is checkpoint.heads and model.tokenizer is tokenizer
+    assert not base.training and model.tree == TREE
+
+
+CALLS = {
+    "empty prompt": ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "at least one token per row, got none"),
+    "longer than the context": (
+        {"inputs": random_prompts(1, 1030)},
+        r"prompt of 1030 tokens \+ max_new_tokens=4 must fit .* of 1024 positions; shorten the prompt$",
+    ),
+    "answer past the context": (
+        {"inputs": random_prompts(1, 1000), "max_new_tokens": 25},
+        r"1000 tokens \+ max_new_tokens=25 .* of 1024 positions; shorten the prompt or max_new_tokens$",
+    ),
+    "a row of padding": (
+        {"inputs": random_prompts(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
+        "row 1 of input_ids is all padding: the prompt is empty",
+    ),
+    "padding on the right": (
+        {"inputs": random_prompts(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])},
+        "prompts must be padded on the left: set tokenizer.padding_side = 'left'",
+    ),
+    "a hole in the mask": (
+        {"inputs": random_prompts(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])},
+        "prompts must be padded on the left",
+    ),
+    "mask of another shape": (
+        {"inputs": random_prompts(2, 3), "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
+        r"attention_mask must have the shape of input_ids, \(2, 3\), got \(2, 4\)",
+    ),
+    "mask of ones of another shape": (
+        {"attention_mask": torch.ones(1, 4, dtype=torch.long)},
+        "attention_mask and position_ids must have the width of input_ids, 6, got 4",
+    ),
+    "positions of the caller's": (
+        {"position_ids": torch.arange(3, 9)[None]},
+        "position_ids must count each prompt's tokens from 0; leave them out",
+    ),
+    "beams": ({"num_beams": 3}, "decodes greedily or by sampling, got generation mode 'beam_search'"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "got generation mode 'assisted_generation'"),
+    "assistant": (
+        {"assistant_model": tiny_model("llama")},
+        "assistant_model is not used here; .* pass drafter=",
+    ),
+    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores not available"),
+    "hidden states": (
+        {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True},
+        "output_attentions, output_hidden_states not available: a verified tree has no single row per step",
+    ),
+    "inputs_embeds": (
+        {"inputs": None, "inputs_embeds": torch.randn(1, 4, 32)},
+        "inputs_embeds is not supported",
+    ),
+    "seeds": ({"do_sample": True, "seed": [1, 2]}, "an int or one int per row: 1 rows, got 2 seeds"),
+    "acceptance": ({"acceptance": "always"}, r"must be 'exact', 'typical' \(lossy\) .*, got 'always'"),
+    "deep tree": (
+        {"tree": CandidateTree.chain(4)},
+        r"tree has depth 4, the heads are 3: .* use tree.subtree\(3\)",
+    ),
+    "tree and drafter": (
+        {"tree": CandidateTree.chain(1), "drafter": OracleDrafter([[]], TREE, 0.0)},
+        "give tree or drafter, not both: a drafter brings its own tree",
+    ),
+    "typo": ({"max_new_tokns": 3}, r"not used by the model: \['max_new_tokns'\]"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_cannot_be_honoured_is_refused_with_the_reason(model, call):
+    changes, message = CALLS[call]
+    options = {"inputs": PROMPT, "max_new_tokens": 4, **changes}
+    with pytest.raises(ValueError, match=message):
+        model.generate(**options)
+    with pytest.raises(ValueError, match=message):
+        model.stream(**options)
+
+
+def test_a_cache_of_the_callers_is_refused(model):
+    cache = model.base(PROMPT, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values must be left out: a tree needs medusa's own cache"):
+        model.generate(PROMPT, **GREEDY, past_key_values=cache)
+
+
+class Images(LlamaForCausalLM):
+    """Reads an input beside the tokens, as a model of images does."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, pixel_values=None, **kwargs):
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args, pixel_values=None, **kwargs):
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def test_inputs_that_would_be_ignored_are_refused():
+    model = MedusaModel(Images(tiny_model("llama").config).eval())
+    with pytest.raises(ValueError, match="pixel_values not supported: medusa decodes from input_ids alone"):
+        model.generate(PROMPT, **GREEDY, pixel_values=torch.ones(1, 3))
+
+
+def test_a_streamer_takes_one_row_and_only_from_generate(model, tokenizer):
+    streamer = TextStreamer(tokenizer)
+    with pytest.raises(ValueError, match=r"streamer works with batch size 1, got 2 rows; use stream\(\)"):
+        model.generate(random_prompts(2, 4), **GREEDY, streamer=streamer)
+    with pytest.raises(ValueError, match=r"streamer is not used here; stream\(\) yields the tokens itself"):
+        model.stream(PROMPT, **GREEDY, streamer=streamer)
+
+
+def test_decode_belongs_to_its_own_base(model):
+    with pytest.raises(ValueError, match="belongs to this MedusaModel's own base model, got another one"):
+        tiny_model("qwen3").generate(PROMPT, **GREEDY, custom_generate=model.decode)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 16}, "heads were trained for hidden_size=16, base model .* has 32; load the base"),
+        ({"vocab_size": 99}, "heads were trained for vocab_size=99, base model .* has 61; load the base"),
+    ],
+)
+def test_heads_of_another_base_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        MedusaModel(tiny_model("llama"), random_heads(**sizes))
+
+
+def test_a_tree_deeper_than_the_heads_is_refused_at_once():
+    with pytest.raises(ValueError, match="tree has depth 4, the heads are 3"):
+        MedusaModel(tiny_model("llama"), random_heads(), CandidateTree.chain(4))
+    with pytest.raises(ValueError, match="tree has depth 1, the heads are 0"):
+        MedusaModel(tiny_model("llama"), None, CandidateTree.chain(1))
+
+
+def test_what_is_no_base_and_what_are_no_heads_are_refused_by_type():
+    with pytest.raises(
+        TypeError, match=r"base must be a path, .* got Linear; of a PEFT model pass get_base_model"
+    ):
+        MedusaModel.from_pretrained(torch.nn.Linear(2, 2))
+    with pytest.raises(
+        TypeError, match="heads must be a path, a hub id or a HeadsCheckpoint, got MedusaHeads"
+    ):
+        MedusaModel.from_pretrained(tiny_model("llama"), random_heads())
+
+
+def test_loading_arguments_for_a_base_already_loaded_are_refused():
+    with pytest.raises(
+        ValueError, match=r"\['device_map', 'dtype'\] go with a path or a hub id; .* already loaded"
+    ):
+        MedusaModel.from_pretrained(tiny_model("llama"), dtype="float32", device_map="auto")

@@ -1,0 +1,91 @@
+"""A real chat model says with heads, token for token, what transformers' own generate says without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import OracleDrafter
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base import hidden_size, vocab_size
+
+TREE = CandidateTree.from_paths(
+    [
+        *((rank,) for rank in range(6)),
+        *((0, rank) for rank in range(4)),
+        *((1, rank) for rank in range(2)),
+        (2, 0),
+        *((0, 0, rank) for rank in range(3)),
+        (0, 1, 0),
+        (1, 0, 0),
+        *((0, 0, 0, rank) for rank in range(2)),
+    ]
+)
+PROMPTS = [
+    "Explain in three sentences why the sky is blue.",
+    "Write a short poem about a lighthouse in a storm.",
+    "List five things to pack for a weekend in the mountains.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a Python function that returns the largest of three numbers.",
+    "Translate into French: Where is the nearest train station?",
+    "A shop sells pens at 3 euros each. What do 17 pens cost? Show the steps.",
+    "Give me a recipe for pancakes with what is usually in a kitchen.",
+    "Summarise the story of Little Red Riding Hood in five sentences.",
+    "Who was Marie Curie, and what is she known for?",
+    "Write an e-mail to my landlord: the heating has been cold since Monday.",
+    "Name three advantages and three disadvantages of working from home.",
+    "How does a bicycle stay upright while it moves?",
+    "Invent a name and a slogan for a bakery that opens at midnight.",
+    "What should I look at when I buy a used car?",
+    "Continue: The old clock struck thirteen, and nobody in the house",
+    "Explain recursion to a child of ten.",
+    "Which planets of the solar system have rings?",
+    "Turn this into a polite request: Give me the report now.",
+    "Make a table of the seasons with one typical colour each.",
+]
+
+
+def encoded(tokenizer, prompt: str) -> dict[str, torch.Tensor]:
+    messages = [{"role": "user", "content": prompt}]
+    return dict(
+        tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    )
+
+
+def assert_identical(base, tokenizer, prompt: str, max_new_tokens: int, drafts: str) -> None:
+    """Greedy output with a drafter that is often right, or with untrained heads, is transformers' own."""
+    ids, options = encoded(tokenizer, prompt), {"max_new_tokens": max_new_tokens, "do_sample": False}
+    reference = base.generate(**ids, **options)
+    heads = MedusaHeads(HeadsConfig(hidden_size(base), vocab_size(base), num_heads=4))
+    model = MedusaModel(base, heads, TREE, tokenizer)
+    if drafts == "often right":
+        options["drafter"] = OracleDrafter(reference.tolist(), TREE, hit_rate=0.7)
+    drafted = model.generate(**ids, **options, return_dict_in_generate=True)
+    assert drafted.sequences.tolist() == reference.tolist()
+    assert drafts != "often right" or drafted.statistics.tokens_per_step > 1.3
+
+
+@pytest.mark.parametrize(("prompt", "drafts"), [(PROMPTS[0], "untrained heads"), (PROMPTS[1], "often right")])
+def test_two_answers_of_the_real_model_are_token_identical(real_base, real_tokenizer, prompt, drafts):
+    assert_identical(real_base, real_tokenizer, prompt, max_new_tokens=32, drafts=drafts)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """This model, unlike the tiny ones, is large enough to share; worth it where nothing else runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_twenty_long_answers_of_the_real_model_are_token_identical(real_base, real_tokenizer, prompt):
+    for drafts in ("often right", "untrained heads"):
+        assert_identical(real_base, real_tokenizer, prompt, max_new_tokens=128, drafts=drafts)
