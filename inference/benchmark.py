@@ -180,8 +180,8 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
     """Speed of each contender, then the gain by category."""
     per_token = report["milliseconds_per_token"]
     table = Table(title="Speed, medians over prompts", title_justify="left")
-    table.add_column("contender")
-    for name in ("ms per token", "tokens/s", "against plain", "ms per step", "tokens per step"):
+    table.add_column("contender", no_wrap=True)
+    for name in ("ms/token", "tokens/s", "against plain", "ms/step", "tokens/step"):
         table.add_column(name, justify="right")
     for name, milliseconds in per_token.items():
         step = report["milliseconds_per_step"].get(name)

@@ -107,7 +107,7 @@ class RankCounts:
         return [hit / total if total else math.nan for hit, total in zip(hits, self.head_totals, strict=True)]
 
     def path_values(
-        self, prior_strength: float = 8.0, max_depth: int | None = None, max_paths: int = 4096
+        self, prior_strength: float = 64.0, max_depth: int | None = None, max_paths: int = 4096
     ) -> dict[RankPath, float]:
         """Estimated probability that every guess on a path is right, for the paths worth most.
 
