@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from medusa.base import CausalLM, check_decodable, new_cache, prefill, verify, vocab_size
 from medusa.cache import TreeCache
 from medusa.drafters import DraftContext
+from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from medusa.model import MedusaModel
 
 
 class DraftModelDrafter(LevelDrafter):
@@ -84,3 +89,30 @@ def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: flo
             f"draft model has vocab_size={theirs}, the base {ours}: they cannot share a tokenizer; "
             "choose a draft model of the same family"
         )
+
+
+def draft_model_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """``settings.draft_model``, loaded beside the base in its precision and checked to share its tokens."""
+    given: Any = settings.draft_model
+    draft_model: CausalLM = given
+    if not isinstance(given, PreTrainedModel):
+        if model.tokenizer is not None:
+            check_same_tokens(model.tokenizer, AutoTokenizer.from_pretrained(given))
+        draft_model = AutoModelForCausalLM.from_pretrained(given, dtype=model.base.dtype)
+        draft_model.to(model.device).eval()
+    check_draft_vocabulary(model.base, draft_model)
+    base_vocab_size = vocab_size(model.base)
+    return DraftSource(
+        "draft-model",
+        lambda tree: DraftModelDrafter(draft_model, base_vocab_size, tree),
+        draft_length=settings.draft_length or DEFAULT_DRAFT_LENGTH,
+        draft_width=settings.draft_width,
+    )
+
+
+def missing_draft_model(model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """The smaller model."""
+    return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
+
+
+DRAFTERS = (NamedDrafter("draft-model", draft_model_source, "a smaller model", missing_draft_model),)

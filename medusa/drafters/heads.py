@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
+from medusa.base import output_embedding as output_embedding_of
 from medusa.drafters import Draft, DraftContext
+from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.heads import MedusaHeads, embedding_weight
 from medusa.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from medusa.model import MedusaModel
 
 
 class HeadsDrafter(LevelDrafter):
@@ -58,3 +65,24 @@ class HeadsDrafter(LevelDrafter):
     @property
     def vocab_size(self) -> int:
         return self.heads.config.vocab_size
+
+
+def heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """The model's heads in the model's tree; in a chain where the tree is the root alone."""
+    heads, unembedding = model.heads, output_embedding_of(model.base)
+    assert heads is not None, "asked after by missing_heads"
+    return DraftSource(
+        "heads",
+        lambda tree: HeadsDrafter(heads, unembedding, tree),
+        own_tree=model.tree if model.tree.depth else None,
+        draft_length=settings.draft_length or heads.num_heads,
+        max_length=heads.num_heads,
+    )
+
+
+def missing_heads(model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """Heads, unless the model has them."""
+    return "heads, and the model was loaded without; give --heads" if model.heads is None else None
+
+
+DRAFTERS = (NamedDrafter("heads", heads_source, "the model's Medusa heads", missing_heads),)

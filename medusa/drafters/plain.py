@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from medusa.drafters import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.tree import TreeTopology
+
+if TYPE_CHECKING:
+    from medusa.model import MedusaModel
 
 
 class PlainDrafter(StatelessDrafter):
@@ -13,3 +19,11 @@ class PlainDrafter(StatelessDrafter):
 
     def draft(self, context: DraftContext) -> Draft:
         return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
+
+
+def plain_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """Nothing to prepare."""
+    return DraftSource("plain", lambda tree: PlainDrafter(), max_length=0)
+
+
+DRAFTERS = (NamedDrafter("plain", plain_source, summary="nothing: one token a pass"),)

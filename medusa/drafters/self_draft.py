@@ -7,14 +7,19 @@ read, and the entries of drafted nodes lie where the verification pass overwrite
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from medusa.base import CausalLM, verify, vocab_size
 from medusa.drafters import DraftContext
+from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from medusa.model import MedusaModel
 
 
 class SelfDrafter(LevelDrafter):
@@ -86,3 +91,42 @@ def low_precision(base: CausalLM) -> CausalLM:
     names = {name for name in linears if clone.get_submodule(name) is not head}
     settings = {name: torch.ao.quantization.per_channel_dynamic_qconfig for name in names}
     return torch.ao.quantization.quantize_dynamic(clone, settings, dtype=torch.qint8, inplace=True)
+
+
+def early_exit_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """The base cut off after ``settings.exit_layer`` layers."""
+    assert settings.exit_layer is not None, "asked after by missing_exit_layer"
+    return _self_source("early-exit", early_exit(model.base, settings.exit_layer), settings)
+
+
+def missing_exit_layer(model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """The number of layers, which has no good default."""
+    if settings.exit_layer is not None:
+        return None
+    num_layers = model.base.config.get_text_config(decoder=True).num_hidden_layers
+    return f"a number of layers, 1 to {num_layers - 1} for this base; give --exit-layer"
+
+
+def low_precision_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """An int8 copy of the base."""
+    return _self_source("low-precision", low_precision(model.base), settings)
+
+
+def missing_cpu(model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """A base on the CPU, which int8 copies run on."""
+    return None if model.device.type == "cpu" else f"a base on the CPU, this one is on {model.device}"
+
+
+def _self_source(name: str, cheaper: CausalLM, settings: DrafterSettings) -> DraftSource:
+    return DraftSource(
+        name,
+        lambda tree: SelfDrafter(cheaper, tree),
+        draft_length=settings.draft_length or DEFAULT_DRAFT_LENGTH,
+        draft_width=settings.draft_width,
+    )
+
+
+DRAFTERS = (
+    NamedDrafter("early-exit", early_exit_source, "the base's first layers", missing_exit_layer),
+    NamedDrafter("low-precision", low_precision_source, "an int8 copy of the base", missing_cpu),
+)

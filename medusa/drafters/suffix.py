@@ -7,12 +7,17 @@ with short suffixes this is prompt lookup. It costs no model call and shines whe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from medusa.drafters import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from medusa.model import MedusaModel
 
 
 @dataclass
@@ -121,3 +126,13 @@ class SuffixDrafter(StatelessDrafter):
         for token in row[len(automaton.tokens) :]:
             automaton.extend(token)
         return automaton.continuation(self.length, self.min_match)
+
+
+def suffix_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """Nothing to prepare; a draft costs no model call, so it is longer than most."""
+    return DraftSource(
+        "suffix", lambda tree: SuffixDrafter(tree.depth), draft_length=settings.draft_length or 8
+    )
+
+
+DRAFTERS = (NamedDrafter("suffix", suffix_source, "what followed the same words earlier in the text"),)
