@@ -8,6 +8,7 @@ from tiny_chat import save_chat_model, wide_tree
 
 import medusa
 from medusa import DecodingStatistics, load_heads
+from medusa.programs import exit_status, track
 
 INFERENCE = Path(__file__).parent.parent / "inference"
 PROMPTS = [
@@ -206,3 +207,29 @@ def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(setting, 
     printed = capsys.readouterr()
     assert f"{prompts} row 2 has 503 tokens" in printed.err
     assert "context of 512" in printed.err
+
+
+def test_progress_without_a_terminal_is_lines_with_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr("medusa.programs.SECONDS_BETWEEN_LINES", 0.0)
+    assert list(track(["a", "b", "c"], "answering")) == ["a", "b", "c"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["answering: 1/3", "answering: 2/3", "answering: 3/3"]
+    assert lines[-1].endswith("about 0 s left")
+
+
+def test_errors_and_ctrl_c_become_exit_statuses(capsys):
+    def failing():
+        raise ValueError("limit must be at least 1, got 0 [not markup]")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_status(lambda: None, show_traceback=False) == 0
+    assert exit_status(failing, show_traceback=False) == 1
+    assert capsys.readouterr().err == "error: limit must be at least 1, got 0 [not markup]\n"
+    assert exit_status(interrupted, show_traceback=False) == 130
+
+
+def test_a_mistake_of_ours_is_not_dressed_up_as_a_user_error():
+    with pytest.raises(ZeroDivisionError):
+        exit_status(lambda: 1 / 0, show_traceback=False)

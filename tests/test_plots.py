@@ -1,0 +1,31 @@
+import importlib.util
+
+import pytest
+
+from medusa.plots import check_matplotlib, plot_evaluation, plot_tree_sizes
+
+PNG = b"\x89PNG"
+
+
+def test_heads_tuned_to_plain_decoding_can_be_drawn_too(tmp_path):
+    report = {
+        "tokens_per_step": 1.0,
+        "acceptance_rate": [],
+        "conditional_acceptance_rate": [],
+        "head_accuracy": {"top1": [0.1, None], "top5": [0.3, None]},
+        "by_category": {"a": {"tokens_per_step": 1.0}, "b": {"tokens_per_step": 1.0}},
+    }
+    plot_evaluation(report, tmp_path / "new" / "plain.png", "plain")
+    assert (tmp_path / "new" / "plain.png").read_bytes().startswith(PNG)
+
+
+def test_a_single_tree_size_can_be_drawn(tmp_path):
+    row = {"num_nodes": 1, "tokens_per_step": 1.0, "step_seconds": 0.1, "tokens_per_second": 10.0}
+    plot_tree_sizes([row], 1, tmp_path / "one.png", "one")
+    assert (tmp_path / "one.png").read_bytes().startswith(PNG)
+
+
+def test_missing_matplotlib_is_noticed_before_any_work(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"medusa-heads\[train\]"):
+        check_matplotlib()
