@@ -18,6 +18,8 @@ from medusa.verification import (
     independent_chains,
     rule_named,
 )
+from medusa.verification.greedy_block import TargetModification, modified_target, path_log_ratio
+from medusa.verification.spectr import division_factor
 
 RULES = all_rules()
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -72,6 +74,11 @@ def test_a_drafter_that_equals_the_target_has_everything_accepted(rule, dtype):
     draft, noise = random_step(rule, 5000, 7, dtype=dtype, same=True)
     verdict = rule.verify(draft, noise)
     assert bool((verdict.num_accepted == draft.topology.max_depth).all())
+
+
+def test_spectr_divides_by_1_where_drafter_and_target_agree():
+    p = toy_table(0, 1000, 50).float()
+    assert bool((division_factor(p, p, torch.full((1000,), 4)) == 1).all())
 
 
 @every_rule
@@ -140,6 +147,8 @@ def test_two_drafts_of_one_token_worked_out_by_hand(name, coins, num_accepted, n
     )
     verdict = rule_named(name).verify(draft, noise)
     assert (verdict.num_accepted.item(), verdict.next_token.item()) == (num_accepted, next_token)
+    second_was_tried = coins[0] > 0.625
+    assert bool(verdict.acceptance[0, 2].isnan()) is not second_was_tried
 
 
 @every_rule
@@ -168,6 +177,7 @@ def test_temperature_0_walks_the_target(rule, sharp_drafter):
 def test_verdicts_are_finite_and_possible_under_the_target_in_float32(rule, spread, zeros):
     draft, noise = random_step(rule, 2000, 40, seed=5, dtype=torch.float32, spread=spread, zeros=zeros)
     verdict = rule.verify(draft, noise)
+    assert bool((verdict.acceptance[:, 0] == 1).all())
     looked_at = verdict.acceptance[~verdict.acceptance.isnan()]
     assert bool(((looked_at >= 0) & (looked_at <= 1)).all())
     torch.testing.assert_close(verdict.residual.sum(-1), torch.ones(2000), atol=1e-5, rtol=0)
@@ -286,6 +296,35 @@ def test_the_state_of_a_batch_can_lose_rows():
     alone = rule.verify(*rows_of(after, after_noise, index), state.rows(index))
     assert torch.equal(together.best[index], alone.best)
     torch.testing.assert_close(together.residual[index], alone.residual)
+
+
+def test_the_state_of_greedy_block_stays_free_of_nan_where_texts_are_impossible():
+    """Half of all tokens cannot occur, so ratios of 0 and infinity meet along the drafts."""
+    rule, state = RULES["greedy_block"], None
+    for seed in range(6):
+        draft, noise = random_step(rule, 2000, 4, seed=seed, zeros=0.5)
+        verdict = rule.verify(draft, noise, state)
+        state = verdict.state
+        assert not bool(verdict.acceptance.isnan().any())
+        assert not bool(state.log_ratio.isnan().any())
+        assert bool((state.log_ratio[state.remaining == 0] == 0).all())
+    assert bool((state.log_ratio == torch.inf).any())
+
+
+def test_a_token_the_target_cannot_write_decides_over_text_the_drafter_cannot_write():
+    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    draft = SampledDraft(
+        torch.tensor([[0, 0]]), CandidateTree.chain(1).topology(), p, torch.full_like(p, 0.5)
+    )
+    log_ratio = path_log_ratio(draft, p, draft.proposal, start=torch.tensor([torch.inf]))
+    assert log_ratio.tolist() == [[torch.inf, -torch.inf]]
+
+
+def test_a_changed_target_without_mass_falls_back_to_the_target():
+    draft, _ = random_step(RULES["greedy_block"], 20, 3, same=True)
+    state = TargetModification(torch.zeros(20, 2, dtype=torch.float64), torch.ones(20, 2, dtype=torch.long))
+    target, _ = modified_target(draft, draft.proposal, state)
+    assert torch.equal(target, draft.target)
 
 
 def test_greedy_block_refuses_another_draft_length_while_its_state_is_alive():

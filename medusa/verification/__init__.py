@@ -12,6 +12,8 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
                                   top-p and every logits processor applied
     draft.proposal  (B, N, V)     q: what the children of each node were drawn from; a leaf's row is not read.
                                   A row of zeros says "nothing was drafted here": short drafts need no mask
+                                  (``greedy_block`` needs drafts of full length). Nodes of equal text, as
+                                  independent chains have, must have equal p and equal q
     noise.uniform   (B, N)        one number of [0, 1) a node, the coin of that node
     noise.gumbel    (B, V)        draws the next token from what is left of p
     state                         what the previous step returned; None at the start, and None for ever
@@ -24,8 +26,9 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
     verdict.acceptance    (B, N)      the probability each coin was held against; NaN for a coin not looked at
     verdict.state                     pass it to the next step
 
-Draft noise, coins and residual noise must be independent of each other: a ratio test on a draft that
-was chosen with the verifier's own noise is biased. Nothing here reads a tensor back to the host.
+Draft noise, coins and residual noise must be independent of each other, and of the steps before: a ratio
+test on a draft that was chosen with the verifier's own noise is biased. ``medusa.verification.noise`` makes
+all three from a seed and the position of the root. Nothing here reads a tensor back to the host.
 
 The work is done in the dtype of the distributions, float32 or float64. Conventions for 0/0: a token with
 q = 0 was not drafted and is never accepted; a residual without mass falls back to the target.

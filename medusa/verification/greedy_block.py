@@ -103,10 +103,13 @@ def modified_target(
     layers: list[_Layer] = []
     for s in reversed(range(num_layers)):
         layer = _Layer(target, path_log_ratio(draft, target, proposal, state.log_ratio[:, s]))
-        governed = nodes < state.remaining[:, s, None]  # (B, N)
-        changed = normalised(layer_weights(layer, proposal), fallback=target)
-        target = torch.where(governed[..., None], changed, target)
         layers.insert(0, layer)
+        reach = num_layers - s  # a layer of that age governs no node from here on
+        start = _Layer(target[:, :reach], layer.log_ratio[:, :reach])
+        changed = normalised(layer_weights(start, proposal[:, :reach]), fallback=start.target)
+        governed = nodes[:reach] < state.remaining[:, s, None]  # (B, reach)
+        changed = torch.where(governed[..., None], changed, start.target)
+        target = torch.cat([changed, target[:, reach:]], dim=1)
     return target, layers
 
 
@@ -115,6 +118,7 @@ def path_log_ratio(draft: SampledDraft, target: Tensor, proposal: Tensor, start:
     p = drafted_probability(target, draft.tokens)
     q = drafted_probability(proposal, draft.tokens)
     total = start[:, None] + F.pad(torch.cumsum(ratio(p, q).log(), dim=1), (1, 0))
+    # Infinity (text the drafter could not write) and a token the target cannot write: the latter decides.
     return torch.nan_to_num(total, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
@@ -126,11 +130,9 @@ def layer_weights(layer: _Layer, proposal: Tensor) -> Tensor:
 
 
 def prefix_acceptance(log_ratio: Tensor, left: Tensor) -> Tensor:
-    """R / (R + 1 - a) where a < 1; above, 1 if anything is left and 0 if not. Node 0 always stays. (B, N)"""
+    """R / (R + 1 - a) where a < 1, else 1, as at node 0. (B, N)"""
     a = log_ratio.clamp(max=0).exp()
-    acceptance = torch.where(log_ratio < 0, kept_share(left, a), (left > 0).to(left.dtype))
-    acceptance[:, 0] = 1
-    return acceptance
+    return torch.where(log_ratio < 0, kept_share(left, a), torch.ones_like(left))
 
 
 def next_state(

@@ -53,7 +53,6 @@ def select(
     """
     p, q = row_at(draft.target, node), row_at(draft.proposal, node)
     drafted = q.gather(1, draft.tokens)  # (B, N)
-    candidates = candidates & (drafted > 0)
     num_drafts = candidates.sum(1)
     rho = division_factor(p, q, num_drafts)
     probability = ratio(p.gather(1, draft.tokens), rho[:, None] * drafted).clamp(max=1)

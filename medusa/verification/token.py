@@ -29,9 +29,7 @@ def verify(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> 
     p = drafted_probability(draft.target, draft.tokens)
     q = drafted_probability(proposal, draft.tokens)
     acceptance = F.pad(ratio(p, q).clamp(max=1), (1, 0), value=1.0)  # (B, N)
-    stays = (noise.uniform < acceptance).long()
-    stays[:, 0] = 1
-    best = torch.cumprod(stays, dim=1).sum(1) - 1
+    best = torch.cumprod((noise.uniform < acceptance).long(), dim=1).sum(1) - 1
     residual = excess(row_at(draft.target, best), row_at(proposal, best))
     return conclude(draft, noise, best, residual, acceptance)
 
