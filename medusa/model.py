@@ -52,6 +52,7 @@ class MedusaModel:
         check_decodable(base)
         self.base = base
         """The base model as it was given."""
+        self.engine: Engine = engine
         self.runner = prepared_base(base, engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.heads = heads

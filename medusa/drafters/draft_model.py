@@ -13,6 +13,7 @@ from medusa.cache import TreeCache
 from medusa.drafters import DraftContext
 from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
+from medusa.engine import prepared_base
 from medusa.tree import CandidateTree
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def draft_model_source(model: MedusaModel, settings: DrafterSettings) -> DraftSo
         if model.tokenizer is not None:
             check_same_tokens(model.tokenizer, AutoTokenizer.from_pretrained(given))
         draft_model = AutoModelForCausalLM.from_pretrained(given, dtype=model.base.dtype)
-        draft_model.to(model.device).eval()
+        draft_model = prepared_base(draft_model.to(model.device).eval(), model.engine)
     check_draft_vocabulary(model.base, draft_model)
     base_vocab_size = vocab_size(model.base)
     return DraftSource(

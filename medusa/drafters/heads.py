@@ -69,7 +69,7 @@ class HeadsDrafter(LevelDrafter):
 
 def heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     """The model's heads in the model's tree; in a chain where the tree is the root alone."""
-    heads, unembedding = model.heads, output_embedding_of(model.base)
+    heads, unembedding = model.heads, output_embedding_of(model.runner)
     assert heads is not None, "asked after by missing_heads"
     return DraftSource(
         "heads",

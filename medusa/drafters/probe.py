@@ -136,17 +136,17 @@ def verification_seconds(
     """
     sizes = sorted({1, *(size for size in NODE_COUNTS if size < max_nodes), max_nodes})
     prompt = inputs["input_ids"]
-    cache = new_cache(model.base, 1)
+    cache = new_cache(model.runner, 1)
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     with torch.no_grad():
-        prefill(model.base, prompt, torch.tensor([prompt.shape[1]], device=prompt.device), cache)
+        prefill(model.runner, prompt, torch.tensor([prompt.shape[1]], device=prompt.device), cache)
         for number in range(rounds + 1):
             for size in sizes:
                 tokens = prompt[:, -1:].repeat(1, size)
                 chain = TreeTopology.chain(size, prompt.device)
                 wait_for(prompt.device)
                 began = time.perf_counter()
-                verify(model.base, tokens, chain, cache)
+                verify(model.runner, tokens, chain, cache)
                 wait_for(prompt.device)
                 taken[size] += [time.perf_counter() - began] if number else []
     return interpolated({size: statistics.median(times) for size, times in taken.items()})
