@@ -15,6 +15,7 @@ from medusa.verification import (
     expected_tokens,
     independent_chains,
     kind_drawn,
+    noise,
     rule_named,
 )
 from medusa.verification.noise import draft_noise, verification_noise
@@ -112,6 +113,18 @@ def test_coins_are_uniform_and_below_one():
     assert bool(((coins >= 0) & (coins < 1)).all())
     counts = torch.bincount((coins * 50).long().flatten(), minlength=50)
     assert p_value(counts, torch.full((50,), 1 / 50, dtype=torch.float64)) > FALSE_ALARM_RATE
+
+
+def test_a_coin_stays_below_one_where_the_noise_is_largest(monkeypatch):
+    monkeypatch.setattr(noise, "gumbel_noise", lambda seeds, at, vocab: torch.full((*at.shape, vocab), 25.0))
+    zero = torch.zeros(1, dtype=torch.long)
+    coins = verification_noise(zero, zero, 4, 3).uniform
+    assert bool((coins < 1).all())
+
+
+def test_a_tree_beyond_the_spacing_of_the_counters_is_refused():
+    with pytest.raises(ValueError, match="num_nodes must be at most 1024, got 1025"):
+        draft_noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1025, 2)
 
 
 @pytest.mark.parametrize("name", ["block", "traversal"])

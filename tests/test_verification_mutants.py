@@ -37,11 +37,13 @@ from medusa.verification.residual import (
 
 TARGET, DRAFTER = toy_pair(seed=31, vocab_size=3)
 CHAIN = CandidateTree.chain(3)
+NUM_ROWS = 40_000
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 
 
 def chance_of(rule, tree=CHAIN, **settings) -> float:
-    counts = sampled_law(rule, TARGET, DRAFTER, tree, 3, num_rows=100_000, **settings)
+    """p-value of three tokens of text under ``rule``, several steps long."""
+    counts = sampled_law(rule, TARGET, DRAFTER, tree, 3, num_rows=NUM_ROWS, **settings)
     return p_value(counts, law_of(TARGET, 3))
 
 
@@ -194,7 +196,7 @@ def test_greedy_block_verification_without_its_state_is_biased_over_several_step
 
 def test_greedy_block_verification_on_depth_wise_drafts_is_biased_and_refused():
     rule, heads = rule_named("greedy_block"), DepthWise(toy_table(32, 5, 3))
-    counts = sampled_law(rule, TARGET, heads, CHAIN, 3, num_rows=100_000)
+    counts = sampled_law(rule, TARGET, heads, CHAIN, 3, num_rows=NUM_ROWS)
     assert p_value(counts, law_of(TARGET, 3)) < FALSE_ALARM_RATE
     with pytest.raises(ValueError, match=r"q depends on the text alone.*use acceptance='block'"):
         rule.require(DraftKind.CHAIN, context_only=False)
