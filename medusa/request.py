@@ -24,8 +24,8 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from medusa.base import CausalLM, context_length
-from medusa.decoding import DecodeRequest
 from medusa.sampling import check_processors, row_seeds
+from medusa.state import DecodeRequest
 from medusa.verification import all_rules
 
 DROPPED_ARGUMENTS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -94,3 +95,23 @@ class DecodingStatistics:
 
     def _depths(self) -> range:
         return range(1, len(self.accepted_histogram))
+
+
+class PhaseClock:
+    """Host time by phase, written into statistics."""
+
+    def __init__(self, statistics: DecodingStatistics, now: Callable[[], float] = time.perf_counter):
+        self.statistics, self.now = statistics, now
+        self.last = now()
+
+    def start(self) -> None:
+        self.last = self.now()
+
+    def lap(self, phase: str) -> None:
+        elapsed, self.last = self.now() - self.last, self.now()
+        self.statistics.phase_seconds[phase] += elapsed
+        self.statistics.decode_seconds += elapsed
+
+    def prefill_done(self, num_rows: int) -> None:
+        self.statistics.prefill_seconds += self.now() - self.last
+        self.statistics.num_rows += num_rows
