@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from medusa.base import hidden_states, output_embedding
-from medusa.heads import MedusaHeads
+from medusa.eagle import EagleHead, Heads, drafted_features, unembedded
 from medusa.tree import CandidateTree, RankPath, best_tree, grown_path_values
 
 MISS = -1
@@ -175,7 +175,7 @@ class RankCounts:
 @torch.no_grad()
 def calibrate(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     rows: Iterable[AnsweredTokens],
     *,
     max_rank: int = 16,
@@ -201,7 +201,7 @@ def calibrate(
 
 
 def _batch_ranks(
-    base: PreTrainedModel, heads: MedusaHeads, rows: Sequence[AnsweredTokens], max_rank: int
+    base: PreTrainedModel, heads: Heads, rows: Sequence[AnsweredTokens], max_rank: int
 ) -> Iterator[list[Tensor]]:
     """For each row, the ranks (P, K) of its answers."""
     longest = max(len(row.token_ids) for row in rows)
@@ -209,14 +209,26 @@ def _batch_ranks(
     for i, row in enumerate(rows):
         ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
     # Padding stands on the right, where no token of a row sees it.
-    hidden = hidden_states(base, ids.to(base.device))  # (B, T, D)
+    states = hidden_states(base, ids.to(base.device))  # (B, T, D)
+    if isinstance(heads, EagleHead):
+        states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
     for i, row in enumerate(rows):
         answers = []
         for start, end in _answer_spans(row.is_label):
             ahead = torch.arange(start, end)[:, None] + torch.arange(1, heads.num_heads + 1)  # (P, K)
             truth = ids[i][ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
-            answers.append(_true_ranks(base, heads, hidden[i, start - 1 : end - 1], truth, max_rank))
+            answers.append(_true_ranks(base, heads, states[i, start - 1 : end - 1], truth, max_rank))
         yield answers
+
+
+def _drafted_states(base: PreTrainedModel, head: EagleHead, ids: Tensor, features: Tensor) -> Tensor:
+    """The features (B, T, K, D) that an EAGLE-style head guesses each depth from, at the position before the
+    root; ids (B, T) long, features (B, T, D)."""
+    following = base.get_input_embeddings()(ids.roll(-1, dims=1))
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    by_last_entry = drafted_features(head, features, following, positions)
+    # A draft of d entries from position t ends at entry t + d - 1; what wraps around lies past every answer.
+    return torch.stack([each.roll(-depth, dims=1) for depth, each in enumerate(by_last_entry)], dim=2)
 
 
 def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -230,16 +242,17 @@ def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
             start = None
 
 
-def _true_ranks(
-    base: PreTrainedModel, heads: MedusaHeads, hidden: Tensor, truth: Tensor, max_rank: int
-) -> Tensor:
-    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) that the heads read."""
+def _true_ranks(base: PreTrainedModel, heads: Heads, states: Tensor, truth: Tensor, max_rank: int) -> Tensor:
+    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) that Medusa heads read, or those
+    (P, K, D) that an EAGLE-style head predicted."""
     unembedding = output_embedding(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
-    for states, tokens in zip(hidden.split(chunk), truth.split(chunk), strict=True):
-        logits = heads(states, unembedding)  # (chunk, K, V')
-        guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
+    for part, tokens in zip(states.split(chunk), truth.split(chunk), strict=True):
+        is_drafted = isinstance(heads, EagleHead)
+        logits = unembedded(part, unembedding) if is_drafted else heads(part, unembedding)  # (chunk, K, V')
+        guesses = logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices
+        guesses = guesses if heads.token_map is None else heads.token_map[guesses]
         is_right = guesses.cpu() == tokens[..., None]
         found = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)
         ranks.append(found.masked_fill(tokens == UNKNOWN, UNKNOWN).to(torch.int16))

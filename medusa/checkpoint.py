@@ -1,7 +1,8 @@
 """The heads directory: what training leaves behind and decoding loads.
 
-    config.json         HeadsConfig, the base model's name, the format version
-    model.safetensors   the weights, names as in MedusaHeads.state_dict()
+    config.json         the kind of heads ("medusa", the default, or "eagle"), its HeadsConfig or EagleConfig,
+                        the base model's name, the format version
+    model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from
     provenance.json     how the heads were made: command, configuration, versions, measurements
 
@@ -12,24 +13,22 @@ leaves what was there.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.eagle import EagleHead, Heads
+from medusa.strict_loading import heads_holding, read_weights
 from medusa.tree import CandidateTree
 
 FORMAT_VERSION = 1
@@ -40,14 +39,12 @@ CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
     "provenance.json",
 )
 
-BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
-
 
 @dataclass
 class HeadsCheckpoint:
     """Everything a heads directory holds."""
 
-    heads: MedusaHeads
+    heads: Heads
     base_model: str
     """Name or path of the base the heads were trained on, as the user gave it."""
     tree: CandidateTree | None = None
@@ -64,6 +61,7 @@ def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bo
     with replaced_directory(directory, overwrite) as partial:
         config = {
             "format_version": FORMAT_VERSION,
+            "kind": kind_of(checkpoint.heads),
             "base_model": checkpoint.base_model,
             **asdict(checkpoint.heads.config),
         }
@@ -90,15 +88,19 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
             f"{directory / CONFIG_FILE} has format_version={raw.get('format_version')!r}, this version of "
             f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
         )
-    config = _heads_config(raw, directory / CONFIG_FILE)
-    weights = _read_weights(directory / WEIGHTS_FILE, device)
-    heads = _heads_holding(config, weights, directory)
+    weights = read_weights(directory / WEIGHTS_FILE, device)
+    heads = heads_holding(weights, raw, directory / CONFIG_FILE, directory / WEIGHTS_FILE)
     return HeadsCheckpoint(
         heads=heads,
         base_model=raw.get("base_model", ""),
         tree=_read_tree(directory, heads.num_heads),
         provenance=read_json(directory / PROVENANCE_FILE) if (directory / PROVENANCE_FILE).exists() else {},
     )
+
+
+def kind_of(heads: Heads) -> str:
+    """What ``config.json`` calls heads like these."""
+    return "eagle" if isinstance(heads, EagleHead) else "medusa"
 
 
 def save_tree(directory: str | Path, tree: CandidateTree, **origin: Any) -> Path:
@@ -200,64 +202,6 @@ def _local_directory(source: str | Path) -> Path:
         ) from error
 
 
-def _heads_config(raw: Mapping[str, Any], path: Path) -> HeadsConfig:
-    """The HeadsConfig in a config.json."""
-    known = {f.name for f in fields(HeadsConfig)}
-    values = {key: value for key, value in raw.items() if key not in ("format_version", "base_model")}
-    for key in values:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {sorted(known)}"
-            raise ValueError(f"{path} has unknown key {key!r}; {advice}")
-    missing = [f.name for f in fields(HeadsConfig) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ValueError(f"{path} must say {' and '.join(missing)}; copy or train it again")
-    return HeadsConfig(**values)
-
-
-def _read_weights(path: Path, device: str) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; the heads directory is incomplete")
-    try:
-        with safe_open(path, framework="pt") as opened:
-            opened.keys()
-        return load_file(path, device=device)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
-
-
-def _heads_holding(config: HeadsConfig, weights: dict[str, Any], directory: Path) -> MedusaHeads:
-    """The module that holds ``weights``; head and layer counts are read from the tensors."""
-    blocks = [match for match in map(BLOCK_TENSOR.match, weights) if match]
-    counted = {
-        "num_heads": 1 + max((int(block["head"]) for block in blocks), default=-1),
-        "num_layers": 1 + max((int(block["layer"]) for block in blocks), default=-1),
-    }
-    for name, count in counted.items():
-        if getattr(config, name) != count:
-            raise ValueError(
-                f"{directory / CONFIG_FILE} says {name}={getattr(config, name)}, "
-                f"{WEIGHTS_FILE} holds {count}; "
-                "the two files do not belong together"
-            )
-    heads = MedusaHeads(config, weights.get("token_map") if config.unembedding == "token_map" else None)
-    expected = heads.state_dict()
-    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
-    if missing or extra:
-        raise ValueError(
-            f"{directory / WEIGHTS_FILE} does not hold the tensors of {config.unembedding!r} heads: "
-            f"missing {missing}, extra {extra}"
-        )
-    for name, tensor in expected.items():
-        if weights[name].shape != tensor.shape:
-            raise ValueError(
-                f"{directory / WEIGHTS_FILE}: tensor {name!r} must have shape {tuple(tensor.shape)}, "
-                f"got {tuple(weights[name].shape)}"
-            )
-    heads.load_state_dict(weights, assign=True)
-    return heads
-
-
 def _read_tree(directory: Path, num_heads: int) -> CandidateTree | None:
     if not (directory / TREE_FILE).exists():
         return None
@@ -270,9 +214,9 @@ def _read_tree(directory: Path, num_heads: int) -> CandidateTree | None:
 
 
 def check_tree_fits(tree: CandidateTree, num_heads: int) -> None:
-    """Raise ValueError when ``tree`` asks for more depths than there are heads."""
+    """Raise ValueError when ``tree`` asks for more depths than the heads guess."""
     if tree.depth > num_heads:
         raise ValueError(
-            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as there are "
-            f"heads; use tree.subtree({num_heads})"
+            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as they "
+            f"guess; use tree.subtree({num_heads})"
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import medusa
 from medusa.chat import TextStream
-from medusa.checkpoint import HeadsCheckpoint, load_heads
+from medusa.checkpoint import HeadsCheckpoint, kind_of, load_heads
 from medusa.decoding import StepResult
 from medusa.flags import (
     ChatOptions,
@@ -174,6 +174,7 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
     """What a checkpoint holds, in plain values."""
     heads, tree = checkpoint.heads, checkpoint.tree
     return {
+        "kind": kind_of(heads),
         "base_model": checkpoint.base_model,
         **asdict(heads.config),
         "num_parameters": sum(parameter.numel() for parameter in heads.parameters()),

@@ -5,7 +5,7 @@ the base's hidden state f_t (the input of its output embedding) and the embeddin
 f_{t+1}, whose unembedding scores token t + 2; fed with its own prediction it goes on (EAGLE, arXiv
 2401.15077, section 3). This module knows nothing of trees or files.
 
-Shapes: D hidden, V vocabulary, E = one entry: (feature t, token t + 1).
+Shapes: D hidden, V vocabulary, E entries; one entry is (feature t, token t + 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
+from transformers import DynamicCache, LlamaConfig, LlamaModel
+
+from medusa.heads import MedusaHeads, embedding_weight
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,33 @@ class EagleHead(nn.Module):
             num_key_value_heads=config.num_attention_heads,
             max_position_embeddings=2**20,
             use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
         )
         layer._attn_implementation = "sdpa"
         self.layer = LlamaModel(layer)
         del self.layer.embed_tokens
+        self.register_buffer("feature_scale", torch.ones(size))
+        self.register_buffer("embedding_scale", torch.ones(size))
+
+    token_map: None = None
+    """Every token is scored, as by Medusa heads without a map."""
+    feature_scale: Tensor
+    """(D,): the size of each dimension of a feature; features are read and predicted in this unit."""
+    embedding_scale: Tensor
+    """(D,): the same of token embeddings."""
+
+    @property
+    def num_heads(self) -> int:
+        """The depths it is made for, as many as that many Medusa heads reach."""
+        return self.config.max_depth
+
+    @torch.no_grad()
+    def set_scales(self, features: Tensor, embeddings: Tensor) -> None:
+        """Measure in what unit the base's features and embeddings (..., D) come: their root mean square."""
+        for scale, seen in ((self.feature_scale, features), (self.embedding_scale, embeddings)):
+            size = seen.float().flatten(0, -2).square().mean(0).sqrt()
+            scale.copy_(torch.where(size > 0, size, 1.0))
 
     def forward(
         self,
@@ -81,13 +106,65 @@ class EagleHead(nn.Module):
         scores the token after that. Causal over entries without ``attention_mask``.
         """
         dtype = self.join.weight.dtype
-        joined = self.join(torch.cat([features.to(dtype), next_embeddings.to(dtype)], dim=-1))
+        features = features.to(dtype) / self.feature_scale
+        next_embeddings = next_embeddings.to(dtype) / self.embedding_scale
+        joined = self.join(torch.cat([features, next_embeddings], dim=-1))
         if position_ids is None:
             position_ids = torch.arange(joined.shape[1], device=joined.device)[None]
-        return self.layer(
+        predicted = self.layer(
             inputs_embeds=joined,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=cache is not None,
         ).last_hidden_state
+        return predicted * self.feature_scale
+
+
+Heads = MedusaHeads | EagleHead
+"""What a heads directory can hold."""
+
+
+def unembedded(features: Tensor, output_embedding: nn.Module) -> Tensor:
+    """Logits (..., V) of predicted features (..., D), as the base's own output embedding scores them."""
+    weight = embedding_weight(output_embedding)
+    return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
+
+
+def drafted_features(
+    head: EagleHead, features: Tensor, next_embeddings: Tensor, positions: Tensor
+) -> list[Tensor]:
+    """The features (B, E, D) that drafting would predict at each depth 1 .. K, with the text's own tokens.
+
+    Entry i of depth d ends a draft of d entries: the first joins the true feature i - d + 1 with its next
+    token, each of the others the feature that the one before it predicted. It attends to what it would
+    while drafting: true entries up to the first, then the draft's own. So what is trained and counted is
+    what decoding does. Entries less than d - 1 after the start of a document mean nothing.
+
+    Args:
+        features: (B, E, D), the base's.
+        next_embeddings: (B, E, D), of the token after each.
+        positions: (B, E) long, from 0 where a document starts; documents of a row do not see each other.
+    """
+    cache, inputs, predicted = DynamicCache(), features, []
+    masks = _unrolled_masks(positions, head.num_heads)
+    for mask in masks:
+        predicted.append(head(inputs, next_embeddings, mask, positions, cache))
+        inputs = torch.cat([features[:, :1].to(predicted[-1].dtype), predicted[-1][:, :-1]], dim=1)
+    return predicted
+
+
+def _unrolled_masks(positions: Tensor, num_steps: int) -> list[Tensor]:
+    """For each step d, who sees whom: (B or 1, 1, E, d * E) bool over the entries of steps 1 .. d."""
+    entries = torch.arange(positions.shape[1], device=positions.device)
+    document = (positions == 0).cumsum(1)
+    if bool((document == document[:, :1]).all()):
+        document = document[:1]  # a row is one document: one mask serves all rows
+    together = document[:, :, None] == document[:, None, :]  # (B or 1, E, E)
+    distance = entries[:, None] - entries[None, :]
+    masks = []
+    for depth in range(1, num_steps + 1):
+        parts = [together & (distance >= depth - 1)]
+        parts += [(distance == depth - step).expand_as(together) for step in range(2, depth + 1)]
+        masks.append(torch.cat(parts, dim=-1)[:, None])
+    return masks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,17 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def check_heads_fit(config: HeadsConfig, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
+class BaseSizes(Protocol):
+    """A configuration of heads that says what base they are for."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_heads_fit(config: BaseSizes, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
     """Raise ValueError unless heads of ``config`` can sit on a base of these sizes."""
     for name, theirs, ours in (
         ("hidden_size", config.hidden_size, hidden_size),

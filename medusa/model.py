@@ -18,10 +18,11 @@ from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.decoding import StepResult, decode
 from medusa.drafters import Drafter
-from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
+from medusa.eagle import Heads
 from medusa.engine import Engine, prepared_base
-from medusa.heads import MedusaHeads, check_heads_fit, embedding_weight
+from medusa.heads import check_heads_fit, embedding_weight
 from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.statistics import DecodingStatistics
 from medusa.tree import CandidateTree
@@ -44,7 +45,7 @@ class MedusaModel:
     def __init__(
         self,
         base: CausalLM,
-        heads: MedusaHeads | None = None,
+        heads: Heads | None = None,
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
         engine: Engine = "eager",
@@ -212,7 +213,7 @@ class MedusaModel:
         tree = self.tree if tree is None else self._checked_tree(tree)
         if self.heads is None or tree.depth == 0:
             return PlainDrafter()
-        return HeadsDrafter(self.heads, output_embedding(self.runner), tree)
+        return drafter_of_heads(self.heads, self.runner, tree)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         num_heads = 0 if self.heads is None else self.heads.num_heads

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import medusa
 from medusa.base import context_length
 from medusa.checkpoint import write_json
+from medusa.eagle import Heads
 from medusa.flags import EMBEDDED_BASE, EMBEDDED_HEADS, EMBEDDED_PROMPTS, ProgramOptions
-from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.prompts import Prompt, encode_messages, read_prompts
 from medusa.statistics import DecodingStatistics
@@ -63,7 +63,7 @@ def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
     return model
 
 
-def heads_of(model: MedusaModel) -> MedusaHeads:
+def heads_of(model: MedusaModel) -> Heads:
     """The model's heads, for programs that are about nothing else."""
     if model.heads is None:
         raise ValueError("this program measures heads, and the model was loaded without; give --heads")

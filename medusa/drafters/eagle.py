@@ -10,7 +10,7 @@ from medusa.base import CausalLM, output_embedding, vocab_size
 from medusa.cache import TreeCache
 from medusa.drafters import DraftContext
 from medusa.drafters.levels import LevelDrafter
-from medusa.eagle import EagleHead
+from medusa.eagle import EagleHead, unembedded
 from medusa.tree import CandidateTree, TreeTopology
 
 FULL_ATTENTION: dict[str, int | None] = {"full_attention": None}
@@ -50,7 +50,7 @@ class EagleDrafter(LevelDrafter):
             parents = self.topology.parents[0, nodes]
             predicted = self._run(self._predicted[:, parents], tokens[:, nodes], self.topology, nodes.start)
             self._predicted[:, nodes] = predicted
-        return output_embedding(self.base)(predicted.to(self.base.dtype))
+        return unembedded(predicted, output_embedding(self.base))
 
     def _catch_up(self, context: DraftContext) -> Tensor:
         """Commit the entries of all accepted tokens; the prediction after the root, (B, 1, D)."""

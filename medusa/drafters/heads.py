@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from medusa.base import CausalLM
 from medusa.base import output_embedding as output_embedding_of
-from medusa.drafters import Draft, DraftContext
+from medusa.drafters import Draft, DraftContext, Drafter
 from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
+from medusa.eagle import EagleHead, Heads
 from medusa.heads import MedusaHeads, embedding_weight
 from medusa.tree import CandidateTree
 
@@ -67,13 +70,20 @@ class HeadsDrafter(LevelDrafter):
         return self.heads.config.vocab_size
 
 
+def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Drafter:
+    """The drafter for heads of either kind, over ``base``'s embeddings."""
+    if isinstance(heads, EagleHead):
+        return EagleDrafter(heads, base, tree)
+    return HeadsDrafter(heads, output_embedding_of(base), tree)
+
+
 def heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     """The model's heads in the model's tree; in a chain where the tree is the root alone."""
-    heads, unembedding = model.heads, output_embedding_of(model.runner)
+    heads, runner = model.heads, model.runner
     assert heads is not None, "asked after by missing_heads"
     return DraftSource(
         "heads",
-        lambda tree: HeadsDrafter(heads, unembedding, tree),
+        lambda tree: drafter_of_heads(heads, runner, tree),
         own_tree=model.tree if model.tree.depth else None,
         draft_length=settings.draft_length or heads.num_heads,
         max_length=heads.num_heads,
@@ -85,4 +95,4 @@ def missing_heads(model: MedusaModel, settings: DrafterSettings) -> str | None:
     return "heads, and the model was loaded without; give --heads" if model.heads is None else None
 
 
-DRAFTERS = (NamedDrafter("heads", heads_source, "the model's Medusa heads", missing_heads),)
+DRAFTERS = (NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads),)
