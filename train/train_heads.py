@@ -58,14 +58,14 @@ def main() -> None:
     trainer = Trainer(configuration, accelerator, base, heads, data, console)
     try:
         measured = trainer.train()
+        if accelerator.is_main_process:
+            tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
+            record = result.provenance(configuration, data.counts, trainer.state, measured)
+            result.save_result(run.heads, heads, configuration.base.base, tree, record)
+            console.print(metrics.table("held_out", measured))
+            console.print(f"heads written to {run.heads}", soft_wrap=True)
     finally:
-        accelerator.end_training()
-    if accelerator.is_main_process:
-        tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
-        record = result.provenance(configuration, data.counts, trainer.state, measured)
-        result.save_result(run.heads, heads, configuration.base.base, tree, record)
-        console.print(metrics.table("held_out", measured))
-        console.print(f"heads written to {run.heads}", soft_wrap=True)
+        trainer.close()
 
 
 def new_accelerator(configuration: TrainingConfiguration) -> Accelerator:

@@ -41,7 +41,8 @@ class RunState:
     num_tokens: int = 0
     """Tokens of the documents trained on, counted again in every epoch."""
     window: list[list[float]] = field(default_factory=list)
-    """The loss sums since the last log entry."""
+    """The loss sums of all processes since the last log entry."""
+    num_processes: int = 1
 
 
 class RunDirectory:
@@ -119,10 +120,20 @@ class RunDirectory:
         return target
 
     def load_checkpoint(self, accelerator: Accelerator) -> RunState:
-        """Put the latest checkpoint into everything that ``accelerator`` prepared."""
+        """Put the latest checkpoint into everything that ``accelerator`` prepared.
+
+        Raises:
+            ValueError: the checkpoint is of a run with another number of processes.
+        """
         latest = self._checkpoints()[-1]
+        state = RunState(**read_json(latest / STATE_FILE))
+        if state.num_processes != accelerator.num_processes:
+            raise ConfigurationError(
+                f"{self.path} holds a run of {state.num_processes} processes, this one has "
+                f"{accelerator.num_processes}, so its batches would be others; launch as many"
+            )
         accelerator.load_state(str(latest))
-        return RunState(**read_json(latest / STATE_FILE))
+        return state
 
     def _checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

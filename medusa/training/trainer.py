@@ -48,7 +48,8 @@ class Trainer:
     ):
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
         self.base, self.heads, self.data = base, heads, data
-        self.run, self.state = RunDirectory(configuration.run.output_dir), RunState()
+        self.run = RunDirectory(configuration.run.output_dir)
+        self.state = RunState(num_processes=accelerator.num_processes)
         self.columns = column_of(heads)
         is_soft = needs_teacher(configuration.loss.objective)
         self.teacher = teacher_of(base, heads.token_map) if is_soft else None
@@ -106,15 +107,24 @@ class Trainer:
             OSError: the disk refused; earlier checkpoints are untouched.
         """
         self._check_finite()
-        self.state.window = [each.tolist() for each in self.window]
+        self.state.window = [each.tolist() for each in self.accelerator.reduce(self.window, "sum")]
         self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
+
+    def close(self) -> None:
+        """End the tracker and the process group; the trainer is of no use after that.
+
+        What wraps the module goes first: a wrapper that outlives its process group hangs as it is freed.
+        """
+        self.module, self.optimiser = self.accelerator.free_memory(self.module, self.optimiser)
+        self.accelerator.end_training()
 
     def _begin(self) -> None:
         if self.configuration.run.resume:
             self.state = self.run.load_checkpoint(self.accelerator)
-            pairs = zip(self.window, self.state.window, strict=True)
-            self.window = LossSums(*(zeros.new_tensor(saved) for zeros, saved in pairs))
         if self.accelerator.is_main_process:
+            if self.state.window:
+                pairs = zip(self.window, self.state.window, strict=True)
+                self.window = LossSums(*(zeros.new_tensor(saved) for zeros, saved in pairs))
             self.run.begin(self.configuration)
             self.run.forget_metrics_after(self.state.step)
         self.accelerator.wait_for_everyone()

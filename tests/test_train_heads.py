@@ -1,0 +1,117 @@
+"""The program: launched as the README says, told off politely, tracked offline."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_training import counting_rows, save_tiny_base, write_rows
+
+from medusa import load_heads
+
+CHECKOUT = Path(__file__).parent.parent
+PROGRAM = str(CHECKOUT / "train" / "train_heads.py")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A base model, data and a configuration file."""
+    place = tmp_path_factory.mktemp("workplace")
+    save_tiny_base(place / "base")
+    write_rows(place / "data.jsonl", counting_rows(40))
+    lines = {
+        "base": place / "base",
+        "data": place / "data.jsonl",
+        "num_heads": 3,
+        "max_steps": 6,
+        "tokens_per_batch": 512,
+        "logging_steps": 2,
+        "held_out_fraction": 0.1,
+        "tree_nodes": 6,
+    }
+    (place / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    return place
+
+
+def launch(
+    workplace: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), **environment: str
+):
+    """The finished process, run in ``workplace`` as a user would run it elsewhere than in a checkout."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **environment}
+    command = [*launcher, PROGRAM, "--config", "run.yaml", *arguments]
+    return subprocess.run(command, cwd=workplace, env=variables, capture_output=True, text=True, timeout=240)
+
+
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+def losses(run: Path) -> list[float]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [entry["train/loss"] for entry in entries if "train/loss" in entry]
+
+
+def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace):
+    done = launch(workplace, "--output_dir", "out", "--tracker", "wandb", launcher=ACCELERATE)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert next(line for line in said if "from" in line).startswith("medusa 0.")
+    loaded = load_heads(workplace / "out" / "heads")
+    assert loaded.heads.num_heads == 3
+    assert loaded.tree.num_nodes == 6
+    assert "train_heads.py --config run.yaml" in loaded.provenance["command"]
+    assert len(losses(workplace / "out")) == 3
+    (tracked,) = (workplace / "out" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/top1_3" in tracked.read_bytes()
+    assert (workplace / "out" / "config.yaml").exists()
+
+    refused = launch(workplace, "--output_dir", "out")  # the directory is now taken
+    assert refused.returncode == 1
+    assert "error: output directory 'out' exists and is not empty" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.fixture
+def program(workplace, monkeypatch):
+    """Runs the program's ``main`` in this process, in ``workplace``."""
+    specification = importlib.util.spec_from_file_location("train_heads", PROGRAM)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    monkeypatch.chdir(workplace)
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [PROGRAM, "--config", "run.yaml", *arguments])
+        module.main()
+
+    return run
+
+
+def test_inspect_shows_what_is_trained_on_and_trains_nothing(program, workplace, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    program("--output_dir", "inspected", "--inspect")
+    shown = capsys.readouterr().err
+    assert "\x1b[1;32m" in shown
+    assert "tokens trained on" in shown
+    assert "38 training documents" in shown
+    assert not (workplace / "inspected").exists()
+
+
+def test_help_teaches(program, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        program("--help")
+    assert "accelerate launch train/train_heads.py --config" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one(workplace):
+    one = launch(workplace, "--output_dir", "one", "--gradient_accumulation_steps", "2")
+    assert one.returncode == 0, one.stderr
+    two = launch(workplace, "--output_dir", "two", launcher=(*TORCHRUN, "2"), ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, two.stderr
+    assert "2 x cpu" in two.stderr
+    assert losses(workplace / "two") == pytest.approx(losses(workplace / "one"), abs=1e-4)

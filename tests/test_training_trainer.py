@@ -1,0 +1,353 @@
+"""The loop on a tiny base: what it learns, what it repeats exactly, what survives a failure."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from tiny_training import chat_tokenizer, conversation, counting_rows, tiny_base, write_rows
+
+from medusa import load_heads
+from medusa.training import preparation, result
+from medusa.training.configuration import ConfigurationError, read_configuration
+from medusa.training.run_directory import RunDirectory
+from medusa.training.trainer import Trainer
+
+
+class Stopped(Exception):
+    """What a test raises to end a run early."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """accelerate keeps the precision of the first Accelerator of a process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return counting_rows(40)
+
+
+def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
+    """A trainer on ``rows``; options as in the YAML file."""
+    data = write_rows(directory / "rows.jsonl", rows)
+    defaults = {
+        "base": "tiny",
+        "data": data,
+        "output_dir": directory / "run",
+        "num_heads": 3,
+        "max_steps": 12,
+        "tokens_per_batch": 1024,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "logging_steps": 1,
+        "held_out_fraction": 0.1,
+    }
+    words = [word for key, value in (defaults | options).items() for word in (f"--{key}", str(value))]
+    configuration = read_configuration(words)
+    RunDirectory(configuration.run.output_dir).check(configuration)
+    precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
+    accelerator, base = Accelerator(cpu=True, mixed_precision=precision), tiny_base()
+    documents = preparation.load_data(configuration.data, chat_tokenizer())
+    heads = preparation.new_heads(configuration, base, documents.training)
+    return Trainer(configuration, accelerator, base, heads, documents, Console(quiet=True))
+
+
+def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]]:
+    """The logged metrics by step, without what the clock decides."""
+    entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
+    kept = (name + "/", "learning_rate", "epoch")
+    return {
+        entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}
+        for entry in entries
+        if f"{name}/loss" in entry
+    }
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.heads.state_dict().items()}
+
+
+def assert_equal_weights(ours: Trainer, theirs: Trainer, **tolerance: float) -> None:
+    for name, tensor in weights(ours).items():
+        torch.testing.assert_close(tensor, weights(theirs)[name], **tolerance)
+
+
+def stop_after(trainer: Trainer, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``trainer`` stop once it has done ``step`` steps, as a killed process does."""
+    do_step = trainer._step
+
+    def stopping(*args: Any) -> None:
+        if trainer.state.step == step:
+            raise Stopped
+        do_step(*args)
+
+    monkeypatch.setattr(trainer, "_step", stopping)
+    with pytest.raises(Stopped):
+        trainer.train()
+
+
+def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, evaluation_steps=1, max_steps=30)
+    metrics = trainer.train()
+    evaluated = history(trainer, "held_out")
+    assert metrics["held_out/loss"] < evaluated[1]["held_out/loss"] - 0.5
+    assert all(
+        f"held_out/{key}_{depth}" in metrics for key in ("loss", "top1", "top5") for depth in (1, 2, 3)
+    )
+    for name, tensor in tiny_base().state_dict().items():
+        assert torch.equal(trainer.base.state_dict()[name], tensor), name
+
+
+def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
+    sequence = "abcdefghijklmnopqrstuvwxyz0123456789"
+    trainer = new_trainer(
+        tmp_path,
+        [{"text": sequence}],
+        num_heads=4,
+        unembedding="full",
+        max_steps=200,
+        held_out_fraction=0,
+        decay=1.0,
+        logging_steps=200,
+    )
+    trainer.train()
+    (last,) = history(trainer).values()
+    final = new_trainer_on_same(trainer)
+    assert [final[f"held_out/top1_{depth}"] for depth in (1, 2, 3, 4)] == [1.0] * 4, last
+
+
+def new_trainer_on_same(trainer: Trainer) -> dict[str, float]:
+    """The metrics of the trained heads on the training documents."""
+    trainer.data = preparation.TrainingData(trainer.data.training, trainer.data.training, {})
+    return trainer.evaluate(trainer._source(trainer.data.training, "training"))
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
+@pytest.mark.parametrize("stop", [5, 7])
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, rows, monkeypatch, cache, stop):
+    options = {"cache_hidden_states": cache, "checkpoint_steps": 5, "evaluation_steps": 4, "logging_steps": 2}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = new_trainer(tmp_path / "whole", rows, **options)
+    whole.train()
+    stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
+    resumed = new_trainer(tmp_path / "parts", rows, **options, resume=True)
+    resumed.train()
+    assert len(history(whole)) == 6
+    assert history(resumed) == history(whole)
+    assert history(resumed, "held_out") == history(whole, "held_out")
+    assert_equal_weights(resumed, whole, rtol=0, atol=0)
+    assert resumed.state.epoch == whole.state.epoch >= 1
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, rows):
+    finished = new_trainer(tmp_path, rows, checkpoint_steps=4)
+    finished.train()
+    again = new_trainer(tmp_path, rows, checkpoint_steps=4, resume=True)
+    again.train()
+    assert_equal_weights(again, finished, rtol=0, atol=0)
+    assert again.state.step == 12
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
+    save_state = trainer.accelerator.save_state
+
+    def failing(directory: str) -> None:
+        save_state(directory)
+        if "step-00000010" in directory:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.accelerator, "save_state", failing)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000005"]
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=100, resume=True)
+    resumed.train()
+    assert resumed.state.step == 12
+
+
+def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
+    trainer.train()
+    (trainer.run.checkpoints / "step-00000010" / "run.json").unlink()
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume=True)
+    assert resumed.run.load_checkpoint(resumed.accelerator).step == 5
+
+
+def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=2, keep_checkpoints=3)
+    trainer.train()
+    names = sorted(path.name for path in trainer.run.checkpoints.iterdir())
+    assert names == ["step-00000008", "step-00000010", "step-00000012"]
+
+
+def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
+    """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
+    rows = [conversation("a", "short"), conversation("b", "a much longer answer than the other one, " * 3)]
+    options = {"held_out_fraction": 0, "max_steps": 4, "learning_rate": 1e-3}
+    (tmp_path / "joined").mkdir()
+    (tmp_path / "parts").mkdir()
+    joined = new_trainer(tmp_path / "joined", rows, tokens_per_batch=1000, **options)
+    parts = new_trainer(
+        tmp_path / "parts", rows, tokens_per_batch=1, gradient_accumulation_steps=2, **options
+    )
+    assert [len(group) for group in joined._plan(0)] == [1]
+    assert [len(group) for group in parts._plan(0)] == [2]
+    joined.train()
+    parts.train()
+    assert_equal_weights(parts, joined, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_hidden_states": True}, {"packing": True, "max_length": 200}], ids=["stored", "packed"]
+)
+def test_stored_states_and_packing_keep_the_held_out_loss(tmp_path, rows, options):
+    for name in ("plain", "other"):
+        (tmp_path / name).mkdir()
+    plain = new_trainer(tmp_path / "plain", rows, max_steps=1)
+    other = new_trainer(tmp_path / "other", rows, max_steps=1, **options)
+    for trainer in (plain, other):
+        trainer._begin()
+    metrics = [
+        trainer.evaluate(trainer._source(trainer.data.held_out, "held-out")) for trainer in (plain, other)
+    ]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
+
+
+def test_stored_states_train_like_live_ones(tmp_path, rows):
+    for name in ("plain", "stored"):
+        (tmp_path / name).mkdir()
+    plain = new_trainer(tmp_path / "plain", rows)
+    stored = new_trainer(tmp_path / "stored", rows, cache_hidden_states=True)
+    plain.train()
+    stored.train()
+    for step, entry in history(plain).items():
+        assert history(stored)[step] == pytest.approx(entry, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["kl", "blend", "lk"])
+@pytest.mark.parametrize("unembedding", ["shared", "token_map"])
+def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
+    size = {"token_map_size": 40} if unembedding == "token_map" else {}
+    trainer = new_trainer(tmp_path, rows, objective=objective, unembedding=unembedding, max_steps=20, **size)
+    trainer.train()
+    losses = [entry["train/loss"] for entry in history(trainer).values()]
+    assert losses[-1] < losses[0]
+
+
+def test_bfloat16_arithmetic_trains_float32_weights(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, precision="bf16", max_steps=20)
+    trainer.train()
+    losses = [entry["train/loss"] for entry in history(trainer).values()]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
+
+
+def test_a_time_limit_ends_the_run(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, max_steps="none", max_minutes=0.02)
+    began = time.monotonic()
+    trainer.train()
+    assert 1.2 <= trainer.state.seconds < 3
+    assert time.monotonic() - began < 6
+    rates = [entry["learning_rate"] for entry in history(trainer).values()]
+    assert rates[-1] < 0.2 * max(rates)
+
+
+def test_epochs_end_the_run(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, max_steps="none", num_epochs=2)
+    trainer.train()
+    assert trainer.state.epoch == 2
+    assert trainer.state.num_tokens == 2 * trainer.data.training.num_tokens
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows, logging_steps=10, checkpoint_steps=4)
+    do_step = trainer._step
+
+    def spoiled(source, group):
+        if trainer.state.step == 5:
+            with torch.no_grad():
+                trainer.heads.blocks[1][0].linear.weight[0, 0] = float("nan")
+        do_step(source, group)
+
+    monkeypatch.setattr(trainer, "_step", spoiled)
+    with pytest.raises(
+        FloatingPointError, match="loss or gradient of step 6 is not finite; lower learning_rate"
+    ):
+        trainer.train()
+    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000004"]
+
+
+def test_a_directory_that_holds_something_is_refused_before_any_work(tmp_path, rows):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        new_trainer(tmp_path, rows)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_the_data_may_lie_in_the_output_directory(tmp_path, rows):
+    for name in ("rows.config.json", ".answered"):
+        (tmp_path / name).write_text("{}")
+    trainer = new_trainer(tmp_path, rows, output_dir=tmp_path, max_steps=1)
+    trainer.train()
+    assert (tmp_path / "rows.config.json").exists()
+
+
+def test_overwriting_starts_anew(tmp_path, rows):
+    new_trainer(tmp_path, rows, checkpoint_steps=3).train()
+    with pytest.raises(FileExistsError):
+        new_trainer(tmp_path, rows)
+    again = new_trainer(tmp_path, rows, overwrite=True, max_steps=2)
+    again.train()
+    assert list(history(again)) == [1, 2]
+    assert not again.run.checkpoints.exists()
+
+
+def test_there_must_be_something_to_resume(tmp_path, rows):
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint to resume from"):
+        new_trainer(tmp_path, rows, resume=True)
+
+
+def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
+    new_trainer(tmp_path, rows, checkpoint_steps=5).train()
+    with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; learning_rate: 0.01 -> 0.5"):
+        new_trainer(tmp_path, rows, resume=True, num_heads=4, learning_rate=0.5)
+
+
+def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, unembedding="token_map", token_map_size=40)
+    metrics = trainer.train()
+    tree = result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=6)
+    record = result.provenance(trainer.configuration, trainer.data.counts, trainer.state, metrics)
+    result.save_result(trainer.run.heads, trainer.heads, "tiny", tree, record)
+    loaded = load_heads(trainer.run.heads)
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(loaded.heads.state_dict()[name], tensor)
+    assert loaded.tree.num_nodes == 6
+    assert loaded.base_model == "tiny"
+    provenance = loaded.provenance
+    assert provenance["configuration"]["learning_rate"] == 0.01
+    assert provenance["metrics"] == metrics
+    assert provenance["data"]["rows"] == 40
+    assert provenance["training"]["steps"] == 12
+    assert {"python", "torch", "transformers"} <= set(provenance["versions"])
+    assert provenance["command"]
+
+
+def test_answers_too_short_for_the_heads_give_no_tree(tmp_path):
+    rows = [conversation(f"question {i}", "ok") for i in range(20)]
+    trainer = new_trainer(tmp_path, rows)
+    assert result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None
