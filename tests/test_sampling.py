@@ -97,6 +97,17 @@ def test_noise_is_finite_even_where_the_hash_is_extreme():
     assert noise.max() > 10  # the tail that decides an argmax over a large vocabulary is there
 
 
+def test_a_processor_that_writes_in_place_does_not_reach_the_logits(monkeypatch):
+    monkeypatch.setattr(
+        hf.TemperatureLogitsWarper, "__call__", lambda self, input_ids, scores: scores.div_(2)
+    )
+    logits = random_logits()
+    given = logits.clone()
+    scores = process_node_logits(logits, LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), node_paths())
+    assert torch.equal(scores, given / 2)
+    assert torch.equal(logits, given)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_noise_on_a_gpu_is_the_noise_on_the_cpu():
