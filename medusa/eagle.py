@@ -39,6 +39,8 @@ class EagleConfig:
         for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_depth"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.intermediate_size < 0:
+            raise ValueError(f"intermediate_size must be at least 0, got {self.intermediate_size}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads must divide hidden_size={self.hidden_size}, "

@@ -1,7 +1,8 @@
-"""Train Medusa heads on a frozen base model.
+"""Train heads on a frozen base model: Medusa heads, or an EAGLE-style one.
 
     accelerate launch train/train_heads.py --config configs/smollm2_demo.yaml
     accelerate launch train/train_heads.py --config configs/smollm2.yaml --learning_rate 5e-4
+    accelerate launch train/train_heads.py --config configs/smollm2_eagle.yaml
     accelerate launch train/train_heads.py --config configs/smollm2.yaml --resume
     python train/train_heads.py --config configs/smollm2_demo.yaml --inspect
 
@@ -45,7 +46,7 @@ def main() -> None:
     heads = preparation.new_heads(configuration, base, data.training)
     num_parameters = sum(each.numel() for each in heads.parameters())
     console.print(
-        f"{heads.num_heads} heads, {num_parameters:,} parameters, on {configuration.base.base} "
+        f"{configuration.heads.head_kind} heads for {heads.num_heads} tokens ahead, {num_parameters:,} parameters, on {configuration.base.base} "
         f"in {base.dtype}, {accelerator.num_processes} x {accelerator.device.type}",
         soft_wrap=True,
     )

@@ -12,6 +12,7 @@ Loss:
     alignment.py       which hidden state predicts which token at which depth
     objectives.py      cross-entropy, KL to the base, their blend, overlap: on one block of logits
     loss.py            the loss of all heads, head by head and block by block
+    eagle_loss.py      the loss of an EAGLE-style head
     teacher.py         the base's own logits for given hidden states
     hidden_source.py   hidden states of a micro-batch, from the base
     stored_states.py   the same from a file that the base filled once

@@ -45,7 +45,7 @@ class TrainingConfiguration:
     run: RunOptions
 
     def __post_init__(self) -> None:
-        self.heads.heads_config(hidden_size=1, vocab_size=1)
+        self.heads.heads_config(hidden_size=max(1, self.heads.num_attention_heads), vocab_size=1)
         self.data.filter_options()
         self.loss.loss_options()
         self.batch_options()
@@ -61,6 +61,12 @@ class TrainingConfiguration:
         for name in _ABOVE_ZERO:
             if values[name] is not None and values[name] <= 0:
                 raise ConfigurationError(f"{name} must be above 0, got {values[name]}")
+        for name in _OF_THE_OTHER_KIND[self.heads.head_kind]:
+            if values[name] != FIELDS[name].default:
+                raise ConfigurationError(
+                    f"{name} does not go with head_kind={self.heads.head_kind}, got {values[name]!r}; "
+                    "leave it out"
+                )
         if self.run.overwrite and self.run.resume:
             raise ConfigurationError("overwrite and resume exclude each other, got both")
 
@@ -90,6 +96,11 @@ _AT_LEAST_ONE = (
     "tree_nodes",
 )
 _ABOVE_ZERO = ("max_minutes", "learning_rate", "max_grad_norm")
+_OF_THE_OTHER_KIND = {
+    # Stored hidden states are those that labels are predicted from; an eagle head reads all of a document.
+    "eagle": ("num_layers", "unembedding", "rank", "token_map_size", "cache_hidden_states", "cache_dtype"),
+    "medusa": ("num_attention_heads", "intermediate_size", "feature_weight"),
+}
 FREE_TO_CHANGE = frozenset(
     ("num_epochs", "max_steps", "max_minutes", "block_elements", "cache_hidden_states")
 ) | {field.name for field in dataclasses.fields(RunOptions)}
@@ -125,6 +136,7 @@ def read_configuration(arguments: Sequence[str], description: str = "") -> Train
 def changed_keys(earlier: dict[str, Any], now: TrainingConfiguration) -> list[str]:
     """``key: earlier -> now`` for every key that a resumed run must not change and does."""
     ours = now.as_dict()
+    earlier = {key: field.default for key, field in FIELDS.items()} | earlier  # some keys came later
     keys = [key for key in ours if key not in FREE_TO_CHANGE and earlier.get(key) != ours[key]]
     return [f"{key}: {earlier.get(key)!r} -> {ours[key]!r}" for key in keys]
 

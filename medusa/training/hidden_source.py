@@ -16,6 +16,7 @@ from medusa.base import CausalLM, hidden_size, hidden_states
 from medusa.training.alignment import Alignment, align
 from medusa.training.batching import MicroBatch, PaddedBatch, collate
 from medusa.training.documents import Documents
+from medusa.training.eagle_loss import FeatureBatch
 
 
 class HiddenSource(Protocol):
@@ -49,6 +50,40 @@ class LiveStates:
             self.column_of,
         )
         return states.reshape(-1, size), alignment.to(device)
+
+
+@dataclass(frozen=True)
+class LiveFeatures:
+    """What an EAGLE-style head reads, from the base: whole rows, since its entries attend to all before."""
+
+    base: CausalLM
+    documents: Documents
+    num_heads: int
+
+    def __call__(self, batch: MicroBatch) -> tuple[FeatureBatch, Alignment]:
+        """Rows and their alignment, on the base's device. An empty batch has one token and no targets."""
+        device = self.base.device
+        padded = collate(self.documents, batch) if batch else _one_token()
+        following = padded.input_ids.roll(-1, dims=1).to(
+            device
+        )  # what a row's last entry joins is never read
+        with torch.no_grad():
+            next_embeddings = self.base.get_input_embeddings()(following)
+        features = FeatureBatch(
+            frozen_states(self.base, padded), next_embeddings, padded.positions.to(device)
+        )
+        alignment = align(
+            padded.input_ids.flatten(),
+            padded.is_label.flatten(),
+            padded.positions.flatten(),
+            self.num_heads,
+        )
+        return features, alignment.to(device)
+
+
+def _one_token() -> PaddedBatch:
+    nothing = torch.zeros(1, 1, dtype=torch.long)
+    return PaddedBatch(nothing, nothing, nothing.bool())
 
 
 def frozen_states(base: CausalLM, padded: PaddedBatch) -> Tensor:

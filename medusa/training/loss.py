@@ -24,7 +24,13 @@ from torch import Tensor, nn
 
 from medusa.heads import MedusaHeads
 from medusa.training.alignment import Alignment
-from medusa.training.objectives import ObjectiveName, TeacherRows, needs_teacher, objective_named
+from medusa.training.objectives import (
+    Objective,
+    ObjectiveName,
+    TeacherRows,
+    needs_teacher,
+    objective_named,
+)
 
 Teacher = Callable[[Tensor], Tensor]
 """Hidden states (C, D) -> the base's own logits (C, V') in the heads' columns."""
@@ -39,6 +45,8 @@ class LossOptions:
     decay: float = 0.8
     block_elements: int = 2**24
     """Logits held at a time; C = block_elements / V' targets."""
+    feature_weight: float = 10.0
+    """EAGLE-style heads only: weight of the regression on the base's features beside the objective."""
 
     def __post_init__(self) -> None:
         objective_named(self.objective, self.kl_weight)
@@ -46,6 +54,21 @@ class LossOptions:
             raise ValueError(f"decay must be in (0, 1], got {self.decay}")
         if self.block_elements < 1:
             raise ValueError(f"block_elements must be at least 1, got {self.block_elements}")
+        if self.feature_weight < 0:
+            raise ValueError(f"feature_weight must be at least 0, got {self.feature_weight}")
+
+    def checked_teacher(self, teacher: Teacher | None) -> Teacher | None:
+        """``teacher`` where the objective needs one, which must then be there."""
+        if not needs_teacher(self.objective):
+            return None
+        if teacher is None:
+            raise ValueError(f"objective {self.objective!r} needs the base's logits: pass teacher")
+        return teacher
+
+    def depth_weights(self, num_scored: Tensor) -> Tensor:
+        """(K,): what the loss of one target of each depth counts, given all targets (K,) of the step."""
+        depths = torch.arange(1, len(num_scored) + 1, device=num_scored.device)
+        return self.decay**depths / num_scored.clamp(min=1)
 
 
 class LossSums(NamedTuple):
@@ -64,6 +87,29 @@ class LossSums(NamedTuple):
 
     def plus(self, other: LossSums) -> LossSums:
         return LossSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def add_block(
+        self,
+        index: int,
+        logits: Tensor,
+        columns: Tensor,
+        is_scored: Tensor,
+        objective: Objective,
+        teacher_rows: TeacherRows | None,
+    ) -> Tensor:
+        """Count a block of logits (C, V') of depth ``index`` + 1, in place; the gradient of each row's loss.
+
+        columns (C,) long are the targets; rows that ``is_scored`` (C,) bool leaves out are not counted.
+        The gradient is with respect to the logits, (C, V').
+        """
+        log_q = logits.detach().float().log_softmax(-1)
+        num_better = (log_q >= log_q.gather(1, columns[:, None])).sum(-1) - 1  # a tie counts against the head
+        loss, gradient = objective(log_q, columns, teacher_rows)
+        self.loss[index] += loss.masked_fill(~is_scored, 0.0).sum()
+        self.top1[index] += (is_scored & (num_better < 1)).sum()
+        self.top5[index] += (is_scored & (num_better < 5)).sum()
+        self.num_scored[index] += is_scored.sum()
+        return gradient
 
 
 class HeadsLoss(nn.Module):
@@ -90,10 +136,8 @@ class HeadsLoss(nn.Module):
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
-        if needs_teacher(self.options.objective) and teacher is None:
-            raise ValueError(f"objective {self.options.objective!r} needs the base's logits: pass teacher")
-        depths = torch.arange(1, self.heads.num_heads + 1, device=hidden.device)
-        weights = self.options.decay**depths / num_scored.clamp(min=1)
+        teacher = self.options.checked_teacher(teacher)
+        weights = self.options.depth_weights(num_scored)
         work = _Work(self, alignment, output_embedding, weights, teacher)
         parameters = list(self.heads.parameters())
         loss = _FusedLoss.apply(work, hidden, *parameters) if torch.is_grad_enabled() else work.run(hidden)
@@ -113,7 +157,7 @@ class _Work:
     ):
         self.heads, self.options = module.heads, module.options
         self.alignment, self.output_embedding, self.weights = alignment, output_embedding, weights
-        self.teacher = teacher if needs_teacher(self.options.objective) else None
+        self.teacher = teacher
         self.objective = objective_named(self.options.objective, self.options.kl_weight)
         self.sums = LossSums.zeros(self.heads.num_heads, weights.device)
 
@@ -152,13 +196,7 @@ class _Work:
             if gradients is not None and gradients.hidden is not None:
                 states.requires_grad_()
             logits = self.heads.logits_of(index, states, self.output_embedding)  # (C, V')
-        log_q = logits.detach().float().log_softmax(-1)
-        num_better = (log_q >= log_q.gather(1, columns[:, None])).sum(-1) - 1  # a tie counts against the head
-        loss, gradient = self.objective(log_q, columns, teacher_rows)
-        self.sums.loss[index] += loss.masked_fill(~is_scored, 0.0).sum()
-        self.sums.top1[index] += (is_scored & (num_better < 1)).sum()
-        self.sums.top5[index] += (is_scored & (num_better < 5)).sum()
-        self.sums.num_scored[index] += is_scored.sum()
+        gradient = self.sums.add_block(index, logits, columns, is_scored, self.objective, teacher_rows)
         if gradients is not None:
             gradient.mul_((self.weights[index] * is_scored)[:, None])
             gradients.add(index, logits, gradient.to(logits.dtype), states, sources)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, dataclass_transform
 
+from medusa.eagle import EagleConfig
 from medusa.heads import HeadsConfig, Unembedding
 from medusa.training.filtering import FilterOptions
 from medusa.training.loss import LossOptions
@@ -59,8 +60,14 @@ class BaseOptions:
 class HeadOptions:
     """The heads to train."""
 
+    head_kind: Literal["medusa", "eagle"] = "medusa"
+    """medusa: one head for each depth. eagle: one transformer layer that runs ahead on predicted features."""
     num_heads: int = 4
-    """Heads; head d guesses the token d places after the next one."""
+    """Heads; head d guesses the token d places after the next one. Of eagle: how deep it learns to draft."""
+    num_attention_heads: int = 8
+    """Attention heads of an eagle layer; a divisor of the base's hidden size."""
+    intermediate_size: int = 0
+    """Size of an eagle layer's feed-forward part; 0 is 4 times the base's hidden size."""
     num_layers: int = 1
     """Residual blocks of each head."""
     unembedding: Unembedding = "shared"
@@ -72,9 +79,21 @@ class HeadOptions:
     token_map_size: int | None = None
     """Tokens that token_map heads can guess: the most frequent answer tokens of the training data."""
 
-    def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
+    def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
         """The heads of these options on a base of these sizes."""
-        return HeadsConfig(hidden_size, vocab_size, **dataclasses.asdict(self))
+        if self.head_kind == "eagle":
+            return EagleConfig(
+                hidden_size, vocab_size, self.num_attention_heads, self.intermediate_size, self.num_heads
+            )
+        return HeadsConfig(
+            hidden_size,
+            vocab_size,
+            self.num_heads,
+            self.num_layers,
+            self.unembedding,
+            self.rank,
+            self.token_map_size,
+        )
 
 
 @options("data")
@@ -121,6 +140,8 @@ class ObjectiveOptions:
     """Weight of depth d is decay ** d."""
     block_elements: int = 2**24
     """Logits held at a time (elements, 4 bytes each); lower it to save memory."""
+    feature_weight: float = 10.0
+    """Of eagle: weight of the regression on the base's features; the objective weighs 1."""
 
     def loss_options(self) -> LossOptions:
         return LossOptions(**dataclasses.asdict(self))

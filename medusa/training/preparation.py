@@ -12,13 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
-from medusa.heads import MedusaHeads
+from medusa.eagle import EagleConfig, EagleHead, Heads
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.training.batching import collate
 from medusa.training.configuration import TrainingConfiguration
 from medusa.training.documents import Document, Documents
 from medusa.training.filtering import filtered, held_out_indices, split
+from medusa.training.hidden_source import frozen_states
 from medusa.training.options import BaseOptions, DataOptions
 from medusa.training.reading import Example, check_sources, read_examples
 from medusa.training.rendering import RenderedText, Renderer, tokenise
+
+SCALE_DOCUMENTS = 16
+"""Documents in which the sizes of features are measured, for an EAGLE-style head."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,39 @@ def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
     return TrainingData(training, measured, dict(counts))
 
 
-def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> MedusaHeads:
-    """Heads that start as the base's own output embedding, on the base's device, in float32."""
+def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Heads:
+    """New heads on the base's device, in float32. Medusa heads start as the base's own output embedding."""
     config = configuration.heads.heads_config(hidden_size(base), vocab_size(base))
-    token_map = None
-    if config.token_map_size is not None:
-        token_map = torch.from_numpy(training.most_frequent_labels(config.token_map_size, config.vocab_size))
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
-        heads = MedusaHeads(config, token_map)
-    heads.initialise_from(output_embedding(base))
+        if isinstance(config, EagleConfig):
+            heads: Heads = EagleHead(config)
+        else:
+            heads = MedusaHeads(config, _token_map(config, training))
+    if isinstance(heads, EagleHead):
+        heads.set_scales(*_features_and_embeddings(base, training))
+    else:
+        heads.initialise_from(output_embedding(base))
     return heads.to(base.device, torch.float32).train()
 
 
-def column_of(heads: MedusaHeads) -> torch.Tensor | None:
+def _token_map(config: HeadsConfig, training: Documents) -> torch.Tensor | None:
+    if config.token_map_size is None:
+        return None
+    return torch.from_numpy(training.most_frequent_labels(config.token_map_size, config.vocab_size))
+
+
+def _features_and_embeddings(base: CausalLM, training: Documents) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base's features and token embeddings (P, D) in some documents."""
+    chosen = _spread(len(training), SCALE_DOCUMENTS)
+    padded = collate(training, [[index] for index in chosen])
+    lengths = torch.from_numpy(training.lengths[chosen])
+    is_inside = (torch.arange(padded.input_ids.shape[1]) < lengths[:, None]).to(base.device)
+    embeddings = base.get_input_embeddings()(padded.input_ids.to(base.device))
+    return frozen_states(base, padded)[is_inside], embeddings[is_inside]
+
+
+def column_of(heads: Heads) -> torch.Tensor | None:
     """(V,) long on the CPU: each token's logits column, -1 where it has none; None without a token map."""
     if heads.token_map is None:
         return None
@@ -100,7 +125,7 @@ def column_of(heads: MedusaHeads) -> torch.Tensor | None:
     return columns
 
 
-def map_coverage(heads: MedusaHeads, documents: Documents) -> float:
+def map_coverage(heads: Heads, documents: Documents) -> float:
     """The part of the labels of ``documents`` that the heads can guess at all."""
     columns = column_of(heads)
     if columns is None or not documents.num_labels:
@@ -119,5 +144,9 @@ def _rendered(examples: Iterable[Example], tokenizer: Any, counts: Counter[str])
 
 def sample(documents: Documents, count: int) -> list[Document]:
     """``count`` documents spread evenly over all."""
-    chosen = np.unique(np.linspace(0, len(documents) - 1, min(count, len(documents))).round().astype(int))
-    return [documents[index] for index in chosen]
+    return [documents[index] for index in _spread(len(documents), count)]
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """``count`` indices below ``total``, spread evenly."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()

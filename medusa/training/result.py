@@ -16,7 +16,7 @@ import medusa
 from medusa.base import CausalLM
 from medusa.calibration import AnsweredTokens, calibrate
 from medusa.checkpoint import HeadsCheckpoint, save_heads
-from medusa.heads import MedusaHeads
+from medusa.eagle import Heads
 from medusa.training.configuration import TrainingConfiguration
 from medusa.training.documents import Documents
 from medusa.training.run_directory import RunState
@@ -26,7 +26,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "n
 
 
 def calibrated_tree(
-    base: CausalLM, heads: MedusaHeads, held_out: Documents, num_nodes: int
+    base: CausalLM, heads: Heads, held_out: Documents, num_nodes: int
 ) -> CandidateTree | None:
     """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
     is long enough to see every head guess."""
@@ -64,7 +64,7 @@ def provenance(
 
 
 def save_result(
-    directory: Path, heads: MedusaHeads, base_name: str, tree: CandidateTree | None, record: dict[str, Any]
+    directory: Path, heads: Heads, base_name: str, tree: CandidateTree | None, record: dict[str, Any]
 ) -> Path:
     """Write the heads directory in place of an earlier one of the same run.
 

@@ -17,11 +17,12 @@ from accelerate.utils import broadcast
 from rich.console import Console
 
 from medusa.base import CausalLM, output_embedding
-from medusa.heads import MedusaHeads
+from medusa.eagle import EagleHead, Heads
 from medusa.training.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.configuration import TrainingConfiguration
 from medusa.training.documents import Documents
-from medusa.training.hidden_source import HiddenSource, LiveStates
+from medusa.training.eagle_loss import EagleLoss
+from medusa.training.hidden_source import HiddenSource, LiveFeatures, LiveStates
 from medusa.training.loss import HeadsLoss, LossSums
 from medusa.training.metrics import metrics_of, one_line
 from medusa.training.objectives import needs_teacher
@@ -33,6 +34,9 @@ from medusa.training.schedule import Schedule
 from medusa.training.stored_states import StoredStates, store_states
 from medusa.training.teacher import teacher_of
 
+Source = HiddenSource | LiveFeatures
+"""Gives what the loss of Medusa heads, or of an EAGLE-style head, reads of a micro-batch."""
+
 
 class Trainer:
     """One run: heads, optimiser, and where the run stands."""
@@ -42,7 +46,7 @@ class Trainer:
         configuration: TrainingConfiguration,
         accelerator: Accelerator,
         base: CausalLM,
-        heads: MedusaHeads,
+        heads: Heads,
         data: TrainingData,
         console: Console,
     ):
@@ -53,7 +57,8 @@ class Trainer:
         self.columns = column_of(heads)
         is_soft = needs_teacher(configuration.loss.objective)
         self.teacher = teacher_of(base, heads.token_map) if is_soft else None
-        self.loss = HeadsLoss(heads, configuration.loss.loss_options())
+        options = configuration.loss.loss_options()
+        self.loss = EagleLoss(heads, options) if isinstance(heads, EagleHead) else HeadsLoss(heads, options)
         self.module, self.optimiser = accelerator.prepare(
             self.loss, _new_optimiser(heads, configuration.optimisation)
         )
@@ -87,7 +92,7 @@ class Trainer:
                 line.show(self._progress, self.state.seconds, f"step {self.state.step}  {note}")
         return self.evaluate(held_out)
 
-    def evaluate(self, source: HiddenSource) -> dict[str, float]:
+    def evaluate(self, source: Source) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents; empty when there are none."""
         self._check_finite()
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.batch_options())
@@ -129,7 +134,7 @@ class Trainer:
             self.run.forget_metrics_after(self.state.step)
         self.accelerator.wait_for_everyone()
 
-    def _step(self, source: HiddenSource, group: list[MicroBatch]) -> None:
+    def _step(self, source: Source, group: list[MicroBatch]) -> None:
         """One optimisation step on a group of micro-batches."""
         documents = [index for batch in group for row in batch for index in row]
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(self.accelerator.device)
@@ -178,8 +183,10 @@ class Trainer:
         """This process's part."""
         return batches[self.accelerator.process_index :: self.accelerator.num_processes]
 
-    def _source(self, documents: Documents, name: str) -> HiddenSource:
+    def _source(self, documents: Documents, name: str) -> Source:
         options, num_heads = self.configuration.optimisation, self.heads.num_heads
+        if isinstance(self.heads, EagleHead):
+            return LiveFeatures(self.base, documents, num_heads)
         if not options.cache_hidden_states or not len(documents):
             return LiveStates(self.base, documents, num_heads, self.columns)
         directory = self.run.states / name
@@ -250,7 +257,7 @@ class Trainer:
         return Schedule(min(limits, default=None), seconds, options.warmup_steps, options.final_learning_rate)
 
 
-def _new_optimiser(heads: MedusaHeads, options: OptimisationOptions) -> torch.optim.Optimizer:
+def _new_optimiser(heads: Heads, options: OptimisationOptions) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [each for each in heads.parameters() if each.requires_grad],
         lr=options.learning_rate,
