@@ -46,8 +46,9 @@ def main() -> None:
     heads = preparation.new_heads(configuration, base, data.training)
     num_parameters = sum(each.numel() for each in heads.parameters())
     console.print(
-        f"{configuration.heads.head_kind} heads for {heads.num_heads} tokens ahead, {num_parameters:,} parameters, on {configuration.base.base} "
-        f"in {base.dtype}, {accelerator.num_processes} x {accelerator.device.type}",
+        f"{configuration.heads.head_kind} heads for {heads.num_heads} tokens ahead, "
+        f"{num_parameters:,} parameters, on {configuration.base.base} in {base.dtype}, "
+        f"{accelerator.num_processes} x {accelerator.device.type}",
         soft_wrap=True,
     )
     if heads.token_map is not None:
