@@ -41,7 +41,7 @@ $(BASE)/config.json: | .venv/.installed
 HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts configs/demo_heldout.jsonl
 
 demo: $(DEMO)/.tuned
-	$(BIN)/python inference/compare.py $(HELD_OUT) --limit 4 --max-new-tokens 96
+	$(BIN)/python inference/side_by_side.py $(HELD_OUT) --limit 3 --max-new-tokens 80
 	@echo
 	@echo "Heads:      $(DEMO)/heads"
 	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png"
@@ -50,7 +50,7 @@ demo: $(DEMO)/.tuned
 # The base model answers prompts of our own writing.
 $(DEMO)/.answered: | $(BASE)/config.json
 	$(BIN)/python train/distill_data.py --base $(BASE) --prompts configs/demo_prompts.jsonl \
-	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 3.5
+	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 2.7
 	@touch $@
 
 # Heads learn to foresee those answers.
@@ -59,7 +59,7 @@ $(DEMO)/heads/config.json: | $(DEMO)/.answered
 
 # How often are they right, by depth?
 $(DEMO)/evaluation.json: | $(DEMO)/heads/config.json
-	$(BIN)/python inference/evaluate_heads.py $(HELD_OUT) --max-new-tokens 48 \
+	$(BIN)/python inference/evaluate_heads.py $(HELD_OUT) --limit 12 --max-new-tokens 32 \
 	    --plot $(DEMO)/evaluation.png --json $@
 
 # How many guesses are worth verifying at once on this machine?

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 import medusa
 from medusa.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
@@ -182,6 +183,7 @@ def load_answerer(options: argparse.Namespace) -> Answerer:
     if options.endpoint:
         endpoint = ChatEndpoint(options.endpoint, options.model)
         return EndpointAnswerer(endpoint, options.batch_size, options.max_new_tokens)
+    transformers_logging.disable_progress_bar()
     dtype = options.dtype or ("float32" if torch.device(options.device).type == "cpu" else "auto")
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
     base.to(options.device).eval()

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from tiny_chat import save_chat_model
 
-PROGRAM = Path(__file__).parent.parent / "inference" / "compare.py"
+PROGRAM = Path(__file__).parent.parent / "inference" / "side_by_side.py"
 
 
 @pytest.fixture(scope="module")
 def compare():
-    spec = importlib.util.spec_from_file_location("program_compare", PROGRAM)
+    spec = importlib.util.spec_from_file_location("program_side_by_side", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -20,7 +20,7 @@ def compare():
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compare")
+    folder = tmp_path_factory.mktemp("side_by_side")
     base, heads = save_chat_model(folder)
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "[bold]Count[/bold] to three"}\n')

@@ -4,9 +4,9 @@ Each prompt is answered by the base model alone and with the heads, in turns who
 answer is shown as it comes, the second is compared with it token by token. For careful timing, see
 benchmark.py. Ends with one line of JSON.
 
-    python inference/compare.py
-    python inference/compare.py --heads HEADS --prompts FILE --limit 5 --max-new-tokens 200
-    python inference/compare.py --temperature 0.7 --seed 3
+    python inference/side_by_side.py
+    python inference/side_by_side.py --heads HEADS --prompts FILE --limit 5 --max-new-tokens 200
+    python inference/side_by_side.py --temperature 0.7 --seed 3
 """
 
 from __future__ import annotations
