@@ -150,17 +150,22 @@ def check_processors(processors: LogitsProcessorList, num_rows: int) -> None:
 
 
 def _process_path_by_path(scores: Tensor, processor, paths: NodePaths) -> Tensor:
-    """One call per row and depth, since paths of one depth have one length."""
+    """One call per row and depth, since paths of one depth have one length.
+
+    The caller's own processors get one path per call: many are written for a batch of one.
+    """
     is_callers_own = type(processor).__module__ != hf.__name__
     padded = is_callers_own or isinstance(processor, LENGTH_PROCESSORS)
+    one_by_one = is_callers_own or isinstance(processor, SINGLE_ROW_PROCESSORS)
     processed = torch.empty_like(scores)
     depths = paths.topology.depths.expand(scores.shape[0], -1).tolist()
     for row, row_depths in enumerate(depths):
         for depth in sorted(set(row_depths)):
             at_depth = [node for node, d in enumerate(row_depths) if d == depth]
-            nodes = torch.tensor(at_depth, device=scores.device)
-            ids = paths.input_ids(row, nodes, depth, padded)
-            processed[row, nodes] = processor(ids, scores[row, nodes])
+            for group in [[node] for node in at_depth] if one_by_one else [at_depth]:
+                nodes = torch.tensor(group, device=scores.device)
+                ids = paths.input_ids(row, nodes, depth, padded)
+                processed[row, nodes] = processor(ids, scores[row, nodes])
     return processed
 
 

@@ -248,6 +248,20 @@ def test_the_callers_own_processor_sees_the_callers_padding_as_in_transformers()
     assert sorted(recorder.seen) == sorted(expected)
 
 
+class WrittenForOneRow(LogitsProcessor):
+    """As many are: it looks at row 0 and writes to row 0."""
+
+    def __call__(self, input_ids, scores):
+        scores[0, int(input_ids[0].sum()) % VOCAB] = 50.0
+        return scores
+
+
+def test_a_processor_of_the_callers_that_thinks_of_one_row_is_right_for_every_node():
+    logits, paths, processor = random_logits(), node_paths(), WrittenForOneRow()
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=True))
+
+
 class TemperatureByLength(hf.TemperatureLogitsWarper):
     """A subclass of a processor that reads no path may read it all the same."""
 
