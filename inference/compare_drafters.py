@@ -65,7 +65,7 @@ from medusa.verification import all_rules
 
 NUM_WARM_UPS = 3
 WARM_UP_TOKENS = 8
-PROBE_PROMPTS, PROBE_TOKENS = 3, 48
+PROBE_PROMPTS, PROBE_TOKENS = 3, 32
 TABLE_WIDTH = 118
 """Where standard output is no terminal."""
 
@@ -170,6 +170,7 @@ def chosen_sources(model: MedusaModel, options: CompareOptions) -> tuple[list[st
         draft_width=options.draft_width,
         draft_model=options.draft_model,
         exit_layer=options.exit_layer,
+        eagle=options.eagle,
     )
     names = options.drafters
     if names is None:

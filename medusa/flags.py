@@ -42,6 +42,7 @@ class DrafterOptions(ProgramOptions):
     draft_width: int
     draft_model: str | None
     exit_layer: int | None
+    eagle: str | None
 
 
 class ChatOptions(ProgramOptions):
@@ -173,6 +174,9 @@ def add_drafter_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--exit-layer", type=positive_int, metavar="K", help="for early-exit: layers of the base to run"
+    )
+    group.add_argument(
+        "--eagle", metavar="HEADS", help="for eagle: a heads directory or hub id of an EAGLE-style head"
     )
 
 

@@ -10,11 +10,19 @@ import torch
 from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
 from safetensors.torch import load_file, save_file
 
-from medusa import CandidateTree, HeadsCheckpoint, MedusaModel, load_heads, save_heads
+from medusa import (
+    CandidateTree,
+    HeadsCheckpoint,
+    HeadsConfig,
+    MedusaHeads,
+    MedusaModel,
+    load_heads,
+    save_heads,
+)
 from medusa.base import hidden_states, output_embedding
 from medusa.calibration import UNKNOWN, AnsweredTokens, calibrate
 from medusa.cli import describe_heads
-from medusa.drafters.choice import drafter_named
+from medusa.drafters.choice import DrafterSettings, available_drafters, drafter_named
 from medusa.drafters.eagle import EagleDrafter
 from medusa.eagle import EagleConfig, EagleHead, drafted_features, unembedded
 
@@ -166,3 +174,34 @@ def test_another_base_is_refused(saved):
 def test_a_tree_deeper_than_it_is_made_for_is_refused(saved):
     with pytest.raises(ValueError, match=r"tree has depth 4, the heads are 3: .*use tree.subtree\(3\)"):
         MedusaModel(tiny_model("llama"), new_head(), CandidateTree.chain(4))
+
+
+def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
+    base = tiny_model("llama")
+    model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2)))
+    settings = DrafterSettings(eagle=saved)
+    assert "eagle" in available_drafters(model, settings)
+    assert "eagle" not in available_drafters(model, DrafterSettings())
+    drafter = drafter_named("eagle", model, settings)
+    assert isinstance(drafter, EagleDrafter) and drafter.tree == TREE
+    assert drafter_named("eagle", model, settings, only_chain=True).tree == CandidateTree.chain(DEPTH)
+    arguments = {"do_sample": False, "max_new_tokens": 12}
+    plain = model.generate(random_prompts(2, 7), **arguments, tree=CandidateTree.chain(0))
+    for name in ("eagle", "heads+eagle"):
+        drafter = drafter_named(name, model, settings)
+        assert model.generate(random_prompts(2, 7), **arguments, drafter=drafter).tolist() == plain.tolist()
+
+
+def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
+    model = MedusaModel(tiny_model("llama"))
+    with pytest.raises(ValueError, match="drafter 'eagle' needs an EAGLE-style head; give --eagle"):
+        drafter_named("eagle", model)
+    small = HeadsCheckpoint(new_head(hidden_size=16), "some/base")
+    with pytest.raises(ValueError, match="heads were trained for hidden_size=16"):
+        drafter_named("eagle", model, DrafterSettings(eagle=small))
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE))
+    other = save_heads(HeadsCheckpoint(heads, "some/base"), tmp_path / "medusa")
+    with pytest.raises(
+        ValueError, match="must be an EAGLE-style head, got Medusa heads for 'some/base'; use --heads"
+    ):
+        drafter_named("eagle", model, DrafterSettings(eagle=other))

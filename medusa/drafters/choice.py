@@ -27,6 +27,7 @@ from medusa.tree import CandidateTree
 from medusa.verification import independent_chains
 
 if TYPE_CHECKING:
+    from medusa.checkpoint import HeadsCheckpoint
     from medusa.model import MedusaModel
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -44,6 +45,8 @@ class DrafterSettings:
     """The smaller model of "draft-model": a directory, a hub id, or a loaded model."""
     exit_layer: int | None = None
     """How many layers of the base "early-exit" runs."""
+    eagle: str | Path | HeadsCheckpoint | None = None
+    """The head of "eagle": a heads directory, a hub id, or a loaded checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("draft_length", "draft_width"):
@@ -183,6 +186,6 @@ def part_names(name: str, known: Iterable[str] | None = None) -> list[str]:
             )
     if len(set(parts)) < len(parts) or ("plain" in parts and len(parts) > 1):
         raise ValueError(
-            f"a union names each drafter once, and not 'plain', which proposes none; got {name!r}"
+            f"a union names each drafter once, and not 'plain', which proposes nothing; got {name!r}"
         )
     return parts

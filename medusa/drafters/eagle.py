@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from medusa.attention import node_positions, tree_attention_masks
-from medusa.base import CausalLM, output_embedding, vocab_size
+from medusa.base import CausalLM, hidden_size, output_embedding, vocab_size
 from medusa.cache import TreeCache
+from medusa.checkpoint import HeadsCheckpoint, load_heads
 from medusa.drafters import DraftContext
+from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.eagle import EagleHead, unembedded
+from medusa.heads import check_heads_fit
 from medusa.tree import CandidateTree, TreeTopology
+
+if TYPE_CHECKING:
+    from medusa.model import MedusaModel
 
 FULL_ATTENTION: dict[str, int | None] = {"full_attention": None}
 
@@ -81,3 +89,32 @@ class EagleDrafter(LevelDrafter):
             node_positions(lengths, topology, nodes=nodes),
             self.cache,
         )
+
+
+def eagle_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+    """The EAGLE-style head of ``settings.eagle``, in the tree that its directory holds."""
+    assert settings.eagle is not None, "asked after by missing_eagle"
+    given = settings.eagle
+    checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
+    head, base = checkpoint.heads, model.runner
+    if not isinstance(head, EagleHead):
+        raise ValueError(
+            f"eagle must be an EAGLE-style head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
+        )
+    check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
+    head.to(base.device).eval()
+    return DraftSource(
+        "eagle",
+        lambda tree: EagleDrafter(head, base, tree),
+        own_tree=checkpoint.tree if checkpoint.tree is not None and checkpoint.tree.depth else None,
+        draft_length=settings.draft_length or head.num_heads,
+        draft_width=settings.draft_width,
+    )
+
+
+def missing_eagle(model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """Where the head is."""
+    return "an EAGLE-style head; give --eagle" if settings.eagle is None else None
+
+
+DRAFTERS = (NamedDrafter("eagle", eagle_source, "an EAGLE-style head beside the heads", missing_eagle),)
