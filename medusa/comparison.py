@@ -91,6 +91,7 @@ def summary(trials: Sequence[Trial], plain: Sequence[Trial], draft_depth: int) -
         },
         "milliseconds_per_token": 1000 * _seconds_per_token(trials),
         "speedup_vs_plain": _seconds_per_token(plain) / _seconds_per_token(trials),
+        "decode_speedup_vs_plain": _decode_speedup(trials, plain),
         "exactness": exactness(trials[0].key[1], num_identical, len(trials)),
         "num_identical": num_identical,
         "num_answers": len(trials),
@@ -158,6 +159,16 @@ def _seconds_per_token(trials: Sequence[Trial]) -> float:
     for trial in trials:
         by_prompt.setdefault(trial.prompt, []).append(trial.answer.seconds / len(trial.answer.tokens))
     return median(median(times) for times in by_prompt.values())
+
+
+def _decode_speedup(trials: Sequence[Trial], plain: Sequence[Trial]) -> float | None:
+    """Tokens a second without prefills, all answers together; None when no answer lasted a step."""
+    speeds = []
+    for part in (trials, plain):
+        total = sum((trial.answer.statistics for trial in part), DecodingStatistics())
+        speeds.append(total.decode_seconds / (total.num_tokens - total.num_rows) if total.num_steps else None)
+    ours, theirs = speeds
+    return theirs / ours if ours and theirs else None
 
 
 def _num_identical(trials: Sequence[Trial], plain: Sequence[Trial]) -> int:

@@ -22,7 +22,7 @@ def plot_drafters(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
         _plot_speedups(axes[2], drafted)
         _plot_depths(axes[3], drafted)
         for ax in axes:
-            ax.set_ylim(len(drafted) + 0.2, -0.5)
+            ax.set_ylim(len(drafted) - 0.5, -0.5)
             ax.set_yticks(range(len(drafted)), [""] * len(drafted))
             ax.tick_params(left=False)
         many_rules = len({row["rule"] for row in drafted}) > 1
@@ -65,7 +65,9 @@ def _plot_step_times(ax: Any, rows: Sequence[Mapping[str, Any]], plain: Mapping[
     ax.set_xlim(0, max(whole, *left) * 1.2)
     ax.set_title("Milliseconds of a step")
     ax.set_xlabel(f"dotted: plain decoding, {whole:.0f} ms")
-    ax.legend(loc="lower right", ncols=3, columnspacing=1.0, handlelength=1.0)
+    ax.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=3, columnspacing=1, handlelength=1
+    )
 
 
 def _plot_speedups(ax: Any, rows: Sequence[Mapping[str, Any]]) -> None:

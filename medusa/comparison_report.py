@@ -141,13 +141,13 @@ def _length_table(lengths: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
     table = Table(
         title="Draft lengths, chosen from measured costs",
         title_justify="left",
-        caption="a: a draft token is accepted, in a short trial under the exact rule; g: the length chosen; "
-        "predicted from the trial, measured afterwards under that rule",
+        caption="a: acceptance of a draft token in a short trial under the exact rule; g: the length chosen; "
+        "forecast from the trial, measured afterwards under that rule; speed of decoding, prefill left out",
         caption_justify="left",
     )
     table.add_column("drafter", no_wrap=True)
-    names = ("a", "steps drafted", "draft ms per token", "verify ms, 1 node", "g", "verify ms, g + 1")
-    for name in (*names, "tokens predicted", "measured", "speed predicted", "measured"):
+    names = ("a", "steps drafted", "draft ms/token", "verify 1 ms", "g", "verify g+1 ms")
+    for name in (*names, "tokens forecast", "measured", "speed forecast", "measured"):
         table.add_column(name, justify="right")
     measured = {row["drafter"]: row for row in rows if row["rule"] == "exact"}
     for entry in lengths:
@@ -164,7 +164,7 @@ def _length_table(lengths: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
             _number(entry["predicted_tokens_per_step"]),
             _number(row["tokens_per_step"] if row else None),
             _number(entry["predicted_speedup"], "x"),
-            _number(row["speedup_vs_plain"] if row else None, "x"),
+            _number(row["decode_speedup_vs_plain"] if row else None, "x"),
         )
     return table
 

@@ -181,16 +181,15 @@ def probe_draft_length(
 ) -> Probe:
     """The draft length that should be fastest for chains of ``source``, from answers to ``prompts`` (1, T).
 
-    The first prompt is answered once more beforehand, to warm up. ``verify_seconds`` comes from
-    :func:`verification_seconds`; ``arguments`` go to ``model.stream``.
+    ``verify_seconds`` comes from :func:`verification_seconds`, which warms up the base; ``arguments`` go to
+    ``model.stream``.
 
     Raises:
         ValueError: every answer ended with its first token.
     """
     answers = [
-        watched_answer(model, inputs, source.drafter(only_chain=True), **arguments)
-        for inputs in (prompts[0], *prompts)
-    ][1:]
+        watched_answer(model, inputs, source.drafter(only_chain=True), **arguments) for inputs in prompts
+    ]
     record = sum((answer.record for answer in answers), ChainRecord())
     if record.num_steps == 0:
         raise ValueError(
