@@ -66,6 +66,8 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
 def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]]:
     """The logged metrics by step, without what the clock decides."""
     entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
+    steps = [entry["step"] for entry in entries if f"{name}/loss" in entry]
+    assert len(set(steps)) == len(steps), "a step was logged twice"
     kept = (name + "/", "learning_rate", "epoch")
     return {
         entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}

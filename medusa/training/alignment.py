@@ -56,9 +56,8 @@ def align(
         state_of: (P,) long, where the state of each position is kept when not all are. None: at the
             position's own index.
     """
-    targets = (
-        (is_label & (positions > 0)).nonzero().flatten()
-    )  # a document's first token is predicted by nothing
+    # A document's first token is predicted by nothing.
+    targets = (is_label & (positions > 0)).nonzero().flatten()
     columns = tokens[targets] if column_of is None else column_of[tokens[targets]]
     depths = torch.arange(num_heads + 1)[:, None]
     sources = targets - 1 - depths  # (K + 1, S)

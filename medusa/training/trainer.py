@@ -77,6 +77,7 @@ class Trainer:
         self._begin()
         training = self._source(self.data.training, "training")
         held_out = self._source(self.data.held_out, "held-out")
+        evaluated, metrics = -1, dict[str, float]()
         with ProgressLine("training", self.console, self.accelerator.is_main_process) as line:
             spent_before, began = self.state.seconds, time.monotonic()
             logged, note = (self.state.seconds, self.state.num_tokens), ""
@@ -86,11 +87,12 @@ class Trainer:
                 if self._is_due(self.configuration.run.logging_steps):
                     note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
                 if self._is_due(self.configuration.run.evaluation_steps):
-                    line.say(f"step {self.state.step}  {one_line('held_out', self.evaluate(held_out))}")
+                    evaluated, metrics = self.state.step, self.evaluate(held_out)
+                    line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
                 if self._is_due(self.configuration.run.checkpoint_steps):
                     self.checkpoint()
                 line.show(self._progress, self.state.seconds, f"step {self.state.step}  {note}")
-        return self.evaluate(held_out)
+        return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents; empty when there are none."""
