@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import medusa
+from medusa.engine import prepared_base
 from medusa.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
 from medusa.programs import exit_status, log_console
 from medusa.prompts import Prompt, read_prompts
@@ -186,7 +187,7 @@ def load_answerer(options: argparse.Namespace) -> Answerer:
     transformers_logging.disable_progress_bar()
     dtype = options.dtype or ("float32" if torch.device(options.device).type == "cpu" else "auto")
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
-    base.to(options.device).eval()
+    base = prepared_base(base.to(options.device).eval(), "auto")
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     return LocalAnswerer(
         base, tokenizer, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops
