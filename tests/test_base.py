@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, SIZES, SLIDING_WINDOW, VOCAB_SIZE, random_prompts, tiny_model
+from conftest import (
+    ARCHITECTURES,
+    SIZES,
+    SLIDING_WINDOW,
+    VOCAB_SIZE,
+    OracleDrafter,
+    random_prompts,
+    tiny_model,
+)
 from torch import Tensor
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -20,7 +38,11 @@ from transformers import (
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     T5Config,
@@ -212,6 +234,75 @@ def test_sizes_are_read_from_the_output_embedding():
     base = tiny_model("gemma3")
     assert (hidden_size(base), vocab_size(base), context_length(base)) == (32, VOCAB_SIZE, 1024)
     assert output_embedding(base) is base.lm_head
+
+
+PLAIN = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
+OLD = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+TOKENS = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+GROUPS = {**PLAIN, "num_key_value_heads": 2}
+HYBRID = {**GROUPS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+OTHERS = {
+    "learned positions": lambda: GPT2LMHeadModel(GPT2Config(**OLD, **TOKENS)),
+    "learned positions with an offset": lambda: OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            ffn_dim=48,
+            word_embed_proj_dim=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            init_std=0.3,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ),
+    "one key for all heads": lambda: FalconForCausalLM(
+        FalconConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **TOKENS
+        )
+    ),
+    "keys wider than values": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**PLAIN, "num_key_value_heads": 4},
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            first_k_dense_replace=1,
+        )
+    ),
+    "capped attention": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**HYBRID, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
+    ),
+    "a window in some layers": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**GROUPS, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+    "attention sinks": lambda: GptOssForCausalLM(
+        GptOssConfig(**HYBRID, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "scaled logits": lambda: GraniteForCausalLM(
+        GraniteConfig(**GROUPS, logits_scaling=3.0, embedding_multiplier=2.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_designs_of_attention_decode_as_transformers_does(kind):
+    torch.manual_seed(1)
+    base = OTHERS[kind]().eval()
+    prompt, options = random_prompts(1, 9), {"max_new_tokens": 20, "do_sample": False}
+    reference = base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
+    tree = tree_of(num_nodes=12, seed=3)
+    drafter = OracleDrafter(reference.tolist(), tree, hit_rate=0.9)
+    out = MedusaModel(base).generate(prompt, **options, drafter=drafter, return_dict_in_generate=True)
+    assert out.sequences.tolist() == reference.tolist()
+    assert out.statistics.tokens_per_step > 1.3
 
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
