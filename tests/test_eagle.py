@@ -85,6 +85,15 @@ def test_scales_are_the_size_of_each_dimension_and_one_where_nothing_was_seen():
     torch.testing.assert_close(head.embedding_scale, torch.ones(4))
 
 
+def test_features_are_read_and_predicted_in_the_unit_that_was_measured():
+    head, larger, generator = new_head(), new_head(), torch.Generator().manual_seed(0)
+    features, following = torch.randn(2, 2, 5, 32, generator=generator)
+    larger.feature_scale.mul_(50)
+    larger.embedding_scale.mul_(7)
+    expected = 50 * head(features, following)
+    torch.testing.assert_close(larger(50 * features, 7 * following), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_counted_ranks_are_those_of_the_true_token_among_the_drafts_guesses():
     base, head = tiny_model("llama"), new_head()
     ids = random_prompts(1, 14)
