@@ -185,7 +185,7 @@ def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
     trainer.train()
     (trainer.run.checkpoints / "step-00000010" / "run.json").unlink()
     resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume=True)
-    assert resumed.run.load_checkpoint(resumed.accelerator).step == 5
+    assert resumed.run.load_checkpoint(resumed.accelerator, resumed.state).step == 5
 
 
 def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
@@ -292,6 +292,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, ro
     assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000004"]
 
 
+def test_running_out_of_memory_names_what_to_lower(tmp_path, rows, monkeypatch):
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    trainer = new_trainer(tmp_path, rows)
+    monkeypatch.setattr(trainer, "_step", full)
+    with pytest.raises(
+        MemoryError, match=r"lower tokens_per_batch \(it is 1024.*or block_elements \(it is 16777216"
+    ):
+        trainer.train()
+
+
 def test_a_directory_that_holds_something_is_refused_before_any_work(tmp_path, rows):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -327,6 +339,23 @@ def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
     new_trainer(tmp_path, rows, checkpoint_steps=5).train()
     with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; learning_rate: 0.01 -> 0.5"):
         new_trainer(tmp_path, rows, resume=True, num_heads=4, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data", "the data is not what it was when the run in"),
+        ("processes", "holds a run of 1 processes, this one has 2"),
+    ],
+)
+def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, change, message):
+    new_trainer(tmp_path, rows, checkpoint_steps=5).train()
+    if change == "data":
+        rows[20:] = rows[21:]
+    trainer = new_trainer(tmp_path, rows, resume=True)
+    trainer.state.num_processes = 2 if change == "processes" else 1
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.train()
 
 
 def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,6 +55,13 @@ class Documents:
     @property
     def num_labels(self) -> int:
         return int(self.is_label.sum())
+
+    def digest(self) -> str:
+        """A hash of everything in them."""
+        content = hashlib.sha256()
+        for part in (self.tokens, self.is_label, self.starts):
+            content.update(np.ascontiguousarray(part).data)
+        return content.hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Documents:
         """The documents at ``indices``, in that order."""

@@ -43,6 +43,8 @@ class RunState:
     window: list[list[float]] = field(default_factory=list)
     """The loss sums of all processes since the last log entry."""
     num_processes: int = 1
+    documents: str = ""
+    """Digest of the training documents."""
 
 
 class RunDirectory:
@@ -119,18 +121,23 @@ class RunDirectory:
                 shutil.rmtree(old)
         return target
 
-    def load_checkpoint(self, accelerator: Accelerator) -> RunState:
+    def load_checkpoint(self, accelerator: Accelerator, now: RunState) -> RunState:
         """Put the latest checkpoint into everything that ``accelerator`` prepared.
 
         Raises:
-            ValueError: the checkpoint is of a run with another number of processes.
+            ValueError: it is of a run with other documents or another number of processes than ``now``.
         """
         latest = self._checkpoints()[-1]
         state = RunState(**read_json(latest / STATE_FILE))
-        if state.num_processes != accelerator.num_processes:
+        if state.num_processes != now.num_processes:
             raise ConfigurationError(
                 f"{self.path} holds a run of {state.num_processes} processes, this one has "
-                f"{accelerator.num_processes}, so its batches would be others; launch as many"
+                f"{now.num_processes}, so its batches would be others; launch as many"
+            )
+        if state.documents != now.documents:
+            raise ConfigurationError(
+                f"the data is not what it was when the run in {self.path} began, so its batches would be "
+                "others; bring the data back, or start anew with --overwrite"
             )
         accelerator.load_state(str(latest))
         return state

@@ -53,7 +53,7 @@ class Trainer:
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
         self.base, self.heads, self.data = base, heads, data
         self.run = RunDirectory(configuration.run.output_dir)
-        self.state = RunState(num_processes=accelerator.num_processes)
+        self.state = RunState(num_processes=accelerator.num_processes, documents=data.training.digest())
         self.columns = column_of(heads)
         is_soft = needs_teacher(configuration.loss.objective)
         self.teacher = teacher_of(base, heads.token_map) if is_soft else None
@@ -73,8 +73,13 @@ class Trainer:
 
         Raises:
             FloatingPointError: a loss or gradient is not finite; no checkpoint is written after that.
+            MemoryError: a batch does not fit; the message names what to lower.
         """
         self._begin()
+        with self._memory_advice():
+            return self._train()
+
+    def _train(self) -> dict[str, float]:
         training = self._source(self.data.training, "training")
         held_out = self._source(self.data.held_out, "held-out")
         evaluated, metrics = -1, dict[str, float]()
@@ -127,7 +132,7 @@ class Trainer:
 
     def _begin(self) -> None:
         if self.configuration.run.resume:
-            self.state = self.run.load_checkpoint(self.accelerator)
+            self.state = self.run.load_checkpoint(self.accelerator, self.state)
         if self.accelerator.is_main_process:
             if self.state.window:
                 pairs = zip(self.window, self.state.window, strict=True)
@@ -231,6 +236,17 @@ class Trainer:
                 f"{self.configuration.optimisation.learning_rate}), or train with precision=fp32 and "
                 "base_dtype=float32"
             )
+
+    @contextlib.contextmanager
+    def _memory_advice(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"out of memory on {self.accelerator.device}: lower tokens_per_batch (it is "
+                f"{self.configuration.optimisation.tokens_per_batch}; raise gradient_accumulation_steps to make "
+                f"up for it) or block_elements (it is {self.configuration.loss.block_elements})"
+            ) from error
 
     @property
     def _progress(self) -> float:
