@@ -186,16 +186,17 @@ def test_the_time_limit_keeps_what_is_there_and_marks_it_as_cut(tmp_path):
 
         def is_up(self):
             self.checks += 1
-            return self.checks > 9
+            return self.checks > 20
 
     prompts = read_prompts(prompts_file(tmp_path))
-    answerer = LocalAnswerer(chat_base(), chat_tokenizer(), 2, MAX_NEW_TOKENS)
+    answerer = LocalAnswerer(chat_base(), chat_tokenizer(), 2, max_new_tokens=300)
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         report = distill(unanswered(prompts, answers, [0.0], 0), answerer, answers, Limit(None))
     rows = read_rows(tmp_path / "rows.jsonl")
     assert 0 < len(rows) == report.num_written < 7
     assert report.num_unasked == 7 - len(rows)
     assert rows[-1]["finish_reason"] == "length"
+    assert report.num_tokens <= 2 * 20
 
 
 def test_a_run_goes_on_where_a_killed_one_stopped(tmp_path):
