@@ -21,6 +21,7 @@ The run:
     options.py         every option, documented
     configuration.py   options from YAML and the command line
     preparation.py     base, documents and new heads
+    failures.py        what a run says when it cannot go on
     schedule.py        how long a run lasts and its learning rate
     trainer.py         the loop
     metrics.py         loss sums as the numbers that people read

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from medusa.training.options import OptimisationOptions
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,12 @@ class Schedule:
 
     def is_over(self, step: int, seconds: float) -> bool:
         return self.progress(step, seconds) >= 1.0
+
+
+def schedule_of(options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> Schedule:
+    """The schedule that ``options`` ask for, given how many steps each epoch, from 0, has."""
+    limits = [] if options.max_steps is None else [options.max_steps]
+    if options.num_epochs is not None:
+        limits.append(sum(steps_in_epoch(epoch) for epoch in range(options.num_epochs)))
+    seconds = None if options.max_minutes is None else 60 * options.max_minutes
+    return Schedule(min(limits, default=None), seconds, options.warmup_steps, options.final_learning_rate)

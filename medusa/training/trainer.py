@@ -22,6 +22,7 @@ from medusa.training.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.configuration import TrainingConfiguration
 from medusa.training.documents import Documents
 from medusa.training.eagle_loss import EagleLoss
+from medusa.training.failures import FiniteWatch, memory_advice
 from medusa.training.hidden_source import HiddenSource, LiveFeatures, LiveStates
 from medusa.training.loss import HeadsLoss, LossSums
 from medusa.training.metrics import metrics_of, one_line
@@ -30,7 +31,7 @@ from medusa.training.options import OptimisationOptions
 from medusa.training.preparation import TrainingData, column_of
 from medusa.training.progress import ProgressLine
 from medusa.training.run_directory import RunDirectory, RunState
-from medusa.training.schedule import Schedule
+from medusa.training.schedule import schedule_of
 from medusa.training.stored_states import StoredStates, store_states
 from medusa.training.teacher import teacher_of
 
@@ -64,9 +65,9 @@ class Trainer:
         )
         has_column = None if self.columns is None else self.columns.numpy() >= 0
         self.num_scored = data.training.num_scored(heads.num_heads, has_column)  # (n, K)
-        self.schedule = self._new_schedule()
+        self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
         self.window = LossSums.zeros(heads.num_heads, accelerator.device)
-        self.bad_step = torch.zeros((), dtype=torch.long, device=accelerator.device)
+        self.watch = FiniteWatch(accelerator.device)
 
     def train(self) -> dict[str, float]:
         """Train until a limit is reached; the metrics on the held-out documents at the end come back.
@@ -76,7 +77,7 @@ class Trainer:
             MemoryError: a batch does not fit; the message names what to lower.
         """
         self._begin()
-        with self._memory_advice():
+        with memory_advice(self.configuration):
             return self._train()
 
     def _train(self) -> dict[str, float]:
@@ -101,7 +102,7 @@ class Trainer:
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents; empty when there are none."""
-        self._check_finite()
+        self.watch.check(self.configuration)
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.batch_options())
         sums = LossSums.zeros(self.heads.num_heads, self.accelerator.device)
         embedding = output_embedding(self.base)
@@ -118,7 +119,7 @@ class Trainer:
         Raises:
             OSError: the disk refused; earlier checkpoints are untouched.
         """
-        self._check_finite()
+        self.watch.check(self.configuration)
         self.state.window = [each.tolist() for each in self.accelerator.reduce(self.window, "sum")]
         self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
 
@@ -164,8 +165,7 @@ class Trainer:
         self.state.step += 1
         self.state.step_in_epoch += 1
         self.state.num_tokens += int(self.data.training.lengths[documents].sum())
-        first_bad = ~torch.isfinite(total) & (self.bad_step == 0)
-        self.bad_step = torch.where(first_bad, self.state.step, self.bad_step)
+        self.watch.see(self.state.step, total)
 
     def _groups(self) -> Iterator[list[MicroBatch]]:
         """The groups that remain, epoch after epoch, until the schedule is over."""
@@ -206,7 +206,7 @@ class Trainer:
 
     def _log(self, seconds_before: float, tokens_before: int) -> str:
         """Record what was summed since then and empty the window; a note for the progress line."""
-        self._check_finite()
+        self.watch.check(self.configuration)
         seconds, tokens = self.state.seconds - seconds_before, self.state.num_tokens - tokens_before
         metrics = self._record(
             "train",
@@ -228,26 +228,6 @@ class Trainer:
             self.run.append_metrics({"step": self.state.step, **metrics, **beside})
         return metrics
 
-    def _check_finite(self) -> None:
-        step = int(self.bad_step)
-        if step:
-            raise FloatingPointError(
-                f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
-                f"{self.configuration.optimisation.learning_rate}), or train with precision=fp32 and "
-                "base_dtype=float32"
-            )
-
-    @contextlib.contextmanager
-    def _memory_advice(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"out of memory on {self.accelerator.device}: lower tokens_per_batch (it is "
-                f"{self.configuration.optimisation.tokens_per_batch}; raise gradient_accumulation_steps to make "
-                f"up for it) or block_elements (it is {self.configuration.loss.block_elements})"
-            ) from error
-
     @property
     def _progress(self) -> float:
         return self.schedule.progress(self.state.step, self.state.seconds)
@@ -265,14 +245,6 @@ class Trainer:
         factor = self.schedule.learning_rate_factor(self.state.step, self.state.seconds)
         for group in self.optimiser.param_groups:
             group["lr"] = self.configuration.optimisation.learning_rate * factor
-
-    def _new_schedule(self) -> Schedule:
-        options = self.configuration.optimisation
-        limits = [] if options.max_steps is None else [options.max_steps]
-        if options.num_epochs is not None:
-            limits.append(sum(len(self._plan(epoch)) for epoch in range(options.num_epochs)))
-        seconds = None if options.max_minutes is None else 60 * options.max_minutes
-        return Schedule(min(limits, default=None), seconds, options.warmup_steps, options.final_learning_rate)
 
 
 def _new_optimiser(heads: Heads, options: OptimisationOptions) -> torch.optim.Optimizer:
