@@ -36,6 +36,7 @@ from medusa.drafters.probe import (
 from medusa.drafters.self_draft import SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
+from medusa.engine import PackedLinear, can_pack
 from medusa.verification import expected_tokens, independent_chains
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
@@ -68,6 +69,23 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
         drafter = drafter_named(name, model, settings)
         assert type(drafter) is kind
         assert model.generate(prompts, **options, drafter=drafter).tolist() == plain.tolist()
+
+
+def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
+    base = tiny_model("llama")
+    if not can_pack(base):
+        pytest.skip("this torch packs no weights")
+    model = MedusaModel(base, engine="packed")
+    base.save_pretrained(tmp_path)
+    settings = DrafterSettings(exit_layer=1, draft_model=tmp_path)
+    prompts = random_prompts(2, 7)
+    plain = model.generate(prompts, do_sample=False, max_new_tokens=12)
+    for name, attribute in (("early-exit", "cheaper"), ("draft-model", "draft_model")):
+        drafter = drafter_named(name, model, settings)
+        layers = getattr(drafter, attribute).modules()
+        assert any(isinstance(layer, PackedLinear) for layer in layers)
+        drafted = model.generate(prompts, do_sample=False, max_new_tokens=12, drafter=drafter)
+        assert drafted.tolist() == plain.tolist()
 
 
 def test_chains_have_the_length_asked_for_and_heads_keep_their_tree():

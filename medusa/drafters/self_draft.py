@@ -16,6 +16,7 @@ from medusa.base import CausalLM, verify, vocab_size
 from medusa.drafters import DraftContext
 from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
+from medusa.engine import prepared_base
 from medusa.tree import CandidateTree
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ def low_precision(base: CausalLM) -> CausalLM:
 
 
 def early_exit_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
-    """The base cut off after ``settings.exit_layer`` layers."""
+    """The base cut off after ``settings.exit_layer`` layers, on the base's engine."""
     assert settings.exit_layer is not None, "asked after by missing_exit_layer"
-    return _self_source("early-exit", early_exit(model.base, settings.exit_layer), settings)
+    shallow = early_exit(model.base, settings.exit_layer)
+    return _self_source("early-exit", prepared_base(shallow, model.engine), settings)
 
 
 def missing_exit_layer(model: MedusaModel, settings: DrafterSettings) -> str | None:
