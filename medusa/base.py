@@ -60,7 +60,7 @@ def check_decodable(base: CausalLM) -> None:
         raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
     output_embedding(base)
     if not base.can_generate():
-        raise ValueError(f"{name} cannot generate: it is not a causal language model; use AutoModelForCausalLM")
+        raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
     if getattr(base, "_is_stateful", False):
         raise ValueError(
             f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "

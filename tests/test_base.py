@@ -363,7 +363,7 @@ REFUSED = {
     ),
     "not causal": (
         lambda: BertForMaskedLM(BertConfig(**SMALL, num_hidden_layers=1)),
-        "BertForMaskedLM cannot generate: it is not a causal language model",
+        "BertForMaskedLM cannot generate: it is no causal language model",
     ),
 }
 
