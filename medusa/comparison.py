@@ -129,10 +129,18 @@ def paired_ratio(
             "every answer ended with its first token, so no step can be compared; give other prompts"
         )
     counts = np.array([(*ours[prompt], *theirs[prompt]) for prompt in prompts], dtype=float)  # (P, 4)
-    result = {"num_prompts": len(prompts), "num_answers": len(trials), "ratio": float(_ratio(counts.sum(0)))}
-    if len(prompts) < 2:
+    return {**bootstrapped_ratio(counts, resamples, seed), "num_answers": len(trials)}
+
+
+def bootstrapped_ratio(counts: np.ndarray, resamples: int = 4000, seed: int = 0) -> dict[str, Any]:
+    """Ratio of tokens per step with its 95 % interval, a percentile bootstrap over prompts.
+
+    counts (P, 4): for each prompt our steps, the tokens they emitted, and the baseline's alike.
+    """
+    result = {"num_prompts": len(counts), "ratio": float(_ratio(counts.sum(0)))}
+    if len(counts) < 2:
         return {**result, "low": None, "high": None}
-    drawn = np.random.default_rng(seed).integers(len(prompts), size=(resamples, len(prompts)))
+    drawn = np.random.default_rng(seed).integers(len(counts), size=(resamples, len(counts)))
     low, high = np.percentile(_ratio(counts[drawn].sum(1)), [2.5, 97.5])
     return {**result, "low": float(low), "high": float(high)}
 
