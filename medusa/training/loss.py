@@ -103,7 +103,8 @@ class LossSums(NamedTuple):
         The gradient is with respect to the logits, (C, V').
         """
         log_q = logits.detach().float().log_softmax(-1)
-        num_better = (log_q >= log_q.gather(1, columns[:, None])).sum(-1) - 1  # a tie counts against the head
+        is_as_good = log_q >= log_q.gather(1, columns[:, None])  # (C, V); a tie counts against the head
+        num_better = is_as_good.sum(-1, dtype=torch.int32) - 1  # int64 sums of booleans are ten times slower
         loss, gradient = objective(log_q, columns, teacher_rows)
         self.loss[index] += loss.masked_fill(~is_scored, 0.0).sum()
         self.top1[index] += (is_scored & (num_better < 1)).sum()
