@@ -15,7 +15,7 @@ from medusa.base import hidden_states
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.self_draft import SelfDrafter, early_exit, low_precision
+from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.eagle import EagleConfig, EagleHead
@@ -53,7 +53,7 @@ DRAFTERS = {
     "heads": heads_drafter,
     "draft-model": lambda base: DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, BUSHY),
     "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
-    "low-precision": lambda base: SelfDrafter(low_precision(base), BUSHY),
+    "low-precision": lambda base: LowPrecisionDrafter(low_precision(base), BUSHY),
     "suffix": lambda base: SuffixDrafter(length=5, min_match=1),
     "eagle": eagle_drafter,
     "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
@@ -263,6 +263,9 @@ def test_impossible_pairs_are_refused_with_the_reason():
         model.generate(
             random_prompts(1, 4), **options, drafter=heads_drafter(base, CHAIN), acceptance="greedy_block"
         )
+    with pytest.raises(ValueError, match="q depends on the text alone"):
+        int8 = LowPrecisionDrafter(low_precision(base), CHAIN)
+        model.generate(random_prompts(1, 4), **options, drafter=int8, acceptance="greedy_block")
     with pytest.raises(ValueError, match=r"acceptance must be .* got 'lucky'"):
         model.generate(random_prompts(1, 4), **options, acceptance="lucky")
 

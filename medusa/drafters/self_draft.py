@@ -7,6 +7,7 @@ read, and the entries of drafted nodes lie where the verification pass overwrite
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,12 @@ class SelfDrafter(LevelDrafter):
         return logits
 
 
+class LowPrecisionDrafter(SelfDrafter):
+    """Runs an int8 copy of the base."""
+
+    context_only = False  # all nodes of a call share the scale of their activations
+
+
 def early_exit(base: CausalLM, num_layers: int) -> CausalLM:
     """The first ``num_layers`` layers of ``base``, its final norm and its LM head (arXiv 2404.16710).
 
@@ -81,8 +88,9 @@ def text_attention(base: CausalLM) -> str:
 def low_precision(base: CausalLM) -> CausalLM:
     """A copy of ``base`` for the CPU whose linear layers compute in int8.
 
-    Weights are quantised per output channel, activations per call. The output embedding keeps its
-    precision.
+    Weights are quantised per output channel, activations with one scale per call. The output embedding
+    keeps its precision. PyTorch means to retire this quantiser in favour of torchao, whose int8 layers ran
+    sixteen times slower on a CPU without a compiler (2.13 and 0.18); hence no warning about it here.
     """
     if base.device.type != "cpu":
         raise ValueError(f"low-precision drafting runs on the CPU, base model is on {base.device}")
@@ -91,14 +99,16 @@ def low_precision(base: CausalLM) -> CausalLM:
     head = clone.get_output_embeddings()
     names = {name for name in linears if clone.get_submodule(name) is not head}
     settings = {name: torch.ao.quantization.per_channel_dynamic_qconfig for name in names}
-    return torch.ao.quantization.quantize_dynamic(clone, settings, dtype=torch.qint8, inplace=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(deprecated|quantize_per_channel).*")
+        return torch.ao.quantization.quantize_dynamic(clone, settings, dtype=torch.qint8, inplace=True)
 
 
 def early_exit_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     """The base cut off after ``settings.exit_layer`` layers, on the base's engine."""
     assert settings.exit_layer is not None, "asked after by missing_exit_layer"
     shallow = early_exit(model.base, settings.exit_layer)
-    return _self_source("early-exit", prepared_base(shallow, model.engine), settings)
+    return _self_source("early-exit", SelfDrafter, prepared_base(shallow, model.engine), settings)
 
 
 def missing_exit_layer(model: MedusaModel, settings: DrafterSettings) -> str | None:
@@ -111,7 +121,7 @@ def missing_exit_layer(model: MedusaModel, settings: DrafterSettings) -> str | N
 
 def low_precision_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     """An int8 copy of the base."""
-    return _self_source("low-precision", low_precision(model.base), settings)
+    return _self_source("low-precision", LowPrecisionDrafter, low_precision(model.base), settings)
 
 
 def missing_cpu(model: MedusaModel, settings: DrafterSettings) -> str | None:
@@ -119,10 +129,12 @@ def missing_cpu(model: MedusaModel, settings: DrafterSettings) -> str | None:
     return None if model.device.type == "cpu" else f"a base on the CPU, this one is on {model.device}"
 
 
-def _self_source(name: str, cheaper: CausalLM, settings: DrafterSettings) -> DraftSource:
+def _self_source(
+    name: str, kind: type[SelfDrafter], cheaper: CausalLM, settings: DrafterSettings
+) -> DraftSource:
     return DraftSource(
         name,
-        lambda tree: SelfDrafter(cheaper, tree),
+        lambda tree: kind(cheaper, tree),
         draft_length=settings.draft_length or DEFAULT_DRAFT_LENGTH,
         draft_width=settings.draft_width,
     )
