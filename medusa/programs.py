@@ -146,7 +146,7 @@ def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
     """Run a program: 0, or 1 with the error as one sentence on standard error, or 130 when it was stopped."""
     try:
         program()
-    except (ValueError, OSError, ImportError, ArithmeticError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
         if show_traceback:
             traceback.print_exc()
         log_console().print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)

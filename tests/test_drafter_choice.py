@@ -33,7 +33,7 @@ from medusa.drafters.probe import (
     verification_seconds,
     watched_answer,
 )
-from medusa.drafters.self_draft import SelfDrafter
+from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import PackedLinear, can_pack
@@ -56,7 +56,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
         "heads": HeadsDrafter,
         "draft-model": DraftModelDrafter,
         "early-exit": SelfDrafter,
-        "low-precision": SelfDrafter,
+        "low-precision": LowPrecisionDrafter,
         "suffix": SuffixDrafter,
         "heads+suffix": UnionDrafter,
         "early-exit+suffix+heads": UnionDrafter,
