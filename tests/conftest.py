@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
@@ -33,6 +34,9 @@ from transformers import (
 from medusa import CandidateTree
 from medusa.drafters import Draft, DraftContext, StatelessDrafter
 
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):  # the same examples every time: a red run can be repeated
+    settings.load_profile("ci")
 torch.set_num_threads(1)  # tiny models lose more to waking threads than they win
 
 VOCAB_SIZE = 61
