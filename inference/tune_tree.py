@@ -2,19 +2,21 @@
 
 Reads answers (the model's own to the prompts, or those in the file), counts which guesses of the
 heads would have been right, builds the best tree of each size, times a decode step with each, and
-keeps the size with the most tokens per second. Size 1 is plain decoding and takes part. With
---num-nodes nothing is timed: the best tree of that size is kept. Run it with nothing else running.
+keeps the size with the most tokens per second: for each of --batch-sizes by itself, filed under this
+device, precision and engine. Size 1 is plain decoding and takes part. A model loaded here then uses the
+tree of its batch size; everywhere else the first one is the default. With --num-nodes nothing is timed:
+the best tree of that size is kept. Run it with nothing else running.
 
     python inference/tune_tree.py
     python inference/tune_tree.py --heads HEADS --prompts FILE --limit 64 --max-new-tokens 256
+    python inference/tune_tree.py --batch-sizes 1,2,4,8,16 --engine eager
     python inference/tune_tree.py --num-nodes 64 --no-save
 """
 
 from __future__ import annotations
 
-import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import reduce
@@ -28,8 +30,8 @@ from rich.table import Table
 
 import medusa
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
-from medusa.checkpoint import save_tree
-from medusa.flags import ProgramOptions, positive_int, program_parser
+from medusa.checkpoint import load_heads, save_tree
+from medusa.flags import ProgramOptions, positive_int, positive_ints, program_parser
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, plot_tree_sizes
 from medusa.programs import (
@@ -43,16 +45,21 @@ from medusa.programs import (
     report_json,
     track,
 )
-from medusa.prompts import Prompt
+from medusa.prompts import Prompt, padded_batch
 from medusa.tree import CandidateTree
+from medusa.tuned_trees import TunedTree, merged
 from medusa.tuning import (
     NUM_NODES,
     TreeSize,
     fastest,
     held_out_tokens_per_step,
-    measure_step_seconds,
+    measured_sizes,
     trees_by_size,
 )
+from medusa.tuning_plot import plot_batch_sizes
+
+Tables = Mapping[int, Sequence[TreeSize]]
+"""What each size of tree gives and costs, by batch size."""
 
 
 class TuneOptions(ProgramOptions):
@@ -60,6 +67,7 @@ class TuneOptions(ProgramOptions):
 
     num_nodes: int | None
     sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     max_depth: int | None
     max_rank: int
     rounds: int
@@ -76,10 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     group.add_argument(
         "--sizes",
-        type=_sizes,
+        type=positive_ints,
         default=NUM_NODES,
         metavar="N,N,...",
         help=f"sizes to compare; 1 always takes part (default: {','.join(map(str, NUM_NODES))})",
+    )
+    group.add_argument(
+        "--batch-sizes",
+        type=positive_ints,
+        default=(1,),
+        metavar="B,B,...",
+        help="rows decoded together; each gets its own tree (default: 1)",
     )
     group.add_argument(
         "--max-depth", type=positive_int, metavar="D", help="no deeper than this (default: all heads)"
@@ -123,22 +138,44 @@ def tune(options: TuneOptions) -> None:
     counted = [
         calibrate(model.base, heads, [row], max_rank=options.max_rank) for row in track(rows, "ranking")
     ]
-    counts, table = reduce(add, counted), []
-    num_nodes = options.num_nodes
-    if num_nodes is None:
-        table = measure_sizes(model, counts, encoded, rows, options)
-        num_nodes = fastest(table).num_nodes
+    counts = reduce(add, counted)
+    tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
+    chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
+    num_nodes = options.num_nodes or chosen[min(chosen)]
     tree = counts.best_tree(num_nodes, options.max_depth)
-    report = make_report(model, counts, tree, table, options)
+    report = make_report(model, counts, tree, tables, options)
     print_report(report, Console(highlight=False))
-    if table:
-        title = f"{options.heads} on {report['device']}, {report['dtype']}"
-        plot_tree_sizes(report["by_num_nodes"], tree.num_nodes, options.plot, title)
-        log_console().print(f"picture: {options.plot}", soft_wrap=True)
+    if tables:
+        plot(report, chosen, options)
     if not options.no_save:
-        path = save_tree(options.heads, tree, **report)
-        log_console().print(f"tree written to {path}", soft_wrap=True)
+        save(model, counts, tree, tables, report, options)
     report_json(report, options)
+
+
+def save(
+    model: MedusaModel,
+    counts: RankCounts,
+    tree: CandidateTree,
+    tables: Tables,
+    report: dict[str, Any],
+    options: TuneOptions,
+) -> None:
+    """Write ``tree`` as the default, and the fastest one of each batch size for this place.
+
+    Trees tuned elsewhere stay. With --num-nodes those tuned here go, since they would hide the one asked for.
+    """
+    before = load_heads(options.heads).tuned
+    tuned = []
+    for batch_size, table in tables.items():
+        best = fastest(table)
+        measured = {"num_nodes": best.num_nodes, **report["by_batch_size"][str(batch_size)]}
+        measured |= {key: report[key] for key in ("num_threads", "medusa", "made")}
+        fitting = counts.best_tree(best.num_nodes, options.max_depth)
+        tuned.append(TunedTree(model.place, batch_size, fitting, measured))
+    kept = merged(before, tuned) if tables else [entry for entry in before if entry.place != model.place]
+    origin = {key: value for key, value in report.items() if key != "by_batch_size"}
+    path = save_tree(options.heads, tree, kept, **origin)
+    log_console().print(f"tree written to {path}", soft_wrap=True)
 
 
 def answered(
@@ -160,66 +197,83 @@ def measure_sizes(
     encoded: Sequence[dict[str, Any]],
     rows: Sequence[AnsweredTokens],
     options: TuneOptions,
-) -> list[TreeSize]:
-    """What each size gives and costs; timed on the prompts with the longest answers."""
+) -> dict[int, list[TreeSize]]:
+    """What each size gives and costs, by batch size; timed on the prompts with the longest answers."""
     trees = trees_by_size(counts, {1, *options.sizes}, options.max_depth)
+    gains = {size: held_out_tokens_per_step(counts, size, options.max_depth) for size in trees}
     by_length = sorted(range(len(rows)), key=lambda i: -sum(rows[i].is_label))
-    inputs = [encoded[by_length[number % len(by_length)]] for number in range(1 + options.rounds)]
-    seconds = measure_step_seconds(model, trees, track(inputs, "timing steps"))
-    return [
-        TreeSize(size, tree.depth, held_out_tokens_per_step(counts, size, options.max_depth), seconds[size])
-        for size, tree in trees.items()
-    ]
+    tables = {}
+    for batch_size in options.batch_sizes:
+        places = range((1 + options.rounds) * batch_size)
+        ordered = [encoded[by_length[place % len(by_length)]] for place in places]
+        batches = [padded_batch(ordered[start : start + batch_size]) for start in places[::batch_size]]
+        label = "timing steps" if len(options.batch_sizes) == 1 else f"timing steps, {batch_size} rows"
+        tables[batch_size] = measured_sizes(model, trees, gains, track(batches, label), batch_size)
+    return tables
 
 
 def make_report(
     model: MedusaModel,
     counts: RankCounts,
     tree: CandidateTree,
-    table: Sequence[TreeSize],
+    tables: Tables,
     options: TuneOptions,
 ) -> dict[str, Any]:
     """The JSON object of this program, which also says in ``tree.json`` where the tree came from."""
+    by_batch = {
+        str(batch): {
+            "chosen": fastest(table).num_nodes,
+            "by_num_nodes": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in table],
+        }
+        for batch, table in tables.items()
+    }
     return {
         "num_nodes": tree.num_nodes,
         "depth": tree.depth,
         "tokens_per_step": held_out_tokens_per_step(counts, tree.num_nodes, options.max_depth),
-        "by_num_nodes": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in table],
+        "by_num_nodes": next(iter(by_batch.values()))["by_num_nodes"] if by_batch else [],
+        "by_batch_size": by_batch,
         "num_prompts": len(counts.ranks),
         "num_positions": counts.num_positions,
-        "device": device_name(model.device),
-        "dtype": str(model.base.dtype).removeprefix("torch."),
+        "device": model.place.device,
+        "dtype": model.place.dtype,
+        "engine": model.place.engine,
         "num_threads": torch.get_num_threads(),
-        "batch_size": 1,
+        "batch_size": options.batch_sizes[0],
         "base": options.base,
         "medusa": medusa.__version__,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def device_name(device: torch.device) -> str:
-    """The device in words: a graphics card's name, or the processor's architecture."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()})"
+def plot(report: dict[str, Any], chosen: Mapping[int, int], options: TuneOptions) -> None:
+    """Draw one batch size in detail, or several against each other."""
+    title = f"{options.heads} on {report['device']}, {report['dtype']}, {report['engine']}"
+    if len(chosen) == 1:
+        plot_tree_sizes(report["by_num_nodes"], report["num_nodes"], options.plot, title)
+    else:
+        plot_batch_sizes(report["by_batch_size"], options.plot, title)
+    log_console().print(f"picture: {options.plot}", soft_wrap=True)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Every size that was compared, the chosen one marked; or the chosen one alone."""
-    if not report["by_num_nodes"]:
+    """Every size that was compared, the chosen ones marked; or the chosen one alone."""
+    if not report["by_batch_size"]:
         console.print(
             f"best tree of {report['num_nodes']} nodes: depth {report['depth']}, "
             f"{report['tokens_per_step']:.2f} tokens per step expected"
         )
-        return
-    table = Table(
-        title=f"Trees on {report['device']}, {report['dtype']}, {report['num_threads']} threads",
-        title_justify="left",
-    )
+    for batch_size, entry in report["by_batch_size"].items():
+        print_table(entry, f"batch size {batch_size}, {place_in_words(report)}", console)
+
+
+def print_table(entry: Mapping[str, Any], where: str, console: Console) -> None:
+    """Every size that was compared at one batch size, the chosen one marked."""
+    table = Table(title=f"Trees at {where}", title_justify="left")
     for name in ("nodes", "depth", "tokens per step", "ms per step", "tokens per second", "against plain"):
         table.add_column(name, justify="right")
-    plain = report["by_num_nodes"][0]["tokens_per_second"]
-    for row in report["by_num_nodes"]:
+    plain = entry["by_num_nodes"][0]["tokens_per_second"]
+    for row in entry["by_num_nodes"]:
         table.add_row(
             str(row["num_nodes"]),
             str(row["depth"]),
@@ -227,13 +281,14 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{1000 * row['step_seconds']:.1f}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['tokens_per_second'] / plain:.2f}x",
-            style="bold green" if row["num_nodes"] == report["num_nodes"] else "",
+            style="bold green" if row["num_nodes"] == entry["chosen"] else "",
         )
     console.print(table)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(positive_int(part) for part in text.split(","))
+def place_in_words(report: Mapping[str, Any]) -> str:
+    """Where the report was measured."""
+    return f"{report['device']}, {report['dtype']}, {report['engine']}, {report['num_threads']} threads"
 
 
 if __name__ == "__main__":

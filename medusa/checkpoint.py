@@ -3,7 +3,8 @@
     config.json         the kind of heads ("medusa", the default, or "eagle"), its HeadsConfig or EagleConfig,
                         the base model's name, the format version
     model.safetensors   the weights, names as in the module's state_dict()
-    tree.json           the candidate tree, as rank paths, and where it came from
+    tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees of
+                        places and batch sizes that were timed (see medusa.tuned_trees)
     provenance.json     how the heads were made: command, configuration, versions, measurements
 
 Loading is strict: a tensor that is missing, left over, of another shape or cut short is an error.
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from safetensors.torch import save_file
 from medusa.eagle import EagleHead, Heads
 from medusa.strict_loading import heads_holding, read_weights
 from medusa.tree import CandidateTree
+from medusa.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
@@ -49,6 +51,8 @@ class HeadsCheckpoint:
     """Name or path of the base the heads were trained on, as the user gave it."""
     tree: CandidateTree | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    tuned: tuple[TunedTree, ...] = ()
+    """Trees for the places and batch sizes where they were timed; ``tree`` serves everywhere else."""
 
 
 def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bool = False) -> Path:
@@ -69,7 +73,7 @@ def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bo
         state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.heads.state_dict().items()}
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if checkpoint.tree is not None:
-            write_json(partial / TREE_FILE, {"paths": [list(path) for path in checkpoint.tree.paths]})
+            save_tree(partial, checkpoint.tree, checkpoint.tuned)
         write_json(partial / PROVENANCE_FILE, checkpoint.provenance)
     return Path(directory)
 
@@ -90,11 +94,13 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
         )
     weights = read_weights(directory / WEIGHTS_FILE, device)
     heads = heads_holding(weights, raw, directory / CONFIG_FILE, directory / WEIGHTS_FILE)
+    tree, tuned = _read_trees(directory, heads.num_heads)
     return HeadsCheckpoint(
         heads=heads,
         base_model=raw.get("base_model", ""),
-        tree=_read_tree(directory, heads.num_heads),
+        tree=tree,
         provenance=read_json(directory / PROVENANCE_FILE) if (directory / PROVENANCE_FILE).exists() else {},
+        tuned=tuned,
     )
 
 
@@ -103,10 +109,17 @@ def kind_of(heads: Heads) -> str:
     return "eagle" if isinstance(heads, EagleHead) else "medusa"
 
 
-def save_tree(directory: str | Path, tree: CandidateTree, **origin: Any) -> Path:
-    """Write ``tree`` into a heads directory; ``origin`` says where it came from, in plain JSON values."""
+def save_tree(
+    directory: str | Path, tree: CandidateTree, tuned: Sequence[TunedTree] = (), **origin: Any
+) -> Path:
+    """Write ``tree`` into a heads directory, and ``tuned`` for the places they were measured at.
+
+    What the file held before is replaced, tuned trees included: ``tree`` is then used everywhere else.
+    ``origin`` says where ``tree`` came from, in plain JSON values.
+    """
     path = Path(directory) / TREE_FILE
-    write_json(path, {"paths": [list(p) for p in tree.paths], **origin})
+    entries = {"tuned": [entry.as_json() for entry in tuned]} if tuned else {}
+    write_json(path, {"paths": [list(p) for p in tree.paths], **origin, **entries})
     return path
 
 
@@ -202,15 +215,18 @@ def _local_directory(source: str | Path) -> Path:
         ) from error
 
 
-def _read_tree(directory: Path, num_heads: int) -> CandidateTree | None:
-    if not (directory / TREE_FILE).exists():
-        return None
-    raw = read_json(directory / TREE_FILE)
+def _read_trees(directory: Path, num_heads: int) -> tuple[CandidateTree | None, tuple[TunedTree, ...]]:
+    """The default tree and the tuned ones; None and none where there is no tree file."""
+    path = directory / TREE_FILE
+    if not path.exists():
+        return None, ()
+    raw = read_json(path)
     if "paths" not in raw:
-        raise ValueError(f"{directory / TREE_FILE} must hold 'paths', lists of ranks, got {sorted(raw)}")
-    tree = CandidateTree.from_paths(raw["paths"])
-    check_tree_fits(tree, num_heads)
-    return tree
+        raise ValueError(f"{path} must hold 'paths', lists of ranks, got {sorted(raw)}")
+    tree, tuned = tree_from_json(raw["paths"], str(path)), tuned_from_json(raw.get("tuned", []), str(path))
+    for each in (tree, *(entry.tree for entry in tuned)):
+        check_tree_fits(each, num_heads)
+    return tree, tuned
 
 
 def check_tree_fits(tree: CandidateTree, num_heads: int) -> None:

@@ -28,9 +28,8 @@ def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
     Raises:
         ValueError: unknown engine, or one that cannot run this model.
     """
-    if engine not in get_args(Engine):
-        raise ValueError(f"engine must be one of {get_args(Engine)}, got {engine!r}")
-    if engine == "eager" or (engine == "auto" and not can_pack(base)):
+    engine = resolved_engine(base, engine)
+    if engine == "eager":
         return base
     if not can_pack(base):
         raise ValueError(
@@ -38,6 +37,19 @@ def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
             f"{base.device}; use engine='eager'"
         )
     return packed(base)
+
+
+def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
+    """``engine``, or what "auto" stands for on this model.
+
+    Raises:
+        ValueError: unknown engine.
+    """
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine must be one of {get_args(Engine)}, got {engine!r}")
+    if engine == "auto":
+        return "packed" if can_pack(base) else "eager"
+    return engine
 
 
 def can_pack(base: CausalLM) -> bool:

@@ -200,6 +200,11 @@ def positive_int(text: str) -> int:
     return value
 
 
+def positive_ints(text: str) -> tuple[int, ...]:
+    """An ``argparse`` type: numbers of at least 1 with commas between, each once, growing."""
+    return tuple(sorted({positive_int(part) for part in text.split(",")}))
+
+
 def not_negative_float(text: str) -> float:
     """An ``argparse`` type: at least 0 and finite."""
     value = float(text)

@@ -21,11 +21,13 @@ from medusa.drafters import Drafter
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
 from medusa.eagle import Heads
-from medusa.engine import Engine, prepared_base
+from medusa.engine import Engine, prepared_base, resolved_engine
+from medusa.hardware import device_name
 from medusa.heads import check_heads_fit, embedding_weight
 from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.statistics import DecodingStatistics
 from medusa.tree import CandidateTree
+from medusa.tuned_trees import Place, TunedTree, at_place, chosen_for
 
 
 @dataclass
@@ -49,6 +51,7 @@ class MedusaModel:
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
         engine: Engine = "eager",
+        tuned: Sequence[TunedTree] = (),
     ):
         check_decodable(base)
         self.base = base
@@ -61,7 +64,11 @@ class MedusaModel:
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
             heads.to(device=embedding_weight(output_embedding(base)).device).eval()
-        self.tree = self._checked_tree(tree)
+        self.tuned = at_place(tuned, self.place)
+        """The trees that were timed at this very place, by batch size."""
+        self._default_tree = self._checked_tree(tree)
+        for entry in self.tuned:
+            self._checked_tree(entry.tree)
 
     @classmethod
     def from_pretrained(
@@ -79,7 +86,8 @@ class MedusaModel:
         Args:
             base: a path, a hub id, or a model already loaded (quantised, sharded, on any device).
             heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly.
-            tree: the candidate tree; by default the one in the heads directory, else a chain.
+            tree: the candidate tree of every call; by default those in the heads directory, chosen by
+                :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own, when ``base`` is a path or a hub id.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
@@ -104,11 +112,34 @@ class MedusaModel:
                 f"heads must be a path, a hub id or a HeadsCheckpoint, got {type(heads).__name__}; "
                 "MedusaModel(base, heads) takes the modules themselves"
             )
-        return cls(base, heads.heads, heads.tree if tree is None else tree, tokenizer, engine)
+        if tree is not None:
+            return cls(base, heads.heads, tree, tokenizer, engine)
+        return cls(base, heads.heads, heads.tree, tokenizer, engine, heads.tuned)
 
     @property
     def device(self) -> torch.device:
         return self.base.device
+
+    @property
+    def tree(self) -> CandidateTree:
+        """The candidate tree of a single row."""
+        return self.tree_for(1)
+
+    @property
+    def place(self) -> Place:
+        """Where this model decodes: what a tuned tree must have been timed on to be used."""
+        dtype = str(self.base.dtype).removeprefix("torch.")
+        return Place(device_name(self.device), dtype, resolved_engine(self.base, self.engine))
+
+    def tree_for(self, batch_size: int) -> CandidateTree:
+        """The candidate tree of a call with ``batch_size`` rows that names none itself.
+
+        The tree tuned on this device, in this precision, with this engine, for the nearest batch size at or
+        above (or the largest there is); where none was tuned here, the default tree. Whichever it is, the
+        tokens are the same.
+        """
+        tuned = chosen_for(self.tuned, batch_size)
+        return self._default_tree if tuned is None else tuned
 
     def generate(
         self,
@@ -127,7 +158,8 @@ class MedusaModel:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
             seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's
                 global generator. Only sampling reads it.
-            tree: another tree for this call; ``CandidateTree.chain(0)`` is plain decoding.
+            tree: another tree for this call than :meth:`tree_for` its rows; ``CandidateTree.chain(0)`` is
+                plain decoding.
             drafter: another source of candidates for this call.
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.verification``).
@@ -166,7 +198,7 @@ class MedusaModel:
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
         arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
         request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
-        return decode(self.runner, self._drafter(tree, drafter), request, statistics)
+        return decode(self.runner, self._drafter(tree, drafter, len(request.tokens)), request, statistics)
 
     def decode(
         self,
@@ -193,7 +225,8 @@ class MedusaModel:
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for step in decode(self.runner, self._drafter(tree, drafter), request, statistics):
+        chosen = self._drafter(tree, drafter, len(input_ids))
+        for step in decode(self.runner, chosen, request, statistics):
             for answer, new in zip(answers, step.tokens, strict=True):
                 answer.extend(new)
             if streamer is not None:
@@ -205,12 +238,12 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _drafter(self, tree: CandidateTree | None, drafter: Drafter | None) -> Drafter:
+    def _drafter(self, tree: CandidateTree | None, drafter: Drafter | None, num_rows: int) -> Drafter:
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
             return drafter
-        tree = self.tree if tree is None else self._checked_tree(tree)
+        tree = self.tree_for(num_rows) if tree is None else self._checked_tree(tree)
         if self.heads is None or tree.depth == 0:
             return PlainDrafter()
         return drafter_of_heads(self.heads, self.runner, tree)

@@ -11,7 +11,7 @@ other keys are left alone. This module knows nothing of models; a tokenizer rend
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,21 @@ def encode_text(tokenizer: Any, text: str, device: torch.device | str = "cpu") -
     """``input_ids`` and ``attention_mask``, (1, T) long, of text to continue."""
     encoded = tokenizer(text, return_tensors="pt")
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def padded_batch(rows: Sequence[Mapping[str, Tensor]], pad_id: int = 0) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask``, (B, T) long and left-padded, of prompts encoded one by one."""
+    longest = max(row["input_ids"].shape[1] for row in rows)
+
+    def padded(name: str, value: int) -> Tensor:
+        return torch.cat(
+            [
+                torch.nn.functional.pad(row[name], (longest - row[name].shape[1], 0), value=value)
+                for row in rows
+            ]
+        )
+
+    return {"input_ids": padded("input_ids", pad_id), "attention_mask": padded("attention_mask", 0)}
 
 
 _EXAMPLE = '{"prompt": "Name three rivers."}'

@@ -1,7 +1,8 @@
 """Which tree is fastest here: what a tree of N nodes is expected to give, against what it costs.
 
 Tokens per step come from calibration, step times from this machine; the best N maximises their
-ratio. N = 1 is plain decoding and takes part, so a tuned tree is never slower than none.
+ratio, for each batch size by itself. N = 1 is plain decoding and takes part, and a larger tree must beat
+it by more than noise, so a tuned tree is never slower than none.
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa.calibration import RankCounts
+from medusa.hardware import wait_for
 from medusa.model import MedusaModel
 from medusa.tree import CandidateTree
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+MIN_GAIN = 1.03
+"""How much faster than plain decoding a tree must look before it is taken: below is noise."""
+HOPELESS = 0.5
+"""A size that could not reach this share of the best speed, did it cost no more than a smaller one, is not
+timed."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,15 @@ class TreeSize:
     num_nodes: int
     depth: int
     tokens_per_step: float
-    """Expected, on answers that did not choose the tree."""
+    """Of one row; expected, on answers that did not choose the tree."""
     step_seconds: float
-    """Median time of a decode step on this machine."""
+    """Median time of a decode step of the whole batch on this machine."""
+    batch_size: int = 1
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.step_seconds
+        """Of all rows together."""
+        return self.batch_size * self.tokens_per_step / self.step_seconds
 
 
 def trees_by_size(
@@ -57,50 +66,110 @@ def held_out_tokens_per_step(counts: RankCounts, num_nodes: int, max_depth: int 
     return statistics.mean(judged)
 
 
+def measured_sizes(
+    model: MedusaModel,
+    trees: Mapping[int, CandidateTree],
+    tokens_per_step: Mapping[int, float],
+    inputs: Iterable[Mapping[str, Any]],
+    batch_size: int = 1,
+) -> list[TreeSize]:
+    """What each size of ``trees`` gives and costs for the batches ``inputs``, hopeless sizes left out.
+
+    ``tokens_per_step`` is what a tree of each size is expected to give.
+    """
+    seconds = measure_step_seconds(model, trees, inputs, tokens_per_step=tokens_per_step)
+    return [
+        TreeSize(size, trees[size].depth, tokens_per_step[size], taken, batch_size)
+        for size, taken in seconds.items()
+    ]
+
+
 def measure_step_seconds(
     model: MedusaModel,
     trees: Mapping[int, CandidateTree],
     inputs: Iterable[Mapping[str, Any]],
     num_steps: int = 8,
+    tokens_per_step: Mapping[int, float] | None = None,
 ) -> dict[int, float]:
-    """Median seconds of a decode step for each tree of ``trees``.
+    """Seconds of a decode step for each tree of ``trees``: medians over rounds.
 
-    Each of ``inputs`` (``input_ids`` and ``attention_mask`` of one prompt) is a round in which every
+    Each of ``inputs`` (``input_ids`` and ``attention_mask`` (B, T) of a batch) is a round in which every
     tree decodes ``num_steps`` steps, so that a machine that slows down does so for all. The first
-    round warms up and is not counted, nor is any prefill.
+    round warms up and is not counted, nor is any prefill, nor a step with fewer rows than B. With
+    ``tokens_per_step`` the first round also drops the sizes that are :data:`HOPELESS`.
 
     Raises:
-        ValueError: with some tree, no answer lasted a single step.
+        ValueError: with some tree, no answer lasted two steps.
     """
-    seconds: dict[int, list[float]] = {size: [] for size in trees}
-    for number, prompt in enumerate(inputs):
-        for size in _rotated(list(trees), number):
-            taken = _step_seconds(model, trees[size], prompt, num_steps)
-            seconds[size] += taken if number > 0 else []
-    for size, taken in seconds.items():
-        if not taken:
+    seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
+    for number, batch in enumerate(inputs):
+        if number == 0:
+            first = _first_round(model, trees, batch, num_steps, tokens_per_step)
+            seconds = {size: [] for size in first}
+            continue
+        for size in _rotated(list(seconds), number):
+            taken = _step_seconds(model, trees[size], batch, num_steps)
+            seconds[size] += [] if taken is None else [taken]
+    for size, measured in seconds.items():
+        if not measured:
             raise ValueError(
-                f"no answer lasted a step with the tree of {size} nodes; give prompts with longer answers"
+                f"no answer lasted two steps with the tree of {size} nodes; give prompts with longer answers"
             )
-    return {size: statistics.median(taken) for size, taken in seconds.items()}
+    return {size: statistics.median(measured) for size, measured in seconds.items()}
 
 
-def fastest(table: Sequence[TreeSize]) -> TreeSize:
-    """The row with the most tokens per second; the smaller tree where two are equal."""
-    return max(table, key=lambda row: (row.tokens_per_second, -row.num_nodes))
+def fastest(table: Sequence[TreeSize], min_gain: float = MIN_GAIN) -> TreeSize:
+    """The row with the most tokens per second; the smaller tree where two are equal.
+
+    Plain decoding, where it is in the table and no tree is ``min_gain`` times as fast.
+    """
+    best = max(table, key=lambda row: (row.tokens_per_second, -row.num_nodes))
+    plain = next((row for row in table if row.num_nodes == 1), best)
+    return best if best.tokens_per_second >= min_gain * plain.tokens_per_second else plain
+
+
+def _first_round(
+    model: MedusaModel,
+    trees: Mapping[int, CandidateTree],
+    batch: Mapping[str, Any],
+    num_steps: int,
+    tokens_per_step: Mapping[int, float] | None,
+) -> list[int]:
+    """Run every tree once, small ones first; the sizes that are worth timing."""
+    kept, best, longest = [], 0.0, 0.0
+    for size in sorted(trees):
+        gain = 1.0 if tokens_per_step is None else tokens_per_step[size]
+        if tokens_per_step is not None and longest and gain / longest < HOPELESS * best:
+            continue  # a larger tree takes no less time than the smaller ones did
+        kept.append(size)
+        taken = _step_seconds(model, trees[size], batch, num_steps)
+        if taken is not None:
+            best, longest = max(best, gain / taken), max(longest, taken)
+    return kept
 
 
 def _step_seconds(
-    model: MedusaModel, tree: CandidateTree, prompt: Mapping[str, Any], num_steps: int
-) -> list[float]:
-    budget = 1 + num_steps * (tree.depth + 1)
-    steps = model.stream(**prompt, tree=tree, max_new_tokens=budget, do_sample=False)
+    model: MedusaModel, tree: CandidateTree, batch: Mapping[str, Any], num_steps: int
+) -> float | None:
+    """Mean seconds of the steps after the first, while all rows decode; None where there is none.
+
+    The first step pays for what is set up once for a shape, and a loop that looks at its tokens every few
+    steps gives them out in bursts: hence a mean over a stretch.
+    """
+    budget = 1 + (1 + num_steps) * (tree.depth + 1)
+    steps = model.stream(**batch, tree=tree, max_new_tokens=budget, do_sample=False)
     next(steps)
-    seconds, before = [], time.perf_counter()
-    for _, _ in zip(range(num_steps), steps, strict=False):
+    began, num_timed, seconds = 0.0, -1, None
+    for step in steps:
+        wait_for(model.device)
         now = time.perf_counter()
-        seconds.append(now - before)
-        before = now
+        if not all(step.tokens):
+            break
+        num_timed += 1
+        began = now if num_timed == 0 else began
+        seconds = (now - began) / num_timed if num_timed else None
+        if num_timed == num_steps:
+            break
     return seconds
 
 

@@ -1,9 +1,10 @@
 import json
 
 import pytest
+import torch
 from tiny_chat import chat_tokenizer
 
-from medusa.prompts import encode_messages, read_prompts
+from medusa.prompts import encode_messages, padded_batch, read_prompts
 
 
 def write_rows(path, *rows):
@@ -88,3 +89,12 @@ def test_without_a_chat_template_only_one_message_can_be_rendered():
     assert tokenizer.decode(encode_messages(tokenizer, [message])["input_ids"][0]) == "once upon"
     with pytest.raises(ValueError, match="no chat template"):
         encode_messages(tokenizer, [message, message])
+
+
+def test_prompts_encoded_one_by_one_make_a_left_padded_batch():
+    rows = [
+        {name: torch.ones(1, n, dtype=torch.long) for name in ("input_ids", "attention_mask")} for n in (3, 1)
+    ]
+    batch = padded_batch(rows, pad_id=9)
+    assert batch["input_ids"].tolist() == [[1, 1, 1], [9, 9, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]

@@ -22,6 +22,7 @@ from medusa.drafters.length import (
     StepCosts,
     best_draft_length,
 )
+from medusa.hardware import wait_for
 from medusa.statistics import DecodingStatistics
 from medusa.tree import TreeTopology
 from medusa.verification.protocol import DraftKind
@@ -206,9 +207,3 @@ def probe_draft_length(
     return Probe(
         record, costs, best_draft_length(record, costs, longest) if record.num_drafted_steps else None
     )
-
-
-def wait_for(device: torch.device) -> None:
-    """Let a graphics card finish what it has been given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,0 +1,95 @@
+"""The device at hand: its name, when it has finished, how fast it reads memory and multiplies.
+
+Two short probes stand in for a data sheet. Bandwidth: how many bytes a second a sum over a large buffer
+reads. Arithmetic: how many operations a second a large square matrix product does. Both take the best of
+several runs, because everything that disturbs a run makes it slower. A model's weights are read once and
+multiplied once a forward pass, so these two are what its step time is held against (the roofline).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PROBE_BYTES = {"cpu": 2**28, "cuda": 2**31}
+"""Size of the buffer that is read: far beyond any cache."""
+PROBE_WIDTH = {"cpu": 1536, "cuda": 8192}
+"""Rows and columns of the matrices that are multiplied."""
+PROBE_RUNS = 5
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a device was measured to do a second."""
+
+    bytes_per_second: float
+    operations_per_second: float
+    """Multiplications and additions, each counted as one."""
+
+    def floor_seconds(self, num_bytes: float, num_operations: float) -> float:
+        """The least time in which the device can read so much and compute so much, at once."""
+        return max(num_bytes / self.bytes_per_second, num_operations / self.operations_per_second)
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words: a graphics card's name, or the processor's and how many cores it shows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}: {_processor_name()}, {os.cpu_count()} cores"
+
+
+def wait_for(device: torch.device) -> None:
+    """Let a graphics card finish what it has been given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured_rates(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_bytes: int | None = None,
+    width: int | None = None,
+) -> DeviceRates:
+    """The rates of ``device`` computing in ``dtype``, measured now; a second or so.
+
+    Args:
+        num_bytes: how much to read; by default enough to outgrow every cache.
+        width: of the square matrices to multiply.
+    """
+    kind = device.type if device.type in PROBE_BYTES else "cuda"
+    num_bytes, width = num_bytes or PROBE_BYTES[kind], width or PROBE_WIDTH[kind]
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    reading = _best_seconds(buffer.sum, device)
+    multiplying = _best_seconds(lambda: torch.mm(left, right, out=out), device)
+    return DeviceRates(buffer.nbytes / reading, 2 * width**3 / multiplying)
+
+
+def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    taken = []
+    for _ in range(1 + PROBE_RUNS):
+        wait_for(device)
+        began = time.perf_counter()
+        work()
+        wait_for(device)
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])
+
+
+def _processor_name() -> str:
+    """What the system calls its processor; its architecture where it does not say."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,22 @@
+import torch
+
+from medusa.hardware import DeviceRates, device_name, measured_rates
+
+
+def test_a_processor_is_named_with_its_cores():
+    assert device_name(torch.device("cpu")).startswith("cpu: ")
+    assert device_name(torch.device("cpu")).endswith(" cores")
+
+
+def test_rates_are_measured_and_a_step_takes_the_longer_of_reading_and_computing():
+    rates = measured_rates(torch.device("cpu"), torch.float32, num_bytes=2**22, width=128)
+    assert rates.bytes_per_second > 1e8
+    assert rates.operations_per_second > 1e8
+    assert DeviceRates(100.0, 10.0).floor_seconds(num_bytes=50, num_operations=1) == 0.5
+    assert DeviceRates(100.0, 10.0).floor_seconds(num_bytes=50, num_operations=20) == 2.0
+
+
+def test_rates_count_the_bytes_read_and_the_operations_done(monkeypatch):
+    monkeypatch.setattr("medusa.hardware._best_seconds", lambda work, device: 0.5)
+    rates = measured_rates(torch.device("cpu"), torch.float32, num_bytes=4000, width=10)
+    assert rates == DeviceRates(8000.0, 4000.0)
