@@ -91,6 +91,8 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path, wrong, nearest):
         (["--learning_rate", "0"], "learning_rate must be above 0, got 0.0"),
         (["--max_steps", "0"], "max_steps must be at least 1, got 0"),
         (["--max_steps", "none"], "one of num_epochs, max_steps, max_minutes must say how long"),
+        (["--depth_weighting", "dpace", "--decay", "0.5"], "decay does not go with depth_weighting=dpace"),
+        (["--dpace_smoothing", "0.1"], "dpace_smoothing does not go with depth_weighting=decay, got 0.1"),
         (["--overwrite", "--resume"], "overwrite and resume exclude each other"),
         (["stray"], "'stray' belongs to no key"),
     ],

@@ -249,6 +249,21 @@ def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
     assert losses[-1] < losses[0]
 
 
+def test_dpace_trains_with_stored_states_as_with_live_ones(tmp_path, rows):
+    options = {"depth_weighting": "dpace", "unembedding": "token_map", "token_map_size": 40, "max_steps": 8}
+    runs = []
+    for cache in (False, True):
+        directory = tmp_path / str(cache)
+        directory.mkdir()
+        trainer = new_trainer(directory, rows, cache_hidden_states=cache, **options)
+        trainer.train()
+        runs.append(history(trainer))
+    live, stored = runs
+    assert live[8]["train/loss_1"] < live[1]["train/loss_1"] - 0.2
+    for step, entry in live.items():
+        assert stored[step] == pytest.approx(entry, rel=1e-4, abs=1e-4)
+
+
 def test_bfloat16_arithmetic_trains_float32_weights(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, precision="bf16", max_steps=20)
     trainer.train()

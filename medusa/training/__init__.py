@@ -10,6 +10,7 @@ Data, for ``train/train_heads.py``:
 
 Loss:
     alignment.py       which hidden state predicts which token at which depth
+    depth_weights.py   what a target counts at each depth: decay, D-PACE
     objectives.py      cross-entropy, KL to the base, their blend, overlap: on one block of logits
     loss.py            the loss of all heads, head by head and block by block
     eagle_loss.py      the loss of an EAGLE-style head

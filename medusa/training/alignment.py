@@ -22,17 +22,20 @@ class Alignment:
     sources: Tensor
     """(K + 1, S) long: index in [0, P) of the state from which depth d predicts it; -1 where that position
     lies before the document. Row 0 belongs to the base's own head."""
-    num_unmapped: Tensor
-    """(K,) long: label tokens that have no column, by depth."""
+    unmapped: Tensor
+    """(K, U) long: the sources, by depth, of the U label tokens that have no column; -1 as above."""
 
     @property
     def num_heads(self) -> int:
         return self.sources.shape[0] - 1
 
+    @property
+    def num_unmapped(self) -> Tensor:
+        """(K,) long: label tokens without a column that some state could have predicted, by depth."""
+        return (self.unmapped >= 0).sum(1)
+
     def to(self, device: torch.device) -> Alignment:
-        moved = (
-            each.to(device, non_blocking=True) for each in (self.columns, self.sources, self.num_unmapped)
-        )
+        moved = (each.to(device, non_blocking=True) for each in (self.columns, self.sources, self.unmapped))
         return Alignment(*moved)
 
 
@@ -62,12 +65,10 @@ def align(
     depths = torch.arange(num_heads + 1)[:, None]
     sources = targets - 1 - depths  # (K + 1, S)
     inside = positions[targets] - 1 >= depths
-    mapped = columns >= 0
-    num_unmapped = (inside & ~mapped)[1:].sum(1)
-    sources, inside, columns = sources[:, mapped], inside[:, mapped], columns[mapped]
     if state_of is not None:
         sources = state_of[sources.clamp(min=0)]
-    return Alignment(columns, sources.masked_fill(~inside, -1), num_unmapped)
+    sources, mapped = sources.masked_fill(~inside, -1), columns >= 0
+    return Alignment(columns[mapped], sources[:, mapped], sources[1:, ~mapped])
 
 
 def needed_states(is_label: Tensor, positions: Tensor, num_heads: int) -> Tensor:

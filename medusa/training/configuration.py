@@ -67,6 +67,12 @@ class TrainingConfiguration:
                     f"{name} does not go with head_kind={self.heads.head_kind}, got {values[name]!r}; "
                     "leave it out"
                 )
+        for name in _OF_THE_OTHER_WEIGHTING[self.loss.depth_weighting]:
+            if values[name] != FIELDS[name].default:
+                raise ConfigurationError(
+                    f"{name} does not go with depth_weighting={self.loss.depth_weighting}, got "
+                    f"{values[name]!r}; leave it out"
+                )
         if self.run.overwrite and self.run.resume:
             raise ConfigurationError("overwrite and resume exclude each other, got both")
 
@@ -101,6 +107,7 @@ _OF_THE_OTHER_KIND = {
     "eagle": ("num_layers", "unembedding", "rank", "token_map_size", "cache_hidden_states", "cache_dtype"),
     "medusa": ("num_attention_heads", "intermediate_size", "feature_weight"),
 }
+_OF_THE_OTHER_WEIGHTING = {"decay": ("dpace_smoothing",), "dpace": ("decay",)}
 FREE_TO_CHANGE = frozenset(
     ("num_epochs", "max_steps", "max_minutes", "block_elements", "cache_hidden_states")
 ) | {field.name for field in dataclasses.fields(RunOptions)}

@@ -1,15 +1,16 @@
 """The loss of an EAGLE-style head, unrolled as far as it will draft.
 
-    L = sum over depths d of decay^d * (sum over targets of w * smooth_l1_d + loss_d) / num_scored_d
+    L = sum over depths d of (sum over targets of w_d * (f * smooth_l1_d + loss_d)) / num_scored_d
 
 At depth d the head has predicted d features, each but the first from its own last prediction and the
 text's own token. ``smooth_l1_d`` compares the last of them with the base's true feature, averaged over
 dimensions, each in units of its size; ``loss_d`` is the objective on its unembedding, KL to the base's own
-distribution for EAGLE's recipe (arXiv 2401.15077, section 3.2: the two weigh 1 to 0.1, w = 10). The paper
+distribution for EAGLE's recipe (arXiv 2401.15077, section 3.2: the two weigh 1 to 0.1, f = 10). The paper
 trains depth 1 alone and adds noise to the features; here the head meets its own errors instead.
 
 Only label tokens are targets. A depth's predictions keep their graph through the one layer; their logits
-are made, scored and dropped block by block, as in ``loss.py``.
+are made, scored and dropped block by block, as in ``loss.py``. The weights w_d are those of
+``depth_weights.py``: a draft starts at one feature, as Medusa heads start at one state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from medusa.eagle import EagleHead, drafted_features, unembedded
 from medusa.heads import embedding_weight
 from medusa.training.alignment import Alignment
-from medusa.training.loss import LossOptions, LossSums, Teacher
+from medusa.training.loss import LossOptions, LossSums, TargetBlock, Teacher, probability_of
 from medusa.training.objectives import TeacherRows, objective_named
 
 
@@ -59,21 +60,25 @@ class EagleLoss(nn.Module):
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
-        teacher, weights = self.options.checked_teacher(teacher), self.options.depth_weights(num_scored)
+        teacher = self.options.checked_teacher(teacher)
         truth = batch.features.flatten(0, 1)[alignment.sources[0]]  # (S, D); unembedded, the target's row
         # The entry that ends at the token before the target is the one that depth 1 predicts it from.
         entries = alignment.sources[1].clamp(min=0)
         predicted = torch.stack(
             [each.flatten(0, 1)[entries] for each in drafted_features(self.head, *batch)]
         )  # (K, S, D)
-        work = _Work(self.options, alignment, output_embedding, weights, teacher, truth)
+        work = _Work(self.options, alignment, output_embedding, num_scored, teacher, truth)
+        work.weigh(predicted.detach(), batch.positions.numel())
         loss = _FusedObjective.apply(work, predicted)
-        regression = self._regression(predicted, truth) * work.is_scored  # (K, S)
-        regression = self.options.feature_weight * regression.sum(1)
+        regression = self.options.feature_weight * self._regression(predicted, truth)  # (K, S)
+        regression = regression.masked_fill(~work.is_scored, 0.0)
+        weighted = (work.weights * regression).sum(1)
         sums = work.sums._replace(
-            loss=work.sums.loss + regression.detach(), num_labels=work.sums.num_scored.clone()
+            loss=work.sums.loss + regression.detach().sum(1),
+            weighted=work.sums.weighted + weighted.detach(),
+            num_labels=work.sums.num_scored.clone(),
         )
-        return loss + (weights * regression).sum(), sums
+        return loss + (weighted / num_scored.clamp(min=1)).sum(), sums
 
     def _regression(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """(K, S): how far predicted features (K, S, D) are from the true ones (S, D)."""
@@ -90,17 +95,35 @@ class _Work:
         options: LossOptions,
         alignment: Alignment,
         output_embedding: nn.Module,
-        weights: Tensor,
+        num_scored: Tensor,
         teacher: Teacher | None,
         truth: Tensor,
     ):
         self.columns, self.is_scored = alignment.columns, alignment.sources[1:] >= 0  # (S,), (K, S)
-        self.output_embedding, self.weights = output_embedding, weights
+        self.options, self.alignment, self.num_scored = options, alignment, num_scored
+        self.output_embedding = output_embedding
         self.teacher, self.truth = teacher, truth
         self.objective = objective_named(options.objective, options.kl_weight)
         size = max(1, options.block_elements // len(embedding_weight(output_embedding)))
         self.blocks = [slice(start, start + size) for start in range(0, len(self.columns), size)]
-        self.sums = LossSums.zeros(len(weights), weights.device)
+        self.sums = LossSums.zeros(len(num_scored), num_scored.device)
+        self.weights = torch.empty(0)  # (K, S), once weighed
+
+    def weigh(self, predicted: Tensor, num_states: int) -> None:
+        """Find the weights of all targets, given predicted features (K, S, D) from ``num_states`` starts."""
+        self.weights = self.options.target_weights(
+            self.alignment, num_states, lambda: self._confidence(predicted)
+        )
+
+    def _confidence(self, predicted: Tensor) -> Tensor:
+        """(K, S): the probability that each depth gives each target."""
+        found = torch.zeros(predicted.shape[:2], device=predicted.device)
+        with torch.no_grad():
+            for block in self.blocks:
+                for index, states in enumerate(predicted[:, block]):
+                    logits = unembedded(states, self.output_embedding)
+                    found[index, block] = probability_of(logits, self.columns[block])
+        return found
 
     def run(self, predicted: Tensor, gradient: Tensor | None) -> Tensor:
         """The weighted loss of predicted (K, S, D) as a scalar (); fills ``gradient``, alike, when wanted."""
@@ -113,7 +136,7 @@ class _Work:
                 of_logits = self._count(index, block, logits, teacher_rows)
                 if gradient is not None:
                     gradient[index, block] = torch.autograd.grad(logits, states, of_logits)[0]
-        return (self.sums.loss * self.weights).sum()
+        return self.sums.objective(self.num_scored)
 
     def _teacher_rows(self, block: slice) -> TeacherRows | None:
         """The base's own rows for the targets of a block: the same at every depth."""
@@ -124,11 +147,10 @@ class _Work:
 
     def _count(self, index: int, block: slice, logits: Tensor, teacher_rows: TeacherRows | None) -> Tensor:
         """Add a block of depth ``index`` + 1 to the sums; the gradient of its weighted loss, (C, V)."""
-        is_scored = self.is_scored[index, block]
-        gradient = self.sums.add_block(
-            index, logits, self.columns[block], is_scored, self.objective, teacher_rows
-        )
-        return gradient.mul_((self.weights[index] * is_scored)[:, None]).to(logits.dtype)
+        weights = self.weights[index, block]
+        targets = TargetBlock(self.columns[block], self.is_scored[index, block], weights, teacher_rows)
+        gradient = self.sums.add_block(index, logits, targets, self.objective)
+        return gradient.mul_((weights / self.num_scored[index].clamp(min=1))[:, None]).to(logits.dtype)
 
 
 class _FusedObjective(torch.autograd.Function):

@@ -1,8 +1,10 @@
 """The loss of all heads, with memory flat in the number of heads and in the vocabulary.
 
-    L = sum over depths k of decay^k * (sum over targets of loss_k) / num_scored_k
+    L = sum over depths k of (sum over targets of w_k * loss_k) / num_scored_k
 
-which is eq. 1 of arXiv 2401.10774, averaged over targets.
+With w_k = decay^k this is eq. 1 of arXiv 2401.10774, averaged over targets; ``depth_weights.py`` has the
+weights. Those of D-PACE need what all heads think of a path before the first gradient, so the logits are then
+made twice, and still never more than one block of them is held.
 
 Heads are taken one by one and targets block by block: forward, loss and backward of one block of logits
 (C, V) happen before the next exists, residual blocks included, and only parameter gradients stay. To
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from medusa.heads import MedusaHeads
 from medusa.training.alignment import Alignment
+from medusa.training.depth_weights import DepthWeighting, acceptance_weights, decay_weights
 from medusa.training.objectives import (
     Objective,
     ObjectiveName,
@@ -42,7 +45,9 @@ class LossOptions:
 
     objective: ObjectiveName = "ce"
     kl_weight: float = 0.5
+    depth_weighting: DepthWeighting = "decay"
     decay: float = 0.8
+    dpace_smoothing: float = 0.5
     block_elements: int = 2**24
     """Logits held at a time; C = block_elements / V' targets."""
     feature_weight: float = 10.0
@@ -52,6 +57,12 @@ class LossOptions:
         objective_named(self.objective, self.kl_weight)
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {self.decay}")
+        if self.depth_weighting not in get_args(DepthWeighting):
+            raise ValueError(
+                f"depth_weighting must be one of {get_args(DepthWeighting)}, got {self.depth_weighting!r}"
+            )
+        if not 0 <= self.dpace_smoothing <= 1:
+            raise ValueError(f"dpace_smoothing must be in [0, 1], got {self.dpace_smoothing}")
         if self.block_elements < 1:
             raise ValueError(f"block_elements must be at least 1, got {self.block_elements}")
         if self.feature_weight < 0:
@@ -65,16 +76,32 @@ class LossOptions:
             raise ValueError(f"objective {self.objective!r} needs the base's logits: pass teacher")
         return teacher
 
-    def depth_weights(self, num_scored: Tensor) -> Tensor:
-        """(K,): what the loss of one target of each depth counts, given all targets (K,) of the step."""
-        depths = torch.arange(1, len(num_scored) + 1, device=num_scored.device)
-        return self.decay**depths / num_scored.clamp(min=1)
+    def target_weights(
+        self, alignment: Alignment, num_states: int, confidence: Callable[[], Tensor]
+    ) -> Tensor:
+        """(K, S): what the loss of each target counts at each depth, 0 where it has no source.
+
+        ``confidence`` gives the probabilities (K, S) of the targets; it is called when they are needed.
+        """
+        if self.depth_weighting == "decay":
+            return decay_weights(alignment, self.decay)
+        return acceptance_weights(confidence(), alignment, num_states, self.dpace_smoothing)
+
+
+class TargetBlock(NamedTuple):
+    """Some of the targets, as one depth sees them."""
+
+    columns: Tensor  # (C,) long
+    is_scored: Tensor  # (C,) bool; false where the depth has no source for the target
+    weights: Tensor  # (C,)
+    teacher_rows: TeacherRows | None
 
 
 class LossSums(NamedTuple):
     """Sums over targets by depth, (K,) each; they add up over blocks, micro-batches and processes."""
 
     loss: Tensor
+    weighted: Tensor  # what is minimised: each loss times the weight of its target
     top1: Tensor  # long; targets that were the head's first guess
     top5: Tensor  # long; among its first five
     num_labels: Tensor  # long; targets, those without a column included: what a hit rate divides by
@@ -83,34 +110,39 @@ class LossSums(NamedTuple):
     @classmethod
     def zeros(cls, num_heads: int, device: torch.device | str = "cpu") -> LossSums:
         counts = (torch.zeros(num_heads, dtype=torch.long, device=device) for _ in range(4))
-        return cls(torch.zeros(num_heads, device=device), *counts)
+        sums = (torch.zeros(num_heads, device=device) for _ in range(2))
+        return cls(*sums, *counts)
 
     def plus(self, other: LossSums) -> LossSums:
         return LossSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
-    def add_block(
-        self,
-        index: int,
-        logits: Tensor,
-        columns: Tensor,
-        is_scored: Tensor,
-        objective: Objective,
-        teacher_rows: TeacherRows | None,
-    ) -> Tensor:
+    def objective(self, num_scored: Tensor) -> Tensor:
+        """The weighted loss, a scalar, where ``num_scored`` (K,) targets are scored in all."""
+        return (self.weighted / num_scored.clamp(min=1)).sum()
+
+    def add_block(self, index: int, logits: Tensor, targets: TargetBlock, objective: Objective) -> Tensor:
         """Count a block of logits (C, V') of depth ``index`` + 1, in place; the gradient of each row's loss.
 
-        columns (C,) long are the targets; rows that ``is_scored`` (C,) bool leaves out are not counted.
-        The gradient is with respect to the logits, (C, V').
+        Rows that are not scored are not counted. The gradient is with respect to the logits, (C, V'), and
+        unweighted.
         """
         log_q = logits.detach().float().log_softmax(-1)
-        is_as_good = log_q >= log_q.gather(1, columns[:, None])  # (C, V); a tie counts against the head
+        is_as_good = log_q >= log_q.gather(1, targets.columns[:, None])  # (C, V); a tie counts as a miss
         num_better = is_as_good.sum(-1, dtype=torch.int32) - 1  # int64 sums of booleans are ten times slower
-        loss, gradient = objective(log_q, columns, teacher_rows)
-        self.loss[index] += loss.masked_fill(~is_scored, 0.0).sum()
-        self.top1[index] += (is_scored & (num_better < 1)).sum()
-        self.top5[index] += (is_scored & (num_better < 5)).sum()
-        self.num_scored[index] += is_scored.sum()
+        loss, gradient = objective(log_q, targets.columns, targets.teacher_rows)
+        loss = loss.masked_fill(~targets.is_scored, 0.0)
+        self.loss[index] += loss.sum()
+        self.weighted[index] += (loss * targets.weights).sum()
+        self.top1[index] += (targets.is_scored & (num_better < 1)).sum()
+        self.top5[index] += (targets.is_scored & (num_better < 5)).sum()
+        self.num_scored[index] += targets.is_scored.sum()
         return gradient
+
+
+def probability_of(logits: Tensor, columns: Tensor) -> Tensor:
+    """(C,): the probability of column ``columns`` (C,) long under each row of logits (C, V')."""
+    logits = logits.float()
+    return (logits.gather(1, columns[:, None])[:, 0] - logits.logsumexp(-1)).exp()
 
 
 class HeadsLoss(nn.Module):
@@ -138,8 +170,7 @@ class HeadsLoss(nn.Module):
             teacher: needed by every objective but "ce".
         """
         teacher = self.options.checked_teacher(teacher)
-        weights = self.options.depth_weights(num_scored)
-        work = _Work(self, alignment, output_embedding, weights, teacher)
+        work = _Work(self, alignment, output_embedding, num_scored, teacher)
         parameters = list(self.heads.parameters())
         loss = _FusedLoss.apply(work, hidden, *parameters) if torch.is_grad_enabled() else work.run(hidden)
         return loss, work.sums
@@ -153,27 +184,47 @@ class _Work:
         module: HeadsLoss,
         alignment: Alignment,
         output_embedding: nn.Module,
-        weights: Tensor,
+        num_scored: Tensor,
         teacher: Teacher | None,
     ):
         self.heads, self.options = module.heads, module.options
-        self.alignment, self.output_embedding, self.weights = alignment, output_embedding, weights
+        self.alignment, self.output_embedding, self.num_scored = alignment, output_embedding, num_scored
         self.teacher = teacher
         self.objective = objective_named(self.options.objective, self.options.kl_weight)
-        self.sums = LossSums.zeros(self.heads.num_heads, weights.device)
+        self.sums = LossSums.zeros(self.heads.num_heads, num_scored.device)
+        config = self.heads.config
+        size = max(1, self.options.block_elements // (config.token_map_size or config.vocab_size))
+        num_targets = len(alignment.columns)
+        self.blocks = [slice(start, start + size) for start in range(0, num_targets, size)]
 
     def run(self, hidden: Tensor, gradients: _Gradients | None = None) -> Tensor:
         """The weighted loss as a scalar (); adds to ``gradients`` when they are wanted."""
-        config = self.heads.config
-        size = max(1, self.options.block_elements // (config.token_map_size or config.vocab_size))
-        num_targets = len(self.alignment.columns)
-        for start in range(0, num_targets, size):
-            block = slice(start, min(start + size, num_targets))
+        weights = self.options.target_weights(self.alignment, len(hidden), lambda: self._confidence(hidden))
+        for block in self.blocks:
             teacher_rows = self._teacher_rows(hidden, block)
             for index in range(self.heads.num_heads):
-                self._add_block(index, block, hidden, teacher_rows, gradients)
+                is_scored = self.alignment.sources[index + 1, block] >= 0
+                columns = self.alignment.columns[block]
+                targets = TargetBlock(columns, is_scored, weights[index, block], teacher_rows)
+                self._add_block(index, block, hidden, targets, gradients)
         self.sums = self.sums._replace(num_labels=self.sums.num_scored + self.alignment.num_unmapped)
-        return (self.sums.loss * self.weights).sum()
+        return self.sums.objective(self.num_scored)
+
+    def _confidence(self, hidden: Tensor) -> Tensor:
+        """(K, S): the probability that each head gives each target."""
+        found = torch.zeros(self.heads.num_heads, len(self.alignment.columns), device=hidden.device)
+        with torch.no_grad():
+            for block in self.blocks:
+                for index in range(self.heads.num_heads):
+                    logits = self.heads.logits_of(
+                        index, self._states(index, block, hidden), self.output_embedding
+                    )
+                    found[index, block] = probability_of(logits, self.alignment.columns[block])
+        return found
+
+    def _states(self, index: int, block: slice, hidden: Tensor) -> Tensor:
+        """What the head at ``index`` predicts a block's targets from, (C, D)."""
+        return hidden.detach()[self.alignment.sources[index + 1, block].clamp(min=0)]
 
     def _teacher_rows(self, hidden: Tensor, block: slice) -> TeacherRows | None:
         """The base's own rows for the targets of a block: the same for every head."""
@@ -187,19 +238,18 @@ class _Work:
         index: int,
         block: slice,
         hidden: Tensor,
-        teacher_rows: TeacherRows | None,
+        targets: TargetBlock,
         gradients: _Gradients | None,
     ) -> None:
-        sources, columns = self.alignment.sources[index + 1, block], self.alignment.columns[block]
-        is_scored = sources >= 0  # false for the first tokens of a document only
-        states = hidden.detach()[sources.clamp(min=0)]  # (C, D)
+        states = self._states(index, block, hidden)
         with torch.set_grad_enabled(gradients is not None):
             if gradients is not None and gradients.hidden is not None:
                 states.requires_grad_()
             logits = self.heads.logits_of(index, states, self.output_embedding)  # (C, V')
-        gradient = self.sums.add_block(index, logits, columns, is_scored, self.objective, teacher_rows)
+        gradient = self.sums.add_block(index, logits, targets, self.objective)
         if gradients is not None:
-            gradient.mul_((self.weights[index] * is_scored)[:, None])
+            gradient.mul_((targets.weights / self.num_scored[index].clamp(min=1))[:, None])
+            sources = self.alignment.sources[index + 1, block]
             gradients.add(index, logits, gradient.to(logits.dtype), states, sources)
 
 

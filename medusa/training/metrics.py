@@ -9,18 +9,17 @@ from rich.table import Table
 from medusa.training.loss import LossSums
 
 
-def metrics_of(name: str, sums: LossSums, decay: float) -> dict[str, float]:
-    """``name/loss``, weighted over depths, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
+def metrics_of(name: str, sums: LossSums) -> dict[str, float]:
+    """``name/loss``, what is minimised, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
 
     Empty when there are no labels.
     A target that the heads have no column for counts as a miss in the hit rates and not in the loss.
     """
     if not int(sums.num_labels.sum()):
         return {}
-    loss = (sums.loss / sums.num_scored.clamp(min=1)).tolist()
-    metrics = {f"{name}/loss": sum(decay**depth * each for depth, each in enumerate(loss, start=1))}
+    metrics = {f"{name}/loss": float(sums.objective(sums.num_scored))}
     columns = {
-        "loss": loss,
+        "loss": (sums.loss / sums.num_scored.clamp(min=1)).tolist(),
         "top1": (sums.top1 / sums.num_labels.clamp(min=1)).tolist(),
         "top5": (sums.top5 / sums.num_labels.clamp(min=1)).tolist(),
     }

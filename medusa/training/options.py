@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, dataclass_transform
 
 from medusa.eagle import EagleConfig
 from medusa.heads import HeadsConfig, Unembedding
+from medusa.training.depth_weights import DepthWeighting
 from medusa.training.filtering import FilterOptions
 from medusa.training.loss import LossOptions
 from medusa.training.objectives import ObjectiveName
@@ -136,8 +137,13 @@ class ObjectiveOptions:
     """ce: the text's own tokens. kl: the base's distribution. blend: both. lk: -log of the overlap."""
     kl_weight: float = 0.5
     """Part of kl in blend, 0 to 1."""
+    depth_weighting: DepthWeighting = "decay"
+    """What depths count. decay: by decay. dpace: by what each target adds to the expected number of accepted
+    tokens while the heads are as good as they are (a quarter more work in the heads)."""
     decay: float = 0.8
     """Weight of depth d is decay ** d."""
+    dpace_smoothing: float = 0.5
+    """Of dpace, 0 to 1: above 0, later depths count while earlier ones are still bad; the paper has 0.5."""
     block_elements: int = 2**24
     """Logits held at a time (elements, 4 bytes each); lower it to save memory."""
     feature_weight: float = 10.0

@@ -222,7 +222,7 @@ class Trainer:
     def _record(self, name: str, sums: LossSums, **beside: float) -> dict[str, float]:
         """Metrics of the sums of all processes, to the tracker and the metrics file."""
         sums = self.accelerator.reduce(sums, "sum")
-        metrics = metrics_of(name, sums, self.configuration.loss.decay)
+        metrics = metrics_of(name, sums)
         self.accelerator.log({**metrics, **beside}, step=self.state.step)
         if self.accelerator.is_main_process and metrics:
             self.run.append_metrics({"step": self.state.step, **metrics, **beside})
