@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from medusa.base import hidden_states, output_embedding
-from medusa.eagle import EagleHead, Heads, drafted_features, unembedded
+from medusa.eagle import EagleHead, Heads, drafted_features
 from medusa.tree import CandidateTree, RankPath, best_tree, grown_path_values
 
 MISS = -1
@@ -217,7 +217,8 @@ def _batch_ranks(
         for start, end in _answer_spans(row.is_label):
             ahead = torch.arange(start, end)[:, None] + torch.arange(1, heads.num_heads + 1)  # (P, K)
             truth = ids[i][ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
-            answers.append(_true_ranks(base, heads, states[i, start - 1 : end - 1], truth, max_rank))
+            path = ids[i][(ahead - 1).clamp(max=end - 1)]  # whatever follows an unknown token is unknown too
+            answers.append(_true_ranks(base, heads, states[i, start - 1 : end - 1], path, truth, max_rank))
         yield answers
 
 
@@ -242,17 +243,21 @@ def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
             start = None
 
 
-def _true_ranks(base: PreTrainedModel, heads: Heads, states: Tensor, truth: Tensor, max_rank: int) -> Tensor:
-    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) that Medusa heads read, or those
-    (P, K, D) that an EAGLE-style head predicted."""
+def _true_ranks(
+    base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
+) -> Tensor:
+    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
+    read, or the states (P, K, D) that an EAGLE-style head predicted."""
     unembedding = output_embedding(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
-    for part, tokens in zip(states.split(chunk), truth.split(chunk), strict=True):
-        is_drafted = isinstance(heads, EagleHead)
-        logits = unembedded(part, unembedding) if is_drafted else heads(part, unembedding)  # (chunk, K, V')
-        guesses = logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices
-        guesses = guesses if heads.token_map is None else heads.token_map[guesses]
+    parts = (each.split(chunk) for each in (states, path.to(states.device), truth))
+    for part, behind, tokens in zip(*parts, strict=True):
+        if isinstance(heads, EagleHead):
+            logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
+        else:
+            logits = heads(part, unembedding, behind)
+        guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
         is_right = guesses.cpu() == tokens[..., None]
         found = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)
         ranks.append(found.masked_fill(tokens == UNKNOWN, UNKNOWN).to(torch.int16))

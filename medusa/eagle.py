@@ -10,6 +10,7 @@ Shapes: D hidden, V vocabulary, E entries; one entry is (feature t, token t + 1)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel
 
-from medusa.heads import MedusaHeads, embedding_weight
+from medusa.heads import MedusaHeads
+from medusa.token_map import TokenMapped
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,14 @@ class EagleConfig:
     """Of the layer's feed-forward part; 0 for 4 x hidden_size, rounded down to a multiple of 64."""
     max_depth: int = 5
     """How far ahead it is made to draft."""
+    token_map_size: int | None = None
+    """V': tokens that it can draft; None for all."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_depth", "token_map_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.intermediate_size < 0:
             raise ValueError(f"intermediate_size must be at least 0, got {self.intermediate_size}")
         if self.hidden_size % self.num_attention_heads:
@@ -48,11 +53,11 @@ class EagleConfig:
             )
 
 
-class EagleHead(nn.Module):
+class EagleHead(TokenMapped):
     """Predicts the base's next feature. The base's embeddings are passed in, never part of the module."""
 
-    def __init__(self, config: EagleConfig):
-        super().__init__()
+    def __init__(self, config: EagleConfig, token_map: Sequence[int] | Tensor | None = None):
+        super().__init__(config.vocab_size, config.token_map_size, token_map)
         self.config = config
         size = config.hidden_size
         self.join = nn.Linear(2 * size, size)
@@ -75,8 +80,6 @@ class EagleHead(nn.Module):
         self.register_buffer("feature_scale", torch.ones(size))
         self.register_buffer("embedding_scale", torch.ones(size))
 
-    token_map: None = None
-    """Every token is scored, as by Medusa heads without a map."""
     feature_scale: Tensor
     """(D,): the size of each dimension of a feature; features are read and predicted in this unit."""
     embedding_scale: Tensor
@@ -125,12 +128,6 @@ class EagleHead(nn.Module):
 
 Heads = MedusaHeads | EagleHead
 """What a heads directory can hold."""
-
-
-def unembedded(features: Tensor, output_embedding: nn.Module) -> Tensor:
-    """Logits (..., V) of predicted features (..., D), as the base's own output embedding scores them."""
-    weight = embedding_weight(output_embedding)
-    return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
 
 
 def drafted_features(

@@ -2,23 +2,25 @@
 
 Head d (d = 1 .. K) reads the hidden state that the base model's own output embedding reads at
 position t and scores the token at t + d + 1. A head is residual blocks followed by an
-unembedding. This module knows nothing of trees, caches or files.
+unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
+sequentially dependent (Hydra, arXiv 2402.05109). This module knows nothing of trees, caches or files.
 
 Shapes: D hidden, V vocabulary, K heads, V' scored tokens (V, or fewer with a token map).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa.token_map import TokenMapped, embedding_weight
+
 Unembedding = Literal["shared", "full", "low_rank", "token_map"]
-Project = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class HeadsConfig:
     """r of low_rank."""
     token_map_size: int | None = None
     """V' of token_map."""
+    reads_path: bool = False
+    """Whether head d also reads the d tokens between its hidden state's own and the one it scores."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
@@ -68,15 +72,17 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(TokenMapped):
     """K heads over a frozen base model's output embedding.
 
     The base's output embedding is never a part of this module: callers pass it to :meth:`forward`,
-    so it is neither trained nor saved nor copied.
+    so it is neither trained nor saved nor copied. Heads that read their path see its tokens as rows of it.
     """
 
     def __init__(self, config: HeadsConfig, token_map: Sequence[int] | Tensor | None = None):
-        super().__init__()
+        if token_map is not None and config.unembedding != "token_map":
+            raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
+        super().__init__(config.vocab_size, config.token_map_size, token_map)
         self.config = config
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
@@ -97,11 +103,11 @@ class MedusaHeads(nn.Module):
             self.up = nn.ParameterList(
                 nn.Parameter(torch.zeros(config.vocab_size, config.rank)) for _ in range(config.num_heads)
             )
-        self.register_buffer("token_map", _checked_token_map(config, token_map))
-        self._mapped_rows: _MappedRows | None = None
-
-    token_map: Tensor | None
-    """(V',) long: the token id that each scored column stands for; None when every token is scored."""
+        if config.reads_path:
+            self.paths = nn.ParameterList(  # zero: untrained, a head does not see its path
+                nn.Parameter(torch.zeros(config.hidden_size, depth * config.hidden_size))
+                for depth in range(1, config.num_heads + 1)
+            )
 
     @property
     def num_heads(self) -> int:
@@ -114,93 +120,89 @@ class MedusaHeads(nn.Module):
                 for rows in self.unembed:
                     rows.copy_(embedding_weight(output_embedding))
 
-    def features(self, hidden: Tensor) -> Tensor:
-        """What each head's unembedding reads: hidden (..., D) -> (..., K, D)."""
-        return torch.stack([block(hidden) for block in self.blocks], dim=-2)
+    def features(self, hidden: Tensor, path_rows: Tensor | None = None) -> Tensor:
+        """What each head's unembedding reads: hidden (..., D) -> (..., K, D).
 
-    def forward(self, hidden: Tensor, output_embedding: nn.Module) -> Tensor:
+        ``path_rows`` (..., K, D) are those of the K tokens after the hidden state's own (see
+        :meth:`rows_of_path`), for heads that read their path.
+        """
+        return torch.stack([self._features_of(k, hidden, path_rows) for k in range(self.num_heads)], dim=-2)
+
+    def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D) -> (..., K, V').
 
         Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
+        ``path`` (..., K) long, the K tokens after the hidden state's own, is for heads that read it.
         Scaling and soft-capping that an architecture adds after its output embedding are left out:
         they do not change the order of a head's guesses.
         """
-        features = self.features(hidden.to(next(self.blocks.parameters()).dtype))
-        return self.project(features, output_embedding)
+        rows = self.rows_of_path(path, output_embedding)
+        return self.project(self.features(self._typed(hidden), rows), output_embedding)
 
     def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
         """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
         if self.config.unembedding == "full":
             per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
             return torch.stack(per_head, dim=-2)
-        logits = self._base_logits(features, output_embedding)
+        logits = self.unembedded(features, output_embedding)
         if self.config.unembedding == "low_rank":
             corrections = [self._correction(k, features[..., k, :]) for k in range(self.num_heads)]
             logits = logits + torch.stack(corrections, dim=-2)
         return logits
 
-    def logits_of(self, index: int, hidden: Tensor, output_embedding: nn.Module) -> Tensor:
+    def logits_of(
+        self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
+    ) -> Tensor:
         """Logits of the head at ``index`` (from 0) alone: hidden (..., D) -> (..., V').
 
+        ``path`` (..., index + 1) long are the tokens after the hidden state's own, for heads that read them.
         Reads the parameters of that head and of no other, so training can go head by head and never
         hold the logits of all.
         """
-        features = self.blocks[index](hidden.to(next(self.blocks.parameters()).dtype))
+        features = self._features_of(index, self._typed(hidden), self.rows_of_path(path, output_embedding))
         if self.config.unembedding == "full":
             return F.linear(features, self.unembed[index])
-        logits = self._base_logits(features, output_embedding)
+        logits = self.unembedded(features, output_embedding)
         if self.config.unembedding == "low_rank":
             logits = logits + self._correction(index, features)
         return logits
 
+    def rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
+        """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).
+
+        None when these heads read no path.
+
+        Raises:
+            ValueError: they do, and ``path`` is None; or the rows cannot be read, being quantised.
+        """
+        if not self.config.reads_path:
+            return None
+        if path is None:
+            raise ValueError("these heads read the tokens of their path (reads_path): pass path")
+        weight = embedding_weight(output_embedding)
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"heads that read their path need the rows of the output embedding, which is {weight.dtype}; "
+                "leave the output embedding unquantised"
+            )
+        rows = F.embedding(path, weight.detach()).to(next(self.blocks.parameters()).dtype)
+        return F.rms_norm(rows, rows.shape[-1:])
+
+    def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
+        if path_rows is not None:
+            hidden = hidden + F.linear(path_rows[..., : index + 1, :].flatten(-2), self.paths[index])
+        return self.blocks[index](hidden)
+
+    def _typed(self, hidden: Tensor) -> Tensor:
+        return hidden.to(next(self.blocks.parameters()).dtype)
+
     def parameters_of(self, index: int) -> list[nn.Parameter]:
         """The parameters that :meth:`logits_of` reads."""
-        lists = [getattr(self, name) for name in ("unembed", "down", "up") if hasattr(self, name)]
+        lists = [getattr(self, name) for name in ("unembed", "down", "up", "paths") if hasattr(self, name)]
         return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
-
-    def _base_logits(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
-        if self.config.unembedding == "token_map":
-            rows, bias = self._rows_of(output_embedding)
-            return F.linear(features.to(rows.dtype), rows, bias)
-        weight = embedding_weight(output_embedding)
-        return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
 
     def _correction(self, index: int, features: Tensor) -> Tensor:
         return F.linear(F.linear(features, self.down[index]), self.up[index])
-
-    def token_ids(self, columns: Tensor) -> Tensor:
-        """Token ids of logits columns, any shape, long."""
-        return columns if self.token_map is None else self.token_map[columns]
-
-    def _rows_of(self, output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
-        weight, bias = embedding_weight(output_embedding), getattr(output_embedding, "bias", None)
-        assert self.token_map is not None
-        if self._mapped_rows is None or not self._mapped_rows.are_of(weight, self.token_map):
-            self._mapped_rows = _MappedRows(weight, self.token_map)
-        return self._mapped_rows.rows, None if bias is None else bias.detach()[self.token_map]
-
-
-class _MappedRows:
-    """Rows of an output embedding, and how to tell that they are out of date."""
-
-    def __init__(self, weight: Tensor, token_map: Tensor):
-        # Views, since moving or casting a model swaps the data of its parameters and keeps the objects.
-        self.sources = (weight.detach(), token_map.detach())
-        self.versions = (_version(weight), _version(token_map))
-        self.rows = weight.detach()[token_map]
-
-    def are_of(self, weight: Tensor, token_map: Tensor) -> bool:
-        """Whether nothing has moved, been cast or written to since."""
-        same_data = all(
-            kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
-            for kept, now in zip(self.sources, (weight, token_map), strict=True)
-        )
-        return same_data and self.versions == (_version(weight), _version(token_map))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class BaseSizes(Protocol):
@@ -224,28 +226,3 @@ def check_heads_fit(config: BaseSizes, hidden_size: int, vocab_size: int, base_n
                 f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; "
                 "load the base model that the heads were trained on"
             )
-
-
-def embedding_weight(output_embedding: nn.Module) -> Tensor:
-    """The rows of an output embedding, (V, D)."""
-    return cast(Tensor, output_embedding.weight)
-
-
-def _checked_token_map(config: HeadsConfig, token_map: Sequence[int] | Tensor | None) -> Tensor | None:
-    if config.unembedding != "token_map":
-        if token_map is not None:
-            raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
-        return None
-    assert config.token_map_size is not None  # HeadsConfig checked
-    if token_map is None:  # filled by loading weights
-        return torch.zeros(config.token_map_size, dtype=torch.long)
-    ids = torch.as_tensor(token_map, dtype=torch.long)
-    if ids.shape != (config.token_map_size,) or len(ids.unique()) != len(ids):
-        raise ValueError(
-            f"token_map must hold {config.token_map_size} different ids, got shape {tuple(ids.shape)}"
-        )
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
-        raise ValueError(
-            f"token_map ids must be in [0, {config.vocab_size}), got {int(ids.min())} to {int(ids.max())}"
-        )
-    return ids

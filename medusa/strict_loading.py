@@ -38,7 +38,7 @@ def heads_holding(
     """
     kind = raw.get("kind", "medusa")
     if kind == "eagle":
-        head = EagleHead(strict_config(EagleConfig, raw, config_path))
+        head = EagleHead(strict_config(EagleConfig, raw, config_path), weights.get("token_map"))
         return _filled(head, weights, "an 'eagle' head", weights_path)
     if kind != "medusa":
         raise ValueError(

@@ -142,20 +142,47 @@ def test_random_heads_give_plain_output(tree, seed, temperature):
     assert with_heads.tolist() == model.generate(prompts, **options, tree=PLAIN).tolist()
 
 
+@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
 @pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
-def test_every_kind_of_heads_gives_plain_output(unembedding):
+def test_every_kind_of_heads_gives_plain_output(unembedding, reads_path):
     base = tiny_model("qwen3")
     ids = list(range(3, 40)) if unembedding == "token_map" else None
     config = HeadsConfig(
-        32, VOCAB_SIZE, num_heads=3, unembedding=unembedding, rank=4, token_map_size=len(ids) if ids else None
+        32,
+        VOCAB_SIZE,
+        num_heads=3,
+        unembedding=unembedding,
+        rank=4,
+        token_map_size=len(ids) if ids else None,
+        reads_path=reads_path,
     )
-    model = MedusaModel(base, MedusaHeads(config, token_map=ids), tree=CandidateTree.chain(3))
+    heads = MedusaHeads(config, token_map=ids)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model = MedusaModel(
+        base, heads, tree=CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+    )
     prompts = random_prompts(2, 11)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 1.1, "seed": 3}):
         with_heads = model.generate(prompts, max_new_tokens=15, **options)
         assert (
             with_heads.tolist() == model.generate(prompts, max_new_tokens=15, tree=PLAIN, **options).tolist()
         )
+
+
+def test_heads_that_read_their_path_know_what_follows_it():
+    """A base that counts, and heads that see nothing but the last token of their path and add one."""
+    size = 48
+    base = counting_model(size)
+    heads = MedusaHeads(HeadsConfig(size, size, num_heads=3, reads_path=True))
+    for depth, rows in enumerate(heads.paths, start=1):
+        rows.data[:, (depth - 1) * size :] = 1000 * torch.eye(size).roll(1, dims=0)
+    tree = CandidateTree.from_paths([(), (0,), (1,), (1, 0), (0, 0), (0, 0, 0)])
+    out = MedusaModel(base, heads, tree=tree).generate(
+        torch.tensor([[5]]), max_new_tokens=33, do_sample=False, return_dict_in_generate=True
+    )
+    assert out.sequences[0].tolist() == [(5 + i) % size for i in range(34)]
+    assert out.statistics.acceptance_rate == [1.0, 1.0, 1.0]
 
 
 def test_heads_that_know_the_future_are_right_at_every_depth():

@@ -37,10 +37,15 @@ def noisy_copy(base, scale: float):
     return clone
 
 
-def eagle_drafter(base, tree=BUSHY):
+def eagle_drafter(base, tree=BUSHY, token_map_size=None):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        head = EagleHead(EagleConfig(base.config.hidden_size, VOCAB_SIZE, num_attention_heads=4)).eval()
+        config = EagleConfig(
+            base.config.hidden_size, VOCAB_SIZE, num_attention_heads=4, token_map_size=token_map_size
+        )
+        head = EagleHead(
+            config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None
+        ).eval()
     return EagleDrafter(head, base, tree)
 
 
@@ -49,13 +54,32 @@ def heads_drafter(base, tree=BUSHY):
     return HeadsDrafter(heads, base.get_output_embeddings(), tree)
 
 
+def path_heads_drafter(base, tree=BUSHY):
+    config = HeadsConfig(
+        base.config.hidden_size,
+        VOCAB_SIZE,
+        num_heads=3,
+        unembedding="token_map",
+        token_map_size=40,
+        reads_path=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        heads = MedusaHeads(config, torch.randperm(VOCAB_SIZE)[:40])
+        for parameter in heads.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+    return HeadsDrafter(heads, base.get_output_embeddings(), tree)
+
+
 DRAFTERS = {
     "heads": heads_drafter,
+    "path-reading heads": path_heads_drafter,
     "draft-model": lambda base: DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, BUSHY),
     "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
     "low-precision": lambda base: LowPrecisionDrafter(low_precision(base), BUSHY),
     "suffix": lambda base: SuffixDrafter(length=5, min_match=1),
     "eagle": eagle_drafter,
+    "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
     "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
 }
 
@@ -189,7 +213,9 @@ SAMPLED = {
     "draft-model": lambda base, tree: DraftModelDrafter(noisy_copy(base, 0.3), VOCAB_SIZE, tree),
     "early-exit": lambda base, tree: SelfDrafter(early_exit(base, 1), tree),
     "heads": heads_drafter,
+    "path-reading heads": path_heads_drafter,
     "eagle": eagle_drafter,
+    "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
 }
 
 

@@ -24,7 +24,7 @@ from medusa.calibration import UNKNOWN, AnsweredTokens, calibrate
 from medusa.cli import describe_heads
 from medusa.drafters.choice import DrafterSettings, available_drafters, drafter_named
 from medusa.drafters.eagle import EagleDrafter
-from medusa.eagle import EagleConfig, EagleHead, drafted_features, unembedded
+from medusa.eagle import EagleConfig, EagleHead, drafted_features
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 DEPTH = 3
@@ -111,7 +111,7 @@ def test_counted_ranks_are_those_of_the_true_token_among_the_drafts_guesses():
                     continue
                 end = root + depth - 2  # the entry that joins the token before the target
                 predicted = drafted_one_by_one(head, features, following, end, depth)
-                order = unembedded(predicted, output_embedding(base))[0].argsort(descending=True)
+                order = head.unembedded(predicted, output_embedding(base))[0].argsort(descending=True)
                 assert order[ranks[position, depth - 1]] == ids[0, root + depth]
 
 

@@ -44,16 +44,20 @@ def output_embedding(bias: bool = False, seed: int = 0) -> nn.Linear:
 HIDDEN = torch.randn(2, 5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
 
 
+PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
-def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias):
+def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reads_path):
     embedding = output_embedding(bias=bias and unembedding != "full")
-    heads = heads_of(unembedding)
+    heads = heads_of(unembedding, reads_path=reads_path)
     heads.initialise_from(embedding)
     expected = embedding(HIDDEN)
     if unembedding == "token_map":
         expected = expected[..., MAP]
-    logits = heads(HIDDEN, embedding)
+    logits = heads(HIDDEN, embedding, PATH)
     assert logits.shape == (2, 5, NUM_HEADS, expected.shape[-1])
     for k in range(NUM_HEADS):
         torch.testing.assert_close(logits[:, :, k], expected)
@@ -219,3 +223,21 @@ def test_heads_of_another_base_are_refused(sizes, message):
     check_heads_fit(config_of("shared"), HIDDEN_SIZE, VOCAB_SIZE, "tiny")
     with pytest.raises(ValueError, match=message):
         check_heads_fit(config_of("shared"), *sizes, "tiny")
+
+
+def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
+    embedding, heads = output_embedding(), heads_of("shared", is_random=True, reads_path=True)
+    logits = heads(HIDDEN, embedding, PATH)
+    for depth in range(1, NUM_HEADS + 1):
+        torch.testing.assert_close(
+            heads.logits_of(depth - 1, HIDDEN, embedding, PATH[..., :depth]), logits[..., depth - 1, :]
+        )
+        other = PATH.clone()
+        other[..., depth - 1] += 1
+        is_same = (heads(HIDDEN, embedding, other % VOCAB_SIZE) == logits).flatten(0, 1).all(-1).all(0)
+        assert is_same.tolist() == [index < depth - 1 for index in range(NUM_HEADS)]
+
+
+def test_heads_that_read_their_path_ask_for_it():
+    with pytest.raises(ValueError, match=r"read the tokens of their path .*: pass path"):
+        heads_of("shared", reads_path=True)(HIDDEN, output_embedding())

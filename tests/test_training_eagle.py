@@ -261,6 +261,19 @@ def test_packed_documents_have_the_loss_of_documents_alone(tmp_path):
     assert metrics[0].num_scored.tolist() == metrics[1].num_scored.tolist()
 
 
+def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path):
+    histories = []
+    for name, options in {"live": {}, "stored": {"cache_hidden_states": True}}.items():
+        trainer = new_trainer(tmp_path / name, token_map_size=60, **options)
+        trainer.train()
+        assert (trainer.run.states / "training" / "states.bin").exists() == (name == "stored")
+        histories.append(history(trainer))
+    live, stored = histories
+    assert live.keys() == stored.keys() and len(live) > 2
+    for step, metrics in live.items():
+        assert stored[step] == pytest.approx(metrics, rel=1e-4, abs=1e-5), step
+
+
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = EagleHead(EagleConfig(32, 258, num_attention_heads=4, max_depth=DEPTH))
@@ -276,13 +289,13 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache_hidden_states": True}, "cache_hidden_states does not go with head_kind=eagle, got True"),
+        ({"reads_path": True}, "reads_path does not go with head_kind=eagle, got True"),
         ({"unembedding": "full"}, "unembedding does not go with head_kind=eagle, got 'full'"),
         ({"head_kind": "medusa"}, "num_attention_heads does not go with head_kind=medusa, got 4"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"feature_weight": -1}, "feature_weight must be at least 0, got -1"),
     ],
-    ids=["cached states", "unembedding", "attention heads", "no attention heads", "weight"],
+    ids=["path", "unembedding", "attention heads", "no attention heads", "weight"],
 )
 def test_options_of_the_other_kind_are_refused(tmp_path, options, message):
     with pytest.raises((ConfigurationError, ValueError), match=message):

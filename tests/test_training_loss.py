@@ -15,10 +15,12 @@ UNEMBEDDINGS = ("shared", "full", "low_rank", "token_map")
 OBJECTIVES = ("ce", "kl", "blend", "lk")
 
 
-def new_heads(unembedding: str, num_layers: int = 2) -> MedusaHeads:
+def new_heads(unembedding: str, num_layers: int = 2, reads_path: bool = False) -> MedusaHeads:
     """Heads with random weights everywhere."""
     size = {"token_map_size": MAPPED} if unembedding == "token_map" else {}
-    config = HeadsConfig(HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, rank=4, **size)
+    config = HeadsConfig(
+        HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, rank=4, reads_path=reads_path, **size
+    )
     heads = MedusaHeads(config, torch.randperm(VOCAB)[:MAPPED] if size else None)
     for parameter in heads.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -32,9 +34,9 @@ def new_embedding() -> nn.Linear:
 class Problem:
     """Two documents, 13 and 17 tokens, one behind the other, 60 % of their tokens labels."""
 
-    def __init__(self, unembedding: str = "shared"):
+    def __init__(self, unembedding: str = "shared", reads_path: bool = False):
         torch.manual_seed(1)
-        self.heads, self.embedding = new_heads(unembedding), new_embedding()
+        self.heads, self.embedding = new_heads(unembedding, reads_path=reads_path), new_embedding()
         self.tokens = torch.randint(0, VOCAB, (30,))
         self.is_label = torch.rand(30) > 0.4
         self.positions = torch.cat([torch.arange(13), torch.arange(17)])
@@ -62,7 +64,9 @@ class Problem:
 
     def naive(self, objective: str, kl_weight: float = 0.5, decay: float = 0.8) -> Tensor:
         """The same loss, target by target, as the definition says."""
-        logits, total = self.heads(self.hidden, self.embedding), torch.zeros(())
+        # Of position t the path is t + 1 .. t + K; past the end any token will do, no target follows it.
+        path = torch.stack([self.tokens.roll(-depth) for depth in range(1, NUM_HEADS + 1)], dim=1)
+        logits, total = self.heads(self.hidden, self.embedding, path), torch.zeros(())
         for target in range(30):
             for depth in range(1, NUM_HEADS + 1):
                 source = target - 1 - depth
@@ -90,10 +94,11 @@ class Problem:
         return list(torch.autograd.grad(loss, [*self.heads.parameters(), self.hidden]))
 
 
+@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
 @pytest.mark.parametrize("unembedding", UNEMBEDDINGS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_loss_and_gradients_are_those_of_the_definition(unembedding, objective):
-    problem = Problem(unembedding)
+def test_loss_and_gradients_are_those_of_the_definition(unembedding, objective, reads_path):
+    problem = Problem(unembedding, reads_path)
     problem.hidden.requires_grad_()
     expected = problem.naive(objective)
     loss, _ = problem.fused(objective)
@@ -124,8 +129,8 @@ def test_no_block_of_logits_is_larger_than_asked(monkeypatch):
     problem, seen = Problem(), []
     logits_of = MedusaHeads.logits_of
 
-    def recorded(self, index, hidden, embedding):
-        logits = logits_of(self, index, hidden, embedding)
+    def recorded(self, *arguments):
+        logits = logits_of(self, *arguments)
         seen.append(logits.numel())
         return logits
 

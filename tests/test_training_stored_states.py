@@ -16,10 +16,16 @@ from medusa import HeadsConfig, MedusaHeads
 from medusa.base import output_embedding
 from medusa.training.batching import BatchOptions
 from medusa.training.documents import Document, Documents
-from medusa.training.hidden_source import HiddenSource, LiveStates
+from medusa.training.hidden_source import HiddenSource, LiveFeatures, LiveStates
 from medusa.training.loss import HeadsLoss, LossOptions
 from medusa.training.progress import ProgressLine
-from medusa.training.stored_states import StoredStates, states_size, store_states
+from medusa.training.stored_states import (
+    StateFile,
+    StoredFeatures,
+    StoredStates,
+    states_size,
+    store_states,
+)
 from medusa.training.teacher import teacher_of
 
 NUM_HEADS = 3
@@ -71,6 +77,22 @@ def test_only_states_that_predict_a_label_are_stored(tmp_path):
     size = (tmp_path / "states.bin").stat().st_size
     assert size == states_size(tiny_model("llama"), documents, NUM_HEADS, "float32")
     assert size < documents.num_tokens * 32 * 4
+
+
+@pytest.mark.parametrize("batch", [[[4], [0]], [[2, 1], [3, 4]], []], ids=["padded", "packed", "empty"])
+def test_stored_features_are_those_of_the_base(tmp_path, batch):
+    base, documents = tiny_model("llama"), documents_of()
+    line = ProgressLine("states", Console(quiet=True))
+    store_states(tmp_path, base, documents, None, "float32", BatchOptions(64), line)
+    assert (tmp_path / "states.bin").stat().st_size == documents.num_tokens * 32 * 4
+    file = StateFile(tmp_path, documents, None)
+    (stored, stored_alignment) = StoredFeatures(base, documents, NUM_HEADS, file=file)(batch)
+    (live, live_alignment) = LiveFeatures(base, documents, NUM_HEADS)(batch)
+    assert torch.equal(stored_alignment.sources, live_alignment.sources)
+    assert torch.equal(stored.next_embeddings, live.next_embeddings)
+    for row, indices in enumerate(batch):  # padding has a state of its own in a live batch
+        end = int(documents.lengths[indices].sum())
+        torch.testing.assert_close(stored.features[row, :end], live.features[row, :end])
 
 
 def test_an_empty_batch_has_no_targets(tmp_path):

@@ -14,7 +14,7 @@ from medusa.checkpoint import HeadsCheckpoint, load_heads
 from medusa.drafters import DraftContext
 from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
-from medusa.eagle import EagleHead, unembedded
+from medusa.eagle import EagleHead
 from medusa.heads import check_heads_fit
 from medusa.tree import CandidateTree, TreeTopology
 
@@ -58,7 +58,11 @@ class EagleDrafter(LevelDrafter):
             parents = self.topology.parents[0, nodes]
             predicted = self._run(self._predicted[:, parents], tokens[:, nodes], self.topology, nodes.start)
             self._predicted[:, nodes] = predicted
-        return unembedded(predicted, output_embedding(self.base))
+        return self.head.unembedded(predicted, output_embedding(self.base))
+
+    @property
+    def token_map(self) -> Tensor | None:
+        return self.head.token_map
 
     def _catch_up(self, context: DraftContext) -> Tensor:
         """Commit the entries of all accepted tokens; the prediction after the root, (B, 1, D)."""

@@ -15,7 +15,7 @@ from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.eagle import EagleHead, Heads
 from medusa.heads import MedusaHeads, embedding_weight
-from medusa.tree import CandidateTree
+from medusa.tree import CandidateTree, RankPath
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -37,37 +37,43 @@ class HeadsDrafter(LevelDrafter):
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = heads, output_embedding
-        self._depth_index = self.topology.depths[0, 1:] - 1
+        self._ancestors = [
+            torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
+            for level in self.levels
+        ]  # per level (M, level + 1): the nodes from the root to each node
 
-    def draft(self, context: DraftContext) -> Draft:
-        if context.sampled is not None:
-            return self._sampled(context)
-        guesses = self.ranked_guesses(context, max(self.tree.width_by_depth))  # (B, K, W)
-        below_root = guesses[:, self._depth_index, self._ranks[1:]]  # (B, N - 1)
-        return Draft(torch.cat([context.root[:, None], below_root], dim=1), self.topology)
-
-    def ranked_guesses(self, context: DraftContext, width: int) -> Tensor:
-        """The ``width`` best tokens of each head, best first: (B, K, width) long."""
-        logits = self.heads(context.hidden, self.output_embedding)[:, : self.tree.depth]
-        if context.noise is not None:
-            noise = context.noise[:, : self.tree.depth]
-            if self.heads.token_map is not None:
-                noise = noise[..., self.heads.token_map]
-            logits = logits.float() * (self.beta / context.temperature) + noise
-        return self.heads.token_ids(logits.topk(width, dim=-1).indices)
+    def _ranked(self, context: DraftContext) -> Draft:
+        if self.heads.config.reads_path:
+            return super()._ranked(context)
+        logits = self.heads(context.hidden, self.output_embedding)  # (B, K, V'): all heads at once
+        tokens = [context.root[:, None]]
+        for depth, children in enumerate(self.levels[1:], start=1):
+            best = self.best_tokens(context, depth, logits[:, None, depth - 1])[:, 0]  # (B, W)
+            tokens.append(best[:, self._ranks[children]])
+        return Draft(torch.cat(tokens, dim=1), self.topology)
 
     def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
-        """The logits of the head of the next depth, the same after every node of a level."""
-        head = self.levels.index(nodes)
-        logits = self.heads.logits_of(head, context.hidden, self.output_embedding)  # (B, V')
-        if self.heads.token_map is not None:
-            everything = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-            logits = everything.index_copy(1, self.heads.token_map, logits)
-        return logits[:, None].expand(-1, nodes.stop - nodes.start, -1)
+        """The logits of the head of the next depth; the same after every node, unless it reads its path."""
+        head, num_nodes = self.levels.index(nodes), nodes.stop - nodes.start
+        if not self.heads.config.reads_path:
+            logits = self.heads.logits_of(head, context.hidden, self.output_embedding)  # (B, V')
+            return logits[:, None].expand(-1, num_nodes, -1)
+        path = tokens[:, self._ancestors[head]]  # (B, M, head + 1)
+        hidden = context.hidden[:, None].expand(-1, num_nodes, -1)
+        return self.heads.logits_of(head, hidden, self.output_embedding, path)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        return self.heads.token_map
 
     @property
     def vocab_size(self) -> int:
         return self.heads.config.vocab_size
+
+
+def _ancestors(tree: CandidateTree, path: RankPath) -> list[int]:
+    """The nodes from the root to the node at ``path``, itself included."""
+    return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
 def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Drafter:

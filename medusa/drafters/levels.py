@@ -47,7 +47,7 @@ class LevelDrafter(StatelessDrafter):
 
     @abstractmethod
     def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
-        """Logits (B, M, V) of what follows the M nodes of one level.
+        """Logits (B, M, V') of what follows the M nodes of one level, in the columns of :attr:`token_map`.
 
         tokens (B, N) long is filled down to that level. Called once per level from the root down, the last
         level left out.
@@ -63,24 +63,41 @@ class LevelDrafter(StatelessDrafter):
         tokens = context.root[:, None].repeat(1, self.tree.num_nodes)
         for depth, (nodes, children) in enumerate(pairwise(self.levels), start=1):
             logits = self.logits_after(context, tokens, nodes)
-            if context.noise is not None:
-                logits = (
-                    logits.float() * (self.beta / context.temperature) + context.noise[:, None, depth - 1]
-                )
-            best = logits.topk(self.tree.width_by_depth[depth - 1], dim=-1).indices  # (B, M, W)
+            best = self.best_tokens(context, depth, logits)  # (B, M, W)
             parents = self.topology.parents[0, children] - nodes.start
             tokens[:, children] = best[:, parents, self._ranks[children]]
         return Draft(tokens, self.topology)
 
+    def best_tokens(self, context: DraftContext, depth: int, logits: Tensor) -> Tensor:
+        """The tokens that logits (B, M, V') rank best at ``depth``, best first: (B, M, W) long.
+
+        The noise that will choose the token takes part when there is one (Gumbel coupling, arXiv 2408.07978).
+        """
+        if context.noise is not None:
+            noise = context.noise[:, None, depth - 1]
+            noise = noise if self.token_map is None else noise[..., self.token_map]
+            logits = logits.float() * (self.beta / context.temperature) + noise
+        columns = logits.topk(self.tree.width_by_depth[depth - 1], dim=-1).indices
+        return columns if self.token_map is None else self.token_map[columns]
+
     def _sampled(self, context: DraftContext) -> Draft:
         def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:
-            return (self.logits_after(context, tokens, nodes).float() / context.temperature).softmax(-1)
+            logits = self.logits_after(context, tokens, nodes).float() / context.temperature
+            if self.token_map is None:
+                return logits.softmax(-1)
+            everything = logits.new_zeros(*logits.shape[:-1], self.vocab_size)
+            return everything.index_copy(-1, self.token_map, logits.softmax(-1))
 
         assert context.seeds is not None
         noise = draft_noise(context.seeds, context.lengths - 1, self.tree.num_nodes, self.vocab_size)
         replacement = context.sampled is DraftKind.WITH_REPLACEMENT
         tokens, proposal = draw_tree(self.tree, context.root, proposal_after, noise, replacement=replacement)
         return Draft(tokens, self.topology, proposal)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """(V',) long: the token that each column of :meth:`logits_after` stands for; None for all tokens."""
+        return None
 
     @property
     @abstractmethod

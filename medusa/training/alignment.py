@@ -22,6 +22,9 @@ class Alignment:
     sources: Tensor
     """(K + 1, S) long: index in [0, P) of the state from which depth d predicts it; -1 where that position
     lies before the document. Row 0 belongs to the base's own head."""
+    preceding: Tensor
+    """(K, S) long: the token d places before each target, in row d - 1; any token before the document. The
+    path that depth d continues is its first d rows, the nearest first."""
     unmapped: Tensor
     """(K, U) long: the sources, by depth, of the U label tokens that have no column; -1 as above."""
 
@@ -35,8 +38,12 @@ class Alignment:
         return (self.unmapped >= 0).sum(1)
 
     def to(self, device: torch.device) -> Alignment:
-        moved = (each.to(device, non_blocking=True) for each in (self.columns, self.sources, self.unmapped))
-        return Alignment(*moved)
+        parts = (self.columns, self.sources, self.preceding, self.unmapped)
+        return Alignment(*(each.to(device, non_blocking=True) for each in parts))
+
+    def path(self, depth: int, targets: slice) -> Tensor:
+        """(C, depth) long: the tokens between the state that ``depth`` predicts from and each target."""
+        return self.preceding[:depth, targets].flip(0).T
 
 
 def align(
@@ -64,11 +71,12 @@ def align(
     columns = tokens[targets] if column_of is None else column_of[tokens[targets]]
     depths = torch.arange(num_heads + 1)[:, None]
     sources = targets - 1 - depths  # (K + 1, S)
+    preceding = tokens[sources[:-1].clamp(min=0)]  # (K, S)
     inside = positions[targets] - 1 >= depths
     if state_of is not None:
         sources = state_of[sources.clamp(min=0)]
     sources, mapped = sources.masked_fill(~inside, -1), columns >= 0
-    return Alignment(columns[mapped], sources[:, mapped], sources[1:, ~mapped])
+    return Alignment(columns[mapped], sources[:, mapped], preceding[:, mapped], sources[1:, ~mapped])
 
 
 def needed_states(is_label: Tensor, positions: Tensor, num_heads: int) -> Tensor:

@@ -103,8 +103,7 @@ _AT_LEAST_ONE = (
 )
 _ABOVE_ZERO = ("max_minutes", "learning_rate", "max_grad_norm")
 _OF_THE_OTHER_KIND = {
-    # Stored hidden states are those that labels are predicted from; an eagle head reads all of a document.
-    "eagle": ("num_layers", "unembedding", "rank", "token_map_size", "cache_hidden_states", "cache_dtype"),
+    "eagle": ("num_layers", "unembedding", "rank", "reads_path"),
     "medusa": ("num_attention_heads", "intermediate_size", "feature_weight"),
 }
 _OF_THE_OTHER_WEIGHTING = {"decay": ("dpace_smoothing",), "dpace": ("decay",)}

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.eagle import EagleHead, drafted_features, unembedded
-from medusa.heads import embedding_weight
+from medusa.eagle import EagleHead, drafted_features
 from medusa.training.alignment import Alignment
 from medusa.training.loss import LossOptions, LossSums, TargetBlock, Teacher, probability_of
 from medusa.training.objectives import TeacherRows, objective_named
@@ -67,7 +66,7 @@ class EagleLoss(nn.Module):
         predicted = torch.stack(
             [each.flatten(0, 1)[entries] for each in drafted_features(self.head, *batch)]
         )  # (K, S, D)
-        work = _Work(self.options, alignment, output_embedding, num_scored, teacher, truth)
+        work = _Work(self.head, self.options, alignment, output_embedding, num_scored, teacher, truth)
         work.weigh(predicted.detach(), batch.positions.numel())
         loss = _FusedObjective.apply(work, predicted)
         regression = self.options.feature_weight * self._regression(predicted, truth)  # (K, S)
@@ -76,7 +75,7 @@ class EagleLoss(nn.Module):
         sums = work.sums._replace(
             loss=work.sums.loss + regression.detach().sum(1),
             weighted=work.sums.weighted + weighted.detach(),
-            num_labels=work.sums.num_scored.clone(),
+            num_labels=work.sums.num_scored + alignment.num_unmapped,
         )
         return loss + (weighted / num_scored.clamp(min=1)).sum(), sums
 
@@ -92,6 +91,7 @@ class _Work:
 
     def __init__(
         self,
+        head: EagleHead,
         options: LossOptions,
         alignment: Alignment,
         output_embedding: nn.Module,
@@ -101,10 +101,10 @@ class _Work:
     ):
         self.columns, self.is_scored = alignment.columns, alignment.sources[1:] >= 0  # (S,), (K, S)
         self.options, self.alignment, self.num_scored = options, alignment, num_scored
-        self.output_embedding = output_embedding
+        self.head, self.output_embedding = head, output_embedding
         self.teacher, self.truth = teacher, truth
         self.objective = objective_named(options.objective, options.kl_weight)
-        size = max(1, options.block_elements // len(embedding_weight(output_embedding)))
+        size = max(1, options.block_elements // (head.config.token_map_size or head.config.vocab_size))
         self.blocks = [slice(start, start + size) for start in range(0, len(self.columns), size)]
         self.sums = LossSums.zeros(len(num_scored), num_scored.device)
         self.weights = torch.empty(0)  # (K, S), once weighed
@@ -121,7 +121,7 @@ class _Work:
         with torch.no_grad():
             for block in self.blocks:
                 for index, states in enumerate(predicted[:, block]):
-                    logits = unembedded(states, self.output_embedding)
+                    logits = self.head.unembedded(states, self.output_embedding)
                     found[index, block] = probability_of(logits, self.columns[block])
         return found
 
@@ -132,7 +132,7 @@ class _Work:
             for index in range(len(predicted)):
                 with torch.set_grad_enabled(gradient is not None):
                     states = predicted[index, block].detach().requires_grad_(gradient is not None)
-                    logits = unembedded(states, self.output_embedding)  # (C, V)
+                    logits = self.head.unembedded(states, self.output_embedding)  # (C, V')
                 of_logits = self._count(index, block, logits, teacher_rows)
                 if gradient is not None:
                     gradient[index, block] = torch.autograd.grad(logits, states, of_logits)[0]

@@ -59,6 +59,7 @@ class LiveFeatures:
     base: CausalLM
     documents: Documents
     num_heads: int
+    column_of: Tensor | None = None
 
     def __call__(self, batch: MicroBatch) -> tuple[FeatureBatch, Alignment]:
         """Rows and their alignment, on the base's device. An empty batch has one token and no targets."""
@@ -69,16 +70,19 @@ class LiveFeatures:
         )  # what a row's last entry joins is never read
         with torch.no_grad():
             next_embeddings = self.base.get_input_embeddings()(following)
-        features = FeatureBatch(
-            frozen_states(self.base, padded), next_embeddings, padded.positions.to(device)
-        )
+        features = FeatureBatch(self.states(batch, padded), next_embeddings, padded.positions.to(device))
         alignment = align(
             padded.input_ids.flatten(),
             padded.is_label.flatten(),
             padded.positions.flatten(),
             self.num_heads,
+            self.column_of,
         )
         return features, alignment.to(device)
+
+    def states(self, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
+        """The base's states (B, T, D) of a micro-batch, empty or not."""
+        return frozen_states(self.base, padded)
 
 
 def _one_token() -> PaddedBatch:

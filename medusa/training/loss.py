@@ -216,15 +216,18 @@ class _Work:
         with torch.no_grad():
             for block in self.blocks:
                 for index in range(self.heads.num_heads):
-                    logits = self.heads.logits_of(
-                        index, self._states(index, block, hidden), self.output_embedding
-                    )
+                    logits = self._logits(index, block, self._states(index, block, hidden))
                     found[index, block] = probability_of(logits, self.alignment.columns[block])
         return found
 
     def _states(self, index: int, block: slice, hidden: Tensor) -> Tensor:
         """What the head at ``index`` predicts a block's targets from, (C, D)."""
         return hidden.detach()[self.alignment.sources[index + 1, block].clamp(min=0)]
+
+    def _logits(self, index: int, block: slice, states: Tensor) -> Tensor:
+        """What the head at ``index`` says of a block's targets, given its states (C, D): logits (C, V')."""
+        path = self.alignment.path(index + 1, block) if self.heads.config.reads_path else None
+        return self.heads.logits_of(index, states, self.output_embedding, path)
 
     def _teacher_rows(self, hidden: Tensor, block: slice) -> TeacherRows | None:
         """The base's own rows for the targets of a block: the same for every head."""
@@ -245,7 +248,7 @@ class _Work:
         with torch.set_grad_enabled(gradients is not None):
             if gradients is not None and gradients.hidden is not None:
                 states.requires_grad_()
-            logits = self.heads.logits_of(index, states, self.output_embedding)  # (C, V')
+            logits = self._logits(index, block, states)
         gradient = self.sums.add_block(index, logits, targets, self.objective)
         if gradients is not None:
             gradient.mul_((targets.weights / self.num_scored[index].clamp(min=1))[:, None])

@@ -78,13 +78,22 @@ class HeadOptions:
     rank: int = 64
     """Rank of the low_rank correction."""
     token_map_size: int | None = None
-    """Tokens that token_map heads can guess: the most frequent answer tokens of the training data."""
+    """Tokens that token_map heads, or an eagle head, can guess: the most frequent answer tokens of the
+    training data."""
+    reads_path: bool = False
+    """Head d also reads the d tokens before the one it guesses (Hydra): more of its guesses hit, and drafting
+    goes depth by depth."""
 
     def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
         """The heads of these options on a base of these sizes."""
         if self.head_kind == "eagle":
             return EagleConfig(
-                hidden_size, vocab_size, self.num_attention_heads, self.intermediate_size, self.num_heads
+                hidden_size,
+                vocab_size,
+                self.num_attention_heads,
+                self.intermediate_size,
+                self.num_heads,
+                self.token_map_size,
             )
         return HeadsConfig(
             hidden_size,
@@ -94,6 +103,7 @@ class HeadOptions:
             self.unembedding,
             self.rank,
             self.token_map_size,
+            self.reads_path,
         )
 
 

@@ -90,7 +90,7 @@ def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Do
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
         if isinstance(config, EagleConfig):
-            heads: Heads = EagleHead(config)
+            heads: Heads = EagleHead(config, _token_map(config, training))
         else:
             heads = MedusaHeads(config, _token_map(config, training))
     if isinstance(heads, EagleHead):
@@ -100,7 +100,7 @@ def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Do
     return heads.to(base.device, torch.float32).train()
 
 
-def _token_map(config: HeadsConfig, training: Documents) -> torch.Tensor | None:
+def _token_map(config: HeadsConfig | EagleConfig, training: Documents) -> torch.Tensor | None:
     if config.token_map_size is None:
         return None
     return torch.from_numpy(training.most_frequent_labels(config.token_map_size, config.vocab_size))

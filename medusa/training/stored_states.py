@@ -1,7 +1,7 @@
 """Hidden states of the frozen base, computed once and kept in a file.
 
 The base never changes, so neither do its states: the file holds those that some depth predicts a label
-from, and every later epoch does without the base.
+from, or all for heads that read whole documents, and every later epoch does without the base's layers.
 
     states.bin     (P, D) bits of the states, document after document
     states.json    what they were made of; written last, so that a file without it is not used
@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,16 +24,40 @@ from torch import Tensor
 from medusa.base import CausalLM, hidden_size
 from medusa.checkpoint import read_json, write_json
 from medusa.training.alignment import Alignment, align, needed_states
-from medusa.training.batching import BatchOptions, MicroBatch, collate, plan_in_order
+from medusa.training.batching import BatchOptions, MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.documents import Documents
-from medusa.training.hidden_source import frozen_states, no_targets
+from medusa.training.hidden_source import LiveFeatures, frozen_states, no_targets
 from medusa.training.progress import ProgressLine
 
 StateType = Literal["float32", "bfloat16", "float16"]
 
 
+class StateFile:
+    """The states of some documents, in ``directory``, where :func:`store_states` wrote them."""
+
+    def __init__(self, directory: Path, documents: Documents, num_heads: int | None):
+        header = read_json(directory / "states.json")
+        self.dtype = getattr(torch, header["dtype"])
+        self.size = header["hidden_size"]
+        self.starts = documents.starts
+        self.needed = _needed(documents, num_heads)
+        self.first = np.concatenate([[0], np.cumsum(self.needed)])  # of each position: states before it
+        shape = (int(self.first[-1]), self.size)
+        self.states = np.memmap(directory / "states.bin", mode="r", shape=shape, dtype=_storage(self.dtype))
+
+    def span(self, index: int) -> slice:
+        """The positions of the document at ``index`` among those of all documents."""
+        return slice(self.starts[index], self.starts[index + 1])
+
+    def of(self, indices: Iterable[int]) -> Tensor:
+        """The kept states (P, D) of the documents at ``indices``, one after the other."""
+        spans = [self.span(index) for index in indices]
+        bits = np.concatenate([self.states[self.first[span.start] : self.first[span.stop]] for span in spans])
+        return torch.from_numpy(bits).view(self.dtype)
+
+
 class StoredStates:
-    """Reads states from a file in ``directory`` that :func:`store_states` wrote."""
+    """What Medusa heads read of a micro-batch, from a file."""
 
     def __init__(
         self,
@@ -41,25 +67,17 @@ class StoredStates:
         column_of: Tensor | None,
         device: torch.device,
     ):
+        self.file = StateFile(directory, documents, num_heads)
         self.documents, self.num_heads, self.column_of, self.device = documents, num_heads, column_of, device
-        header = read_json(directory / "states.json")
-        self.dtype = getattr(torch, header["dtype"])
-        self.size = header["hidden_size"]
-        self.needed = _needed(documents, num_heads)
-        self.first = np.concatenate([[0], np.cumsum(self.needed)])  # of each position: states before it
-        shape = (int(self.first[-1]), self.size)
-        self.states = np.memmap(directory / "states.bin", mode="r", shape=shape, dtype=_storage(self.dtype))
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
         if not batch:
-            return torch.zeros(0, self.size, device=self.device), no_targets(self.num_heads).to(self.device)
+            return torch.zeros(0, self.file.size, device=self.device), no_targets(self.num_heads).to(
+                self.device
+            )
         indices = [index for row in batch for index in row]
-        starts = self.documents.starts
-        spans = [slice(starts[index], starts[index + 1]) for index in indices]
-        states = np.concatenate(
-            [self.states[self.first[span.start] : self.first[span.stop]] for span in spans]
-        )
-        needed = torch.from_numpy(np.concatenate([self.needed[span] for span in spans]))
+        spans = [self.file.span(index) for index in indices]
+        needed = torch.from_numpy(np.concatenate([self.file.needed[span] for span in spans]))
         alignment = align(
             torch.from_numpy(np.concatenate([self.documents.tokens[span] for span in spans])).long(),
             torch.from_numpy(np.concatenate([self.documents.is_label[span] for span in spans])),
@@ -68,10 +86,24 @@ class StoredStates:
             self.column_of,
             state_of=needed.cumsum(0) - 1,
         )
-        return torch.from_numpy(states).view(self.dtype).to(self.device), alignment.to(self.device)
+        return self.file.of(indices).to(self.device), alignment.to(self.device)
 
 
-def states_size(base: CausalLM, documents: Documents, num_heads: int, dtype: StateType) -> int:
+@dataclass(frozen=True)
+class StoredFeatures(LiveFeatures):
+    """What an EAGLE-style head reads of a micro-batch, its features from a file that holds them all."""
+
+    file: StateFile = field(kw_only=True)
+
+    def states(self, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
+        states = torch.zeros(*padded.input_ids.shape, self.file.size, dtype=self.file.dtype)
+        for row, indices in zip(states, batch, strict=False):
+            kept = self.file.of(indices)
+            row[: len(kept)] = kept
+        return states.to(self.base.device, self.base.dtype)
+
+
+def states_size(base: CausalLM, documents: Documents, num_heads: int | None, dtype: StateType) -> int:
     """Bytes that the states of ``documents`` take on disk."""
     return int(_needed(documents, num_heads).sum()) * hidden_size(base) * getattr(torch, dtype).itemsize
 
@@ -80,12 +112,14 @@ def store_states(
     directory: Path,
     base: CausalLM,
     documents: Documents,
-    num_heads: int,
+    num_heads: int | None,
     dtype: StateType,
     options: BatchOptions,
     line: ProgressLine,
 ) -> None:
     """Write the states of ``documents`` into ``directory``, unless it holds exactly these already.
+
+    Those that ``num_heads`` heads and the base predict labels from, or all when it is None.
 
     Raises:
         OSError: the disk has too little room; nothing was written.
@@ -128,14 +162,16 @@ def store_states(
     write_json(directory / "states.json", header)
 
 
-def _needed(documents: Documents, num_heads: int) -> np.ndarray:
+def _needed(documents: Documents, num_heads: int | None) -> np.ndarray:
     """(T,) bool over all tokens of all documents: whose state is kept."""
+    if num_heads is None:
+        return np.ones(documents.num_tokens, dtype=bool)
     starts = np.repeat(documents.starts[:-1], documents.lengths)
     positions = torch.from_numpy(np.arange(documents.num_tokens) - starts)
     return needed_states(torch.from_numpy(documents.is_label), positions, num_heads).numpy()
 
 
-def _header(base: CausalLM, documents: Documents, num_heads: int, dtype: str) -> dict:
+def _header(base: CausalLM, documents: Documents, num_heads: int | None, dtype: str) -> dict:
     """What the file was made of: another header is another file."""
     return {
         "base_model": base.name_or_path,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +33,7 @@ from medusa.training.preparation import TrainingData, column_of
 from medusa.training.progress import ProgressLine
 from medusa.training.run_directory import RunDirectory, RunState
 from medusa.training.schedule import schedule_of
-from medusa.training.stored_states import StoredStates, store_states
+from medusa.training.stored_states import StateFile, StoredFeatures, StoredStates, store_states
 from medusa.training.teacher import teacher_of
 
 Source = HiddenSource | LiveFeatures
@@ -191,18 +192,25 @@ class Trainer:
         return batches[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def _source(self, documents: Documents, name: str) -> Source:
-        options, num_heads = self.configuration.optimisation, self.heads.num_heads
-        if isinstance(self.heads, EagleHead):
-            return LiveFeatures(self.base, documents, num_heads)
-        if not options.cache_hidden_states or not len(documents):
-            return LiveStates(self.base, documents, num_heads, self.columns)
-        directory = self.run.states / name
+        num_heads, is_eagle = self.heads.num_heads, isinstance(self.heads, EagleHead)
+        if not self.configuration.optimisation.cache_hidden_states or not len(documents):
+            live = LiveFeatures if is_eagle else LiveStates
+            return live(self.base, documents, num_heads, self.columns)
+        directory = self._stored(documents, name, None if is_eagle else num_heads)
+        if is_eagle:
+            file = StateFile(directory, documents, None)
+            return StoredFeatures(self.base, documents, num_heads, self.columns, file=file)
+        return StoredStates(directory, documents, num_heads, self.columns, self.accelerator.device)
+
+    def _stored(self, documents: Documents, name: str, num_heads: int | None) -> Path:
+        """Where the hidden states of ``documents`` are kept, once they are."""
+        directory, options = self.run.states / name, self.configuration.optimisation
         if self.accelerator.is_main_process:
             batches = self.configuration.batch_options()
             with ProgressLine("hidden states", self.console) as line:
                 store_states(directory, self.base, documents, num_heads, options.cache_dtype, batches, line)
         self.accelerator.wait_for_everyone()
-        return StoredStates(directory, documents, num_heads, self.columns, self.accelerator.device)
+        return directory
 
     def _log(self, seconds_before: float, tokens_before: int) -> str:
         """Record what was summed since then and empty the window; a note for the progress line."""

@@ -1,0 +1,100 @@
+"""Which tokens a drafting module scores: all of them, or those in a map.
+
+Most of what a model writes is made of few tokens. A module that scores only those multiplies by fewer rows
+of the base's output embedding, which is most of what drafting costs (FR-Spec, arXiv 2502.14856). A token
+outside the map is never drafted; the base still emits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class TokenMapped(nn.Module):
+    """A module whose logits columns are tokens of a vocabulary of V, or the V' in ``token_map``.
+
+    Args:
+        token_map: the ids, all different. None with a ``token_map_size`` leaves them to be loaded.
+
+    Raises:
+        ValueError: the map is not ``token_map_size`` different ids of the vocabulary.
+    """
+
+    def __init__(
+        self, vocab_size: int, token_map_size: int | None, token_map: Sequence[int] | Tensor | None = None
+    ):
+        super().__init__()
+        self.register_buffer("token_map", _checked(vocab_size, token_map_size, token_map))
+        self._mapped_rows: _MappedRows | None = None
+
+    token_map: Tensor | None
+    """(V',) long: the token id that each scored column stands for; None when every token is scored."""
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Token ids of logits columns, any shape, long."""
+        return columns if self.token_map is None else self.token_map[columns]
+
+    def unembedded(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
+        """Features (..., D) as the base's own output embedding scores them: logits (..., V')."""
+        weight = embedding_weight(output_embedding)
+        if self.token_map is None:
+            return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
+        rows, bias = self._rows_of(output_embedding)
+        return F.linear(features.to(rows.dtype), rows, bias)
+
+    def _rows_of(self, output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
+        weight, bias = embedding_weight(output_embedding), getattr(output_embedding, "bias", None)
+        assert self.token_map is not None
+        if self._mapped_rows is None or not self._mapped_rows.are_of(weight, self.token_map):
+            self._mapped_rows = _MappedRows(weight, self.token_map)
+        return self._mapped_rows.rows, None if bias is None else bias.detach()[self.token_map]
+
+
+class _MappedRows:
+    """Rows of an output embedding, and how to tell that they are out of date."""
+
+    def __init__(self, weight: Tensor, token_map: Tensor):
+        # Views, since moving or casting a model swaps the data of its parameters and keeps the objects.
+        self.sources = (weight.detach(), token_map.detach())
+        self.versions = (_version(weight), _version(token_map))
+        self.rows = weight.detach()[token_map]
+
+    def are_of(self, weight: Tensor, token_map: Tensor) -> bool:
+        """Whether nothing has moved, been cast or written to since."""
+        same_data = all(
+            kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
+            for kept, now in zip(self.sources, (weight, token_map), strict=True)
+        )
+        return same_data and self.versions == (_version(weight), _version(token_map))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def embedding_weight(output_embedding: nn.Module) -> Tensor:
+    """The rows of an output embedding, (V, D)."""
+    return cast(Tensor, output_embedding.weight)
+
+
+def _checked(vocab_size: int, size: int | None, token_map: Sequence[int] | Tensor | None) -> Tensor | None:
+    if size is None:
+        if token_map is not None:
+            raise ValueError("token_map goes with token_map_size, which is None")
+        return None
+    if token_map is None:  # filled by loading weights
+        return torch.zeros(size, dtype=torch.long)
+    ids = torch.as_tensor(token_map, dtype=torch.long)
+    if ids.shape != (size,) or len(ids.unique()) != len(ids):
+        raise ValueError(f"token_map must hold {size} different ids, got shape {tuple(ids.shape)}")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"token_map ids must be in [0, {vocab_size}), got {int(ids.min())} to {int(ids.max())}"
+        )
+    return ids
