@@ -205,6 +205,14 @@ def positive_ints(text: str) -> tuple[int, ...]:
     return tuple(sorted({positive_int(part) for part in text.split(",")}))
 
 
+def positive_float(text: str) -> float:
+    """An ``argparse`` type: above 0 and finite."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
 def not_negative_float(text: str) -> float:
     """An ``argparse`` type: at least 0 and finite."""
     value = float(text)

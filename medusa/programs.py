@@ -70,11 +70,14 @@ def heads_of(model: MedusaModel) -> Heads:
     return model.heads
 
 
-def load_prompts(options: ProgramOptions) -> list[Prompt]:
-    """The prompts asked for, or the small set of our own that `make demo` is measured on."""
+def load_prompts(options: ProgramOptions, take_all: bool = False) -> list[Prompt]:
+    """The prompts asked for, or the small set of our own that `make demo` is measured on.
+
+    ``take_all`` leaves ``--limit`` out of account.
+    """
     if options.prompts is None:
         _check_embedded(str(EMBEDDED_PROMPTS), EMBEDDED_PROMPTS, "--prompts")
-    return read_prompts(options.prompts or EMBEDDED_PROMPTS, options.limit)
+    return read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
 
 
 def encode_prompts(

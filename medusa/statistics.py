@@ -22,6 +22,8 @@ class DecodingStatistics:
     num_rows: int = 0
     num_steps: int = 0
     """Steps after the prefill, which emits each row's first token."""
+    num_passes: int = 0
+    """Forward passes after the prefill, each a step of every row that still decoded."""
     accepted_histogram: list[int] = field(default_factory=list)
     """[a]: steps that accepted a draft tokens."""
     prefill_seconds: float = 0.0
@@ -63,12 +65,14 @@ class DecodingStatistics:
         for accepted in num_accepted:
             self.accepted_histogram[accepted] += 1
         self.num_steps += len(num_accepted)
+        self.num_passes += 1
 
     def __add__(self, other: DecodingStatistics) -> DecodingStatistics:
         histograms = zip_longest(self.accepted_histogram, other.accepted_histogram, fillvalue=0)
         return DecodingStatistics(
             num_rows=self.num_rows + other.num_rows,
             num_steps=self.num_steps + other.num_steps,
+            num_passes=self.num_passes + other.num_passes,
             accepted_histogram=[a + b for a, b in histograms],
             prefill_seconds=self.prefill_seconds + other.prefill_seconds,
             decode_seconds=self.decode_seconds + other.decode_seconds,
@@ -80,6 +84,7 @@ class DecodingStatistics:
         return {
             "num_rows": self.num_rows,
             "num_steps": self.num_steps,
+            "num_passes": self.num_passes,
             "num_tokens": self.num_tokens,
             "tokens_per_step": self.tokens_per_step,
             "acceptance_rate": self.acceptance_rate,

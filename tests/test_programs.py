@@ -7,7 +7,8 @@ import pytest
 from tiny_chat import save_chat_model, wide_tree
 
 import medusa
-from medusa import DecodingStatistics, load_heads, save_tree
+import medusa.hardware
+from medusa import load_heads, save_tree
 from medusa.programs import exit_status, track
 from medusa.tuned_trees import Place, TunedTree
 
@@ -37,6 +38,13 @@ def setting(tmp_path_factory):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     flags = ["--base", base, "--heads", heads, "--prompts", str(prompts), "--max-new-tokens", "24"]
     return folder, flags
+
+
+@pytest.fixture
+def quick_probes(monkeypatch):
+    """Rates of the device from little work."""
+    monkeypatch.setitem(medusa.hardware.PROBE_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
 
 
 def closing_json(printed):
@@ -187,10 +195,12 @@ def test_tune_tree_needs_a_directory_to_write_into(setting, capsys):
     assert "--heads must be a directory to write the tree into, got 'owner/name'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_benchmark_ends_with_the_agreed_keys_and_identical_answers(setting, capsys, temperature):
-    _, flags = setting
-    assert program("benchmark").main([*flags, "--temperature", temperature, "--repeats", "2"]) == 0
+    folder, flags = setting
+    own = [*flags, "--contenders", "transformers", "heads", "--plot", str(folder / "benchmark.png")]
+    assert program("benchmark").main([*own, "--temperature", temperature, "--repeats", "2"]) == 0
     printed = capsys.readouterr().out
     report = closing_json(printed)
     agreed = {"tokens_per_step", "overhead", "speedup_vs_plain", "speedup_vs_transformers", "identical"}
@@ -202,36 +212,67 @@ def test_benchmark_ends_with_the_agreed_keys_and_identical_answers(setting, caps
     assert report["num_tokens"] <= 3 * 24, "repeats are not counted twice"
     assert set(report["by_category"]) == {"greeting", "counting", "uncategorised"}
     assert "3 of 3 answers token-identical" in printed
+    assert (folder / "benchmark.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_benchmark_takes_medians_and_notices_an_answer_that_differs():
-    benchmark = program("benchmark")
+@pytest.mark.usefixtures("quick_probes")
+def test_benchmark_measures_every_setting_with_bounds_and_says_who_cannot_take_part(
+    setting, capsys, tmp_path
+):
+    _, flags = setting
+    names = ["transformers", "prompt-lookup", "assisted", "heads", "heads+suffix"]
+    own = [*flags, "--max-new-tokens", "6", "--contenders", *names, "--plot", str(tmp_path / "b.png")]
+    assert program("benchmark").main([*own, "--batch-sizes", "2,1", "--context-lengths", "220,40"]) == 0
+    report = closing_json(capsys.readouterr().out)
+    settings = report["by_setting"]
+    where = [(setting["context_length"], setting["batch_size"]) for setting in settings]
+    assert where == [(40, 1), (40, 2), (220, 1), (220, 2)]
+    assert 40 < settings[2]["num_prompt_tokens"] <= 220
+    assert "give --draft-model" in report["skipped"]["assisted"]
+    assert "one row at a time (at 2 rows, 40 tokens)" in report["skipped"]["prompt-lookup"]
+    for found in settings:
+        ours = {"plain", "heads", "heads+suffix"}
+        lookup = {"prompt-lookup"} if found["batch_size"] == 1 else set()
+        assert set(found["milliseconds_per_token"]) == ours | lookup | {"transformers"}
+        assert set(found["step_milliseconds"]) == ours
+        assert all(value > 0 for value in found["step_milliseconds"]["heads"].values())
+        assert found["num_nodes"] == {"plain": 1, "heads": wide_tree().num_nodes}
+        assert found["f_hw"]["heads"] > 0 and found["f_hw"]["plain"] > 0
+        assert 0 < found["f_tree"] < 3
+        assert found["num_identical"] == found["num_prompts"] == {1: 3, 2: 4}[found["batch_size"]]
+        same = found["same_as_plain"]["heads+suffix"]
+        assert same["num_tokens"] == same["of_tokens"] and same["num_answers"] == same["of_answers"]
+    assert report["speedup_vs_plain"] == settings[0]["speedup_vs_plain"]
+    assert report["device_rates"]["bytes_per_second"] > 0
 
-    def timing(contender, prompt, seconds, tokens=(1, 2), step=1.0):
-        statistics = None
-        if contender != "transformers":
-            statistics = DecodingStatistics(num_rows=1, num_steps=2, accepted_histogram=[1, 1])
-            statistics.decode_seconds = 2 * step
-        return benchmark.Timing(contender, prompt, "all", tokens, seconds, statistics)
 
-    timings = []
-    for prompt, slow in enumerate((1, 1, 10)):
-        for repeat in (1, 1, 100):
-            timings += [
-                timing("transformers", prompt, 8.0 * slow * repeat),
-                timing("plain", prompt, 6.0 * slow * repeat),
-                timing("heads", prompt, 4.0 * slow * repeat, step=1.5 * slow * repeat),
-            ]
-    report = benchmark.make_report(timings, is_greedy=True)
-    assert report["milliseconds_per_token"] == {"transformers": 4000.0, "plain": 3000.0, "heads": 2000.0}
-    assert (report["speedup_vs_plain"], report["speedup_vs_transformers"]) == (1.5, 2.0)
-    assert report["overhead"] == 1.5
-    assert report["tokens_per_step"] == 1.5
-    assert report["identical"]
-    odd = [*timings, timing("transformers", 1, 8.0, tokens=(1, 3))]
-    report = benchmark.make_report(odd, is_greedy=True)
-    assert (report["identical"], report["num_identical"]) == (False, 2)
-    assert benchmark.make_report(odd, is_greedy=False)["identical"], "sampling compares our own two only"
+@pytest.mark.usefixtures("quick_probes")
+def test_benchmark_claims_no_identity_in_low_precision_and_reports_the_divergence(setting, capsys, tmp_path):
+    _, flags = setting
+    own = [*flags, "--limit", "2", "--contenders", "heads", "--plot", str(tmp_path / "b.png")]
+    assert program("benchmark").main([*own, "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    report = closing_json(printed)
+    assert report["identical"] is None and report["dtype"] == "bfloat16"
+    assert set(report["divergence"]) == {"plain", "heads"}
+    assert all(0 <= entry["rate"] <= 1 for entry in report["divergence"].values())
+    assert "which this precision does not promise" in printed
+
+
+@pytest.mark.usefixtures("quick_probes")
+def test_benchmark_without_heads_compares_drafters_and_stops_when_the_time_is_up(setting, capsys, tmp_path):
+    _, flags = setting
+    own = [*flags, "--heads", "nowhere", "--contenders", "suffix", "--plot", str(tmp_path / "b.png")]
+    assert program("benchmark").main([*own, "--max-minutes", "0.0001"]) == 0
+    report = closing_json(capsys.readouterr().out)
+    assert report["num_prompts"] == 1, "one round is always measured"
+    assert report["speedup_vs_plain"] is None and set(report["speedup_over_plain"]) == {"plain", "suffix"}
+
+
+def test_benchmark_refuses_an_unknown_contender_before_loading_anything(setting, capsys):
+    _, flags = setting
+    assert program("benchmark").main([*flags, "--contenders", "nobody"]) == 1
+    assert "contender 'nobody' is not one of transformers, transformers-static" in capsys.readouterr().err
 
 
 def test_chat_ends_with_a_line_of_json(setting, capsys):

@@ -64,6 +64,8 @@ class DraftSource:
     """A new drafter for a tree."""
     own_tree: CandidateTree | None = None
     """The tree it is made for; None: a chain of ``draft_length``."""
+    tree_of_rows: Callable[[int], CandidateTree] | None = None
+    """The tree for a batch of so many rows, where it depends on that; it then goes before ``own_tree``."""
     draft_length: int = DEFAULT_DRAFT_LENGTH
     draft_width: int = 1
     max_length: int | None = None
@@ -73,13 +75,18 @@ class DraftSource:
         if self.max_length is not None:
             object.__setattr__(self, "draft_length", min(self.draft_length, self.max_length))
 
-    def drafter(self, only_chain: bool = False) -> Drafter:
-        """A new drafter; ``only_chain`` is for rules that walk one path."""
-        if self.own_tree is not None and not only_chain:
-            return self.fill(self.own_tree)
+    def drafter(self, only_chain: bool = False, num_rows: int = 1) -> Drafter:
+        """A new drafter for ``num_rows`` rows; ``only_chain`` is for rules that walk one path."""
+        own_tree = self.own_tree if self.tree_of_rows is None else self.tree_of_rows(num_rows)
+        if own_tree is not None and own_tree.depth and not only_chain:
+            return self.fill(own_tree)
         if self.draft_width == 1 or only_chain:
             return self.fill(CandidateTree.chain(self.draft_length))
         return self.fill(independent_chains(self.draft_width, self.draft_length))
+
+    def is_idle(self, num_rows: int) -> bool:
+        """Whether its tree for ``num_rows`` rows is the root alone: nothing to draft."""
+        return self.tree_of_rows is not None and self.tree_of_rows(num_rows).depth == 0
 
     def with_length(self, draft_length: int) -> DraftSource:
         """The same source, drafting chains of ``draft_length`` where it drafts chains."""
@@ -93,9 +100,15 @@ class UnionSource:
     name: str
     parts: tuple[DraftSource, ...]
 
-    def drafter(self, only_chain: bool = False) -> Drafter:
-        """A new drafter. It is never a chain: rules that want one refuse it."""
-        return UnionDrafter([part.drafter(only_chain) for part in self.parts])
+    def drafter(self, only_chain: bool = False, num_rows: int = 1) -> Drafter:
+        """A new drafter for ``num_rows`` rows. It is never a chain: rules that want one refuse it.
+
+        A part whose tuned tree for so many rows is the root alone does not pay there and takes no part,
+        unless none would be left.
+        """
+        paying = [part for part in self.parts if not part.is_idle(num_rows)] or self.parts
+        drafters = [part.drafter(only_chain, num_rows) for part in paying]
+        return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]
 
 
 def nothing_missing(model: MedusaModel, settings: DrafterSettings) -> str | None:

@@ -84,13 +84,14 @@ def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Draft
 
 
 def heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
-    """The model's heads in the model's tree; in a chain where the tree is the root alone."""
+    """The model's heads in the model's tree for the batch; in a chain where that is the root alone."""
     heads, runner = model.heads, model.runner
     assert heads is not None, "asked after by missing_heads"
     return DraftSource(
         "heads",
         lambda tree: drafter_of_heads(heads, runner, tree),
         own_tree=model.tree if model.tree.depth else None,
+        tree_of_rows=model.tree_for,
         draft_length=settings.draft_length or heads.num_heads,
         max_length=heads.num_heads,
     )

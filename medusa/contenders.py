@@ -1,0 +1,178 @@
+"""Who answers in a benchmark: the ways in which ``transformers`` generates, and our own.
+
+A contender of ``transformers`` that cannot run here (no compiler, a mode that takes one row only) is left out
+with its reason; one of ours that fails is an error.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+
+from medusa.base import CausalLM
+from medusa.drafters.choice import DrafterSettings, all_drafters, draft_sources, part_names, source_named
+from medusa.model import MedusaModel
+from medusa.tree import CandidateTree
+
+TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (
+    "transformers",
+    "transformers-static",
+    "prompt-lookup",
+    "assisted",
+)
+THEIRS = (TRANSFORMERS, STATIC, LOOKUP, ASSISTED)
+PLAIN, HEADS = "plain", "heads"
+LOOKUP_TOKENS = 10
+"""What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
+COMPILERS = ("g++", "clang++", "c++", "cl")
+WORKS_ON_ONE_ROW = (LOOKUP, ASSISTED)
+
+Answer = Callable[..., Any]
+"""``answer(**inputs, **arguments)`` as for ``generate``; the result has ``sequences``."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to answer."""
+
+    name: str
+    answer: Answer
+    is_compiled: bool = False
+    """Whether the first call of a shape compiles, so that warming up takes full answers."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name not in THEIRS
+
+    def refusal(self, num_rows: int) -> str | None:
+        """Why it cannot answer ``num_rows`` rows at once; None when it can."""
+        if num_rows > 1 and self.name in WORKS_ON_ONE_ROW:
+            return "transformers offers it for one row at a time"
+        return None
+
+
+def contender_names() -> tuple[str, ...]:
+    """Every name but unions."""
+    return (*THEIRS, *all_drafters())
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError when a name is none of :func:`contender_names`, nor a union of drafters."""
+    for name in names:
+        if name not in THEIRS:
+            try:
+                part_names(name)
+            except ValueError as error:
+                raise ValueError(
+                    f"contender {name!r} is not one of {', '.join(THEIRS)}, and {error}"
+                ) from error
+
+
+def default_names(model: MedusaModel) -> list[str]:
+    """Those that a user would ask about: ``transformers``' own, plain decoding, the heads.
+
+    On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
+    """
+    theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
+    return [*theirs, PLAIN, *([HEADS] if model.heads is not None else [])]
+
+
+def needs_heads(names: Iterable[str] | None) -> bool:
+    """Whether to load heads for these contenders; by default they take part."""
+    return names is None or any(HEADS in name.split("+") for name in names)
+
+
+def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """Why a contender of ``transformers`` cannot run with this model on this machine; None when it can."""
+    if name == ASSISTED and settings.draft_model is None:
+        return "it needs a smaller model; give --draft-model"
+    if name == STATIC:
+        if model.device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+            return f"torch.compile needs a C++ compiler on a CPU ({', '.join(COMPILERS)}), none is installed"
+        if model.device.type == "cpu" and not hasattr(CompileConfig, "_compile_all_devices"):
+            return "this transformers compiles on graphics cards only"
+        if not getattr(model.base, "_can_compile_fullgraph", True):
+            return f"transformers cannot compile {type(model.base).__name__}"
+    return None
+
+
+def make_contenders(
+    names: Iterable[str], model: MedusaModel, settings: DrafterSettings, seed: int
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders by name, and the reasons of those that cannot run here.
+
+    Raises:
+        ValueError: a name is unknown, or one of our own drafters lacks something.
+    """
+    names = list(dict.fromkeys(names))
+    check_names(names)
+    skipped = {name: reason for name in names if (reason := missing(name, model, settings))}
+    drafters = [name for name in names if name not in (*THEIRS, PLAIN, HEADS)]
+    parts = draft_sources([HEADS] if HEADS in names else [], model, settings)
+    parts |= draft_sources(drafters, model, settings)
+    made = {}
+    for name in names:
+        if name in skipped:
+            continue
+        if name in THEIRS:
+            made[name] = theirs(name, model, settings)
+        elif name == PLAIN:
+            made[name] = Contender(name, ours(model, seed, tree=CandidateTree.chain(0)))
+        elif name == HEADS:
+            made[name] = Contender(name, ours(model, seed))
+        else:
+            source = source_named(name, parts)
+            made[name] = Contender(name, drafted(model, seed, source))
+    return made, skipped
+
+
+def ours(model: MedusaModel, seed: int, **choice: Any) -> Answer:
+    """Our ``generate``, with the tree of the batch size where ``choice`` names no other."""
+    return lambda **call: model.generate(seed=seed, **choice, **call)
+
+
+def drafted(model: MedusaModel, seed: int, source: Any) -> Answer:
+    """Our ``generate`` with another drafter than the model's own."""
+
+    def answer(input_ids: Tensor, **call: Any) -> Any:
+        drafter = source.drafter(num_rows=len(input_ids))
+        return model.generate(seed=seed, drafter=drafter, input_ids=input_ids, **call)
+
+    return answer
+
+
+def theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
+    """A contender of ``transformers``, on the base as it was loaded."""
+    base = model.base
+    if name == STATIC:
+        options = {"cache_implementation": "static", **compiled_everywhere(base)}
+        return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=True)
+    if name == LOOKUP:
+        return Contender(name, lambda **call: base.generate(**call, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+    if name == ASSISTED:
+        assistant = loaded_assistant(settings, base)
+        return Contender(name, lambda **call: base.generate(**call, assistant_model=assistant))
+    return Contender(name, lambda **call: base.generate(**call))
+
+
+def compiled_everywhere(base: CausalLM) -> Mapping[str, Any]:
+    """``generate`` compiles on graphics cards by itself; on a processor it must be told to."""
+    if base.device.type != "cpu":
+        return {}
+    configuration = CompileConfig()
+    configuration._compile_all_devices = True  # type: ignore[assignment]
+    return {"compile_config": configuration}
+
+
+def loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
+    """The smaller model, where and how the base is."""
+    given = settings.draft_model
+    if isinstance(given, PreTrainedModel):
+        return given
+    assistant: Any = AutoModelForCausalLM.from_pretrained(str(given), dtype=base.dtype)
+    return assistant.to(base.device).eval()
