@@ -26,8 +26,11 @@ def step_floor_seconds(
     with_heads: bool,
 ) -> float:
     """The least time in which ``rates`` allow a step: N nodes for B rows of ``num_cached`` tokens each."""
-    weights = read_weights(model.runner)
-    num_bytes = sum(weight.nbytes for weight in weights) + num_rows * num_cached * cache_bytes(model.base)
+    weights = read_weights(model.base)
+    # The int8 engine reads a byte a weight in its linear layers, whatever the base was loaded in.
+    is_int8 = "int8" in model.place.engine
+    stored = [weight.numel() if is_int8 and weight.dim() == 2 else weight.nbytes for weight in weights]
+    num_bytes = sum(stored) + num_rows * num_cached * cache_bytes(model.base)
     num_operations = 2.0 * sum(weight.numel() for weight in weights) * num_nodes * num_rows
     if with_heads:
         head_bytes, head_operations = heads_cost(model)

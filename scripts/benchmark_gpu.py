@@ -1,0 +1,252 @@
+"""What a decode step costs on a graphics card: at 1 node and at 64, on every engine, against its limits.
+
+Takes SmolLM2 and randomly initialised Llama models of known shapes (the weights do not matter to time), with
+random heads, and times decode steps as `inference/tune_tree.py` does: sizes interleaved, medians over rounds,
+the first step and the prefill left out, the device waited for. overhead is the step time at N nodes over the
+one at 1. f_hw is the least time the device needs for the step over the time it took; bandwidth and arithmetic
+are measured first, by a sum over a large buffer and a large matrix product. Engines that cannot run are
+listed with the reason. Prints a table and ends with one line of JSON. Run it with nothing else running.
+
+    python scripts/benchmark_gpu.py
+    python scripts/benchmark_gpu.py --shapes llama-8b --context-lengths 128,4096 --batch-sizes 1,8
+    python scripts/benchmark_gpu.py --device cpu --dtype float32 --shapes tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import medusa
+from medusa.base import CausalLM, hidden_size, vocab_size
+from medusa.engine import Engine
+from medusa.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
+from medusa.hardware import DeviceRates, device_name, measured_rates
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.model import MedusaModel
+from medusa.programs import exit_status, log_console, report_json, track
+from medusa.roofline import step_floor_seconds
+from medusa.tree import CandidateTree, best_tree, independent_path_values
+from medusa.tuning import measure_step_seconds
+
+NUM_HEADS = 4
+WIDTH = 10
+"""Guesses of a head that the tree may hold."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+SMOLLM2 = "smollm2"
+
+
+class StepOptions(argparse.Namespace):
+    """The flags, parsed."""
+
+    device: str
+    dtype: str
+    shapes: list[str]
+    engines: list[Engine]
+    base: str
+    nodes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    rounds: int
+    steps: int
+    json: Path | None
+    traceback: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known, engines = [SMOLLM2, *SHAPES], [name for name in get_args(Engine) if name != "auto"]
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="precision (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=known,
+        default=[name for name in known if name != "tiny"],
+        help="models to take (default: all but tiny)",
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=engines, default=engines, help="engines to take (default: all)"
+    )
+    parser.add_argument(
+        "--base", default=str(EMBEDDED_BASE), metavar="MODEL", help="the model called smollm2 (%(default)s)"
+    )
+    for name, default, meaning in (
+        ("--nodes", (1, 64), "tree sizes; 1 always takes part"),
+        ("--batch-sizes", (1,), "rows decoded together"),
+        ("--context-lengths", (128,), "tokens before the answer"),
+    ):
+        text = ",".join(map(str, default))
+        parser.add_argument(
+            name, type=positive_ints, default=default, metavar="N,N,...", help=f"{meaning} ({text})"
+        )
+    parser.add_argument("--rounds", type=positive_int, default=8, help="rounds of timing (%(default)s)")
+    parser.add_argument("--steps", type=positive_int, default=16, help="steps of a round (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the closing JSON line to FILE too")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    options = parser.parse_args(arguments, namespace=StepOptions())
+    return exit_status(lambda: benchmark(options), options.traceback)
+
+
+def benchmark(options: StepOptions) -> None:
+    """Time every shape on every engine, print the table, and report."""
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda needs a CUDA device, and torch sees none; run this where there is one, or try it "
+            "out with --device cpu --dtype float32 --shapes tiny"
+        )
+    log_console().print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim")
+    rates = measured_rates(device, dtype)
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    for shape in options.shapes:
+        base = base_of(shape, options, device, dtype)
+        for engine in options.engines:
+            try:
+                rows += list(timed_steps(shape, base, engine, rates, options))
+            except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+                skipped[f"{shape}, {engine}"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        del base
+        gc.collect()
+    report = {
+        "rows": rows,
+        "skipped": skipped,
+        "device": device_name(device),
+        "dtype": options.dtype,
+        "device_rates": asdict(rates),
+        "torch": torch.__version__,
+        "medusa": medusa.__version__,
+    }
+    print_report(report, Console(highlight=False))
+    if not rows:
+        raise ValueError("no engine could run any of the shapes; the reasons stand above")
+    report_json(report, options)
+
+
+def base_of(shape: str, options: StepOptions, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """The model of a shape, on the device; random but for SmolLM2, and never ending its answer."""
+    if shape == SMOLLM2:
+        if not Path(options.base).exists():
+            raise FileNotFoundError(f"--base {options.base} is not there; run `make models`, or give --base")
+        base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype).to(device)
+    else:
+        config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
+        with torch.device(device):
+            base = LlamaForCausalLM._from_config(config, dtype=dtype)
+    base.generation_config.eos_token_id = None
+    base.generation_config.pad_token_id = 0
+    return base.eval()
+
+
+def timed_steps(
+    shape: str, base: CausalLM, engine: Engine, rates: DeviceRates, options: StepOptions
+) -> Iterator[dict[str, Any]]:
+    """Step time, overhead and f_hw at every size, for every batch size and context length."""
+    heads = MedusaHeads(HeadsConfig(hidden_size(base), vocab_size(base), num_heads=NUM_HEADS)).to(base.dtype)
+    model = MedusaModel(base, heads, engine=engine)
+    trees = {size: tree_of(size) for size in {1, *options.nodes}}
+    for batch_size, context in product(options.batch_sizes, options.context_lengths):
+        inputs = [random_prompts(base, batch_size, context)] * (1 + options.rounds)
+        label = f"{shape}, {engine}, {batch_size} x {context}"
+        seconds = measure_step_seconds(model, trees, track(inputs, label), num_steps=options.steps)
+        for size, taken in seconds.items():
+            cached = context + options.steps / 2
+            floor = step_floor_seconds(model, rates, size, batch_size, cached, with_heads=size > 1)
+            yield {
+                "shape": shape,
+                "engine": engine,
+                "batch_size": batch_size,
+                "context_length": context,
+                "num_nodes": size,
+                "step_milliseconds": 1000 * taken,
+                "floor_milliseconds": 1000 * floor,
+                "overhead": taken / seconds[1],
+                "f_hw": floor / taken,
+            }
+
+
+def tree_of(num_nodes: int) -> CandidateTree:
+    """A tree like those that get tuned: heads right less and less often, by depth and by rank."""
+    rates = [[0.5 * 0.8**depth / (1 + rank) ** 1.3 for rank in range(WIDTH)] for depth in range(NUM_HEADS)]
+    return best_tree(independent_path_values(rates), num_nodes)
+
+
+def random_prompts(base: CausalLM, num_rows: int, num_tokens: int) -> dict[str, Any]:
+    """``input_ids`` and ``attention_mask``, (B, T) long."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size(base), (num_rows, num_tokens), generator=generator).to(base.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def print_report(report: Mapping[str, Any], console: Console) -> None:
+    """The table, then who could not run."""
+    rates = report["device_rates"]
+    read, multiplied = rates["bytes_per_second"] / 1e9, rates["operations_per_second"] / 1e12
+    title = (
+        f"Decode steps on {report['device']}, {report['dtype']}: {read:.0f} GB/s, {multiplied:.2f} TFLOP/s"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("shape", "engine"):
+        table.add_column(name, no_wrap=True)
+    for name in ("rows", "context", "nodes", "ms per step", "floor, ms", "overhead", "f_hw"):
+        table.add_column(name, justify="right")
+    for row in report["rows"]:
+        table.add_row(
+            row["shape"],
+            row["engine"],
+            *(str(row[key]) for key in ("batch_size", "context_length", "num_nodes")),
+            f"{row['step_milliseconds']:.2f}",
+            f"{row['floor_milliseconds']:.2f}",
+            f"{row['overhead']:.2f}",
+            f"{row['f_hw']:.2f}",
+        )
+    console.print(table)
+    for name, reason in report["skipped"].items():
+        console.print(f"{name} did not run: {reason}", style="yellow", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
