@@ -11,6 +11,7 @@ Depth counts from 1; depth 0 is the root token, the base model's own next token.
 unless said otherwise.
 """
 
+from medusa.adapter import Adapter, apply_adapter
 from medusa.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.model import MedusaModel, MedusaOutput
@@ -20,6 +21,7 @@ from medusa.tree import CandidateTree, best_tree
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "CandidateTree",
     "DecodingStatistics",
     "HeadsCheckpoint",
@@ -27,6 +29,7 @@ __all__ = [
     "MedusaHeads",
     "MedusaModel",
     "MedusaOutput",
+    "apply_adapter",
     "best_tree",
     "load_heads",
     "save_heads",

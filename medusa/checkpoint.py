@@ -6,6 +6,7 @@
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees of
                         places and batch sizes that were timed (see medusa.tuned_trees)
     provenance.json     how the heads were made: command, configuration, versions, measurements
+    adapter/            of joint training only, and config.json says so: the base's LoRA adapter, as peft's
 
 Loading is strict: a tensor that is missing, left over, of another shape or cut short is an error.
 Writing goes to a temporary name beside the target and is renamed at the end, so a failed write
@@ -28,6 +29,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import save_file
 
+from medusa.adapter import Adapter
 from medusa.eagle import EagleHead, Heads
 from medusa.strict_loading import heads_holding, read_weights
 from medusa.tree import CandidateTree
@@ -40,6 +42,9 @@ CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
     "tree.json",
     "provenance.json",
 )
+ADAPTER = "adapter"
+ADAPTER_CONFIG_FILE = f"{ADAPTER}/adapter_config.json"
+ADAPTER_WEIGHTS_FILE = f"{ADAPTER}/adapter_model.safetensors"
 
 
 @dataclass
@@ -53,6 +58,8 @@ class HeadsCheckpoint:
     provenance: dict[str, Any] = field(default_factory=dict)
     tuned: tuple[TunedTree, ...] = ()
     """Trees for the places and batch sizes where they were timed; ``tree`` serves everywhere else."""
+    adapter: Adapter | None = None
+    """What the heads were trained together with: they belong to the base that carries it."""
 
 
 def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bool = False) -> Path:
@@ -69,6 +76,9 @@ def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bo
             "base_model": checkpoint.base_model,
             **asdict(checkpoint.heads.config),
         }
+        if checkpoint.adapter is not None:
+            config[ADAPTER] = "lora"
+            _write_adapter(partial, checkpoint.adapter)
         write_json(partial / CONFIG_FILE, config)
         state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.heads.state_dict().items()}
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -101,7 +111,18 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
         tree=tree,
         provenance=read_json(directory / PROVENANCE_FILE) if (directory / PROVENANCE_FILE).exists() else {},
         tuned=tuned,
+        adapter=_read_adapter(directory, raw, device),
     )
+
+
+def load_adapter(source: str | Path, device: str = "cpu") -> Adapter | None:
+    """The adapter of a heads directory or hub id, None when its heads belong to the base as it is.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_heads`.
+    """
+    directory = _local_directory(source)
+    return _read_adapter(directory, read_json(directory / CONFIG_FILE), device)
 
 
 def kind_of(heads: Heads) -> str:
@@ -206,13 +227,42 @@ def _local_directory(source: str | Path) -> Path:
             f"no heads directory at {str(source)!r}; train one with train/train_heads.py, or give a hub id "
             "of the form owner/name"
         )
-    files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE]
+    files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
     try:
         return Path(snapshot_download(str(source), allow_patterns=files))
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"no heads directory at {str(source)!r}, and the hub gives no repository of that name: {error}"
         ) from error
+
+
+def _write_adapter(directory: Path, adapter: Adapter) -> None:
+    (directory / ADAPTER).mkdir()
+    write_json(directory / ADAPTER_CONFIG_FILE, adapter.config)
+    weights = {name: each.detach().cpu().contiguous() for name, each in adapter.weights.items()}
+    save_file(weights, directory / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapter | None:
+    """The adapter that ``raw``, the config.json, speaks of; the two must agree whether there is one."""
+    kind, is_there = raw.get(ADAPTER), (directory / ADAPTER).is_dir()
+    if kind is None and is_there:
+        raise ValueError(
+            f"{directory / ADAPTER} holds an adapter that {CONFIG_FILE} does not speak of; the files do not "
+            "belong together"
+        )
+    if kind is None:
+        return None
+    if kind != "lora":
+        raise ValueError(
+            f"{directory / CONFIG_FILE} says {ADAPTER}={kind!r}, this version of medusa reads 'lora'"
+        )
+    config = read_json(directory / ADAPTER_CONFIG_FILE)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
+        )
+    return Adapter(config, read_weights(directory / ADAPTER_WEIGHTS_FILE, device))
 
 
 def _read_trees(directory: Path, num_heads: int) -> tuple[CandidateTree | None, tuple[TunedTree, ...]]:

@@ -178,6 +178,7 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
         "base_model": checkpoint.base_model,
         **asdict(heads.config),
         "num_parameters": sum(parameter.numel() for parameter in heads.parameters()),
+        "adapter": None if checkpoint.adapter is None else checkpoint.adapter.summary(),
         "tree": None
         if tree is None
         else {"num_nodes": tree.num_nodes, "width_by_depth": tree.width_by_depth},
@@ -197,4 +198,16 @@ def _in_words(name: str, value: Any) -> str:
         return (
             f"{value['num_nodes']} nodes, guesses looked at: {widths}" if widths else "the root token alone"
         )
+    if name == "adapter":
+        return _adapter_in_words(value)
     return str(value)
+
+
+def _adapter_in_words(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return "none: the text is the base model's own"
+    return (
+        f"LoRA of rank {value['rank']}, alpha {value['alpha']}, on {value['num_layers']} layers "
+        f"({', '.join(value['targets'])}), {value['num_parameters']:,} parameters, trained with the heads: "
+        "the text is the adapted model's"
+    )

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from medusa.adapter import apply_adapter, check_carries
 from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.decoding import StepResult, decode
@@ -81,7 +82,10 @@ class MedusaModel:
         engine: Engine = "auto",
         **base_kwargs: Any,
     ) -> MedusaModel:
-        """Load a base model and its heads.
+        """Load a base model and its heads, and the adapter that the heads were trained with, if any.
+
+        Heads of joint training belong to the adapted base: it is what ``base`` then is, and the output is
+        exactly its own.
 
         Args:
             base: a path, a hub id, or a model already loaded (quantised, sharded, on any device).
@@ -91,7 +95,13 @@ class MedusaModel:
             tokenizer: by default the base's own, when ``base`` is a path or a hub id.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
+
+        Raises:
+            ImportError: the heads come with an adapter and peft is not installed.
+            ValueError: heads, adapter and base do not belong together; a base already loaded must carry the
+                adapter already, since it is nobody's to change.
         """
+        is_ours = isinstance(base, (str, Path))
         if isinstance(base, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(base) if tokenizer is None else tokenizer
             base = AutoModelForCausalLM.from_pretrained(base, **base_kwargs)
@@ -105,6 +115,9 @@ class MedusaModel:
         base.eval()
         if isinstance(heads, (str, Path)):
             heads = load_heads(heads)
+        if isinstance(heads, HeadsCheckpoint) and heads.adapter is not None:
+            check_heads_fit(heads.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            (apply_adapter if is_ours else check_carries)(base, heads.adapter)
         if heads is None:
             return cls(base, None, tree, tokenizer, engine)
         if not isinstance(heads, HeadsCheckpoint):

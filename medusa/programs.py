@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import medusa
+from medusa.adapter import Adapter, apply_adapter
 from medusa.base import context_length
-from medusa.checkpoint import write_json
+from medusa.checkpoint import load_adapter, write_json
 from medusa.eagle import Heads
 from medusa.flags import EMBEDDED_BASE, EMBEDDED_HEADS, EMBEDDED_PROMPTS, ProgramOptions
 from medusa.model import MedusaModel
@@ -55,12 +56,25 @@ def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
     base.to(device)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
+    adapter = _adapt(base, options)
     model = MedusaModel.from_pretrained(
         base, options.heads if with_heads else None, tokenizer=tokenizer, engine=options.engine
     )
     heads = f"{model.heads.num_heads} heads, tree of {model.tree.num_nodes}" if model.heads else "no heads"
+    if adapter is not None:
+        heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     log.print(f"{options.base} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=True)
     return model
+
+
+def _adapt(base: Any, options: ProgramOptions) -> Adapter | None:
+    """Put the adapter of the heads onto ``base``, without heads too: the text is the same then."""
+    if options.heads == str(EMBEDDED_HEADS) and not EMBEDDED_HEADS.exists():
+        return None
+    adapter = load_adapter(options.heads)
+    if adapter is not None:
+        apply_adapter(base, adapter)
+    return adapter
 
 
 def heads_of(model: MedusaModel) -> Heads:

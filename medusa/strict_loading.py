@@ -22,7 +22,7 @@ from medusa.heads import HeadsConfig, MedusaHeads
 
 Config = TypeVar("Config", HeadsConfig, EagleConfig)
 
-HEADER_KEYS = ("format_version", "kind", "base_model")
+HEADER_KEYS = ("format_version", "kind", "base_model", "adapter")
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 

@@ -230,7 +230,8 @@ def test_a_hub_id_is_downloaded_and_only_the_files_of_a_heads_directory(saved, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(medusa.checkpoint, "snapshot_download", download)
     assert load_heads("someone/their-heads").tree == TREE
-    assert asked == [("someone/their-heads", sorted(contents(saved)))]
+    adapter = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
+    assert asked == [("someone/their-heads", [*adapter, *sorted(contents(saved))])]
 
 
 def test_a_hub_id_that_the_hub_does_not_have_reads_as_a_missing_directory(monkeypatch, tmp_path):

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
 from tiny_training import counting_rows, save_tiny_base, write_rows
+from transformers import AutoModelForCausalLM
 
-from medusa import load_heads
+from medusa import MedusaModel, load_heads
 
 CHECKOUT = Path(__file__).parent.parent
 PROGRAM = str(CHECKOUT / "train" / "train_heads.py")
@@ -105,6 +108,48 @@ def test_help_teaches(program, capsys):
     with pytest.raises(SystemExit, match="0"):
         program("--help")
     assert "accelerate launch train/train_heads.py --config" in capsys.readouterr().out
+
+
+JOINT = ("--joint", "--joint_warmup_fraction", "0.5", "--lora_rank", "4", "--learning_rate", "1e-2")
+
+
+def test_a_joint_run_leaves_heads_and_adapter_that_decode_as_the_adapted_model_does(workplace):
+    arguments = ("--output_dir", "joint", "--base_objective", "ce", *JOINT)
+    done = launch(workplace, *arguments, launcher=ACCELERATE)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "step 3: from here on the adapter is trained with the heads" in said
+    assert "perplexity on held-out answers" in said
+    assert "heads and adapter written to joint/heads" in said
+    heads = workplace / "joint" / "heads"
+    provenance = load_heads(heads).provenance
+    assert provenance["configuration"]["joint"] is True
+    assert provenance["versions"]["peft"]
+    last = json.loads((workplace / "joint" / "metrics.jsonl").read_text().splitlines()[-1])
+    perplexities = [last[f"held_out/base_perplexity{when}"] for when in ("", "_before")]
+    assert perplexities[0] != perplexities[1]
+    assert provenance["metrics"]["held_out/base_perplexity"] == perplexities[0]
+
+    model = MedusaModel.from_pretrained(workplace / "base", heads)
+    options = {"max_new_tokens": 30, "do_sample": False}
+    ids = model.tokenizer("Count from c, 2", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(workplace / "base")
+    adapted = PeftModel.from_pretrained(base, heads / "adapter").get_base_model()
+    assert model.generate(ids, **options).tolist() == adapted.generate(ids, **options).tolist()
+
+
+@pytest.mark.slow
+def test_two_processes_train_heads_and_adapter_like_one(workplace):
+    one = launch(workplace, "--output_dir", "one_joint", "--gradient_accumulation_steps", "2", *JOINT)
+    assert one.returncode == 0, one.stderr
+    launcher = (*TORCHRUN, "2")
+    two = launch(workplace, "--output_dir", "two_joint", *JOINT, launcher=launcher, ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, two.stderr
+    assert "2 x cpu" in two.stderr
+    assert losses(workplace / "two_joint") == pytest.approx(losses(workplace / "one_joint"), abs=1e-4)
+    ours, theirs = (load_heads(workplace / name / "heads").adapter for name in ("two_joint", "one_joint"))
+    for name, tensor in ours.weights.items():
+        torch.testing.assert_close(tensor, theirs.weights[name], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

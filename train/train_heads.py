@@ -1,8 +1,9 @@
-"""Train heads on a frozen base model: Medusa heads, or an EAGLE-style one.
+"""Train heads on a frozen base model: Medusa heads, alone or with a LoRA adapter, or an EAGLE-style one.
 
     accelerate launch train/train_heads.py --config configs/smollm2_demo.yaml
     accelerate launch train/train_heads.py --config configs/smollm2.yaml --learning_rate 5e-4
     accelerate launch train/train_heads.py --config configs/smollm2_eagle.yaml
+    accelerate launch train/train_heads.py --config configs/smollm2_joint.yaml
     accelerate launch train/train_heads.py --config configs/smollm2.yaml --resume
     python train/train_heads.py --config configs/smollm2_demo.yaml --inspect
 
@@ -19,11 +20,18 @@ from pathlib import Path
 
 import transformers
 from accelerate import Accelerator
+from rich.console import Console
 
 import medusa
+from medusa.adapter import peft_library
+from medusa.base import CausalLM
+from medusa.eagle import Heads
+from medusa.heads import MedusaHeads
 from medusa.programs import exit_status, log_console
 from medusa.training import inspection, metrics, preparation, result
 from medusa.training.configuration import TrainingConfiguration, read_configuration
+from medusa.training.joint_trainer import JointTrainer, base_report
+from medusa.training.lora import TrainedAdapter
 from medusa.training.run_directory import RunDirectory
 from medusa.training.trainer import Trainer
 
@@ -34,6 +42,8 @@ def main() -> None:
     if configuration.run.inspect:
         return inspect(configuration)
     run.check(configuration)
+    if configuration.joint.joint:
+        peft_library()
     accelerator = new_accelerator(configuration)
     console = log_console()
     console.quiet = not accelerator.is_main_process
@@ -57,17 +67,42 @@ def main() -> None:
             f"the {len(heads.token_map):,} tokens of the map are {coverage:.1%} of the training labels"
         )
 
-    trainer = Trainer(configuration, accelerator, base, heads, data, console)
+    trainer = new_trainer(configuration, accelerator, base, heads, data, console)
     try:
         measured = trainer.train()
         if accelerator.is_main_process:
             tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
             record = result.provenance(configuration, data.counts, trainer.state, measured)
-            result.save_result(run.heads, heads, configuration.base.base, tree, record)
+            adapter = trainer.adapter.taken_out() if isinstance(trainer, JointTrainer) else None
+            result.save_result(run.heads, heads, configuration.base.base, tree, record, adapter)
             console.print(metrics.table("held_out", measured))
-            console.print(f"heads written to {run.heads}", soft_wrap=True)
+            if adapter is not None:
+                console.print(base_report(measured), soft_wrap=True)
+            what = "heads" if adapter is None else "heads and adapter"
+            console.print(f"{what} written to {run.heads}", soft_wrap=True)
     finally:
         trainer.close()
+
+
+def new_trainer(
+    configuration: TrainingConfiguration,
+    accelerator: Accelerator,
+    base: CausalLM,
+    heads: Heads,
+    data: preparation.TrainingData,
+    console: Console,
+) -> Trainer:
+    """The trainer that the configuration asks for; for joint training the base gets its adapter here."""
+    if not isinstance(heads, MedusaHeads) or not configuration.joint.joint:
+        return Trainer(configuration, accelerator, base, heads, data, console)
+    adapter = TrainedAdapter(base, configuration.joint, configuration.data.seed)
+    options = configuration.joint
+    console.print(
+        f"joint training: a LoRA adapter of {adapter.num_parameters:,} parameters, heads alone for "
+        f"{options.joint_warmup_fraction:.0%} of the run, heads_weight {options.lambda_0:g}",
+        soft_wrap=True,
+    )
+    return JointTrainer(configuration, accelerator, base, heads, data, console, adapter)
 
 
 def new_accelerator(configuration: TrainingConfiguration) -> Accelerator:

@@ -14,6 +14,8 @@ Loss:
     objectives.py      cross-entropy, KL to the base, their blend, overlap: on one block of logits
     loss.py            the loss of all heads, head by head and block by block
     eagle_loss.py      the loss of an EAGLE-style head
+    base_loss.py       the loss of an adapted base's own row: KL to itself without the adapter
+    joint_loss.py      heads and adapter together, in two stages
     teacher.py         the base's own logits for given hidden states
     hidden_source.py   hidden states of a micro-batch, from the base
     stored_states.py   the same from a file that the base filled once
@@ -23,8 +25,11 @@ The run:
     configuration.py   options from YAML and the command line
     preparation.py     base, documents and new heads
     failures.py        what a run says when it cannot go on
+    lora.py            the adapter of a base while it is trained
     schedule.py        how long a run lasts and its learning rate
     trainer.py         the loop
+    joint_trainer.py   the loop of joint training: two learning rates, two stages, what became of the base
+    saved_sums.py      loss sums as a checkpoint has them
     metrics.py         loss sums as the numbers that people read
     progress.py        a bar with the time left
     run_directory.py   what a run leaves on disk: checkpoints, metrics, configuration

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -23,6 +23,7 @@ from medusa.training.options import (
     BaseOptions,
     DataOptions,
     HeadOptions,
+    JointOptions,
     ObjectiveOptions,
     OptimisationOptions,
     RunOptions,
@@ -41,6 +42,7 @@ class TrainingConfiguration:
     heads: HeadOptions
     data: DataOptions
     loss: ObjectiveOptions
+    joint: JointOptions
     optimisation: OptimisationOptions
     run: RunOptions
 
@@ -62,19 +64,35 @@ class TrainingConfiguration:
             if values[name] is not None and values[name] <= 0:
                 raise ConfigurationError(f"{name} must be above 0, got {values[name]}")
         for name in _OF_THE_OTHER_KIND[self.heads.head_kind]:
-            if values[name] != FIELDS[name].default:
+            if values[name] != default_of(name):
                 raise ConfigurationError(
                     f"{name} does not go with head_kind={self.heads.head_kind}, got {values[name]!r}; "
                     "leave it out"
                 )
         for name in _OF_THE_OTHER_WEIGHTING[self.loss.depth_weighting]:
-            if values[name] != FIELDS[name].default:
+            if values[name] != default_of(name):
                 raise ConfigurationError(
                     f"{name} does not go with depth_weighting={self.loss.depth_weighting}, got "
                     f"{values[name]!r}; leave it out"
                 )
+        self._check_joint(values)
         if self.run.overwrite and self.run.resume:
             raise ConfigurationError("overwrite and resume exclude each other, got both")
+
+    def _check_joint(self, values: Mapping[str, Any]) -> None:
+        for name in (each.name for each in dataclasses.fields(JointOptions)):
+            if not self.joint.joint and values[name] != default_of(name):
+                raise ConfigurationError(f"{name} goes with joint=true, got {values[name]!r} without it")
+        if self.joint.joint and self.heads.head_kind != "medusa":
+            raise ConfigurationError(
+                f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the sizes of features "
+                "that such a head works with are measured once, and joint training moves them"
+            )
+        if self.joint.joint and self.optimisation.cache_hidden_states:
+            raise ConfigurationError(
+                "cache_hidden_states and joint exclude each other, got both: stored states are those of a "
+                "base that stays as it is, and the adapter changes them; leave cache_hidden_states out"
+            )
 
     def batch_options(self) -> BatchOptions:
         return BatchOptions(self.optimisation.tokens_per_batch, self.data.packing, self.data.max_length)
@@ -89,8 +107,24 @@ class TrainingConfiguration:
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
-GROUPS = (BaseOptions, HeadOptions, DataOptions, ObjectiveOptions, OptimisationOptions, RunOptions)
+GROUPS = (
+    BaseOptions,
+    HeadOptions,
+    DataOptions,
+    ObjectiveOptions,
+    JointOptions,
+    OptimisationOptions,
+    RunOptions,
+)
 FIELDS = {field.name: field for group in GROUPS for field in dataclasses.fields(group)}
+
+
+def default_of(name: str) -> Any:
+    """The value of a key that nobody gives; MISSING where somebody must."""
+    field = FIELDS[name]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 _AT_LEAST_ONE = (
     "num_epochs",
     "max_steps",
@@ -142,7 +176,7 @@ def read_configuration(arguments: Sequence[str], description: str = "") -> Train
 def changed_keys(earlier: dict[str, Any], now: TrainingConfiguration) -> list[str]:
     """``key: earlier -> now`` for every key that a resumed run must not change and does."""
     ours = now.as_dict()
-    earlier = {key: field.default for key, field in FIELDS.items()} | earlier  # some keys came later
+    earlier = {key: default_of(key) for key in FIELDS} | earlier  # some keys came later
     keys = [key for key in ours if key not in FREE_TO_CHANGE and earlier.get(key) != ours[key]]
     return [f"{key}: {earlier.get(key)!r} -> {ours[key]!r}" for key in keys]
 
@@ -213,7 +247,7 @@ def _take_back(given: list[str], in_file: dict[str, Any]) -> list[str]:
 
 def _as_arguments(key: str, value: Any, where: str) -> list[str]:
     """The file's ``key: value`` as command-line words."""
-    if value is None and FIELDS[key].default is None:
+    if (value is None and FIELDS[key].default is None) or value == default_of(key) == []:
         return []
     if value is None or isinstance(value, dict):
         raise ConfigurationError(f"{key} in {where} must have a plain value, got {value!r}")

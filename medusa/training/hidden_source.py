@@ -64,7 +64,7 @@ class LiveFeatures:
     def __call__(self, batch: MicroBatch) -> tuple[FeatureBatch, Alignment]:
         """Rows and their alignment, on the base's device. An empty batch has one token and no targets."""
         device = self.base.device
-        padded = collate(self.documents, batch) if batch else _one_token()
+        padded = collate(self.documents, batch) if batch else one_token()
         following = padded.input_ids.roll(-1, dims=1).to(
             device
         )  # what a row's last entry joins is never read
@@ -85,7 +85,8 @@ class LiveFeatures:
         return frozen_states(self.base, padded)
 
 
-def _one_token() -> PaddedBatch:
+def one_token() -> PaddedBatch:
+    """A micro-batch of a process that has nothing to do: no targets."""
     nothing = torch.zeros(1, 1, dtype=torch.long)
     return PaddedBatch(nothing, nothing, nothing.bool())
 

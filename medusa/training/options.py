@@ -163,6 +163,48 @@ class ObjectiveOptions:
         return LossOptions(**dataclasses.asdict(self))
 
 
+@options("joint training (Medusa-2)")
+class JointOptions:
+    """Training a LoRA adapter on the base together with the heads. The base then writes other text."""
+
+    joint: bool = False
+    """Train heads alone first, then heads and a LoRA adapter on the base together."""
+    joint_warmup_fraction: float = 0.3
+    """Part of the run in which the heads are trained alone, 0 to 1."""
+    base_objective: Literal["kl", "ce"] = "kl"
+    """What the adapted base is held to. kl: its own distribution with the adapter switched off
+    (self-distillation). ce: the text's own tokens."""
+    heads_weight: float | None = None
+    """Weight of the heads' loss against the base's; without it 0.01 with kl and 0.2 with ce."""
+    head_learning_rate_multiplier: float = 4.0
+    """The heads' learning rate, as a multiple of learning_rate, which is the adapter's."""
+    lora_rank: int = 32
+    """Rank of the adapter."""
+    lora_alpha: float = 16
+    """Its output is scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout on the adapter's input."""
+    lora_targets: list[str] = field(default_factory=list)
+    """Linear layers that get an adapter, by the ends of their names (q_proj v_proj); all of the transformer
+    without it."""
+
+    def __post_init__(self) -> None:
+        for name, lowest, highest in (("joint_warmup_fraction", 0, 1), ("lora_dropout", 0, 1)):
+            value = getattr(self, name)
+            if not lowest <= value < highest:
+                raise ValueError(f"{name} must be at least {lowest} and below {highest}, got {value}")
+        for name in ("heads_weight", "head_learning_rate_multiplier", "lora_rank", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+
+    @property
+    def lambda_0(self) -> float:
+        """The weight of the heads' loss, chosen as in arXiv 2401.10774 where the user did not."""
+        default = {"kl": 0.01, "ce": 0.2}[self.base_objective]
+        return default if self.heads_weight is None else self.heads_weight
+
+
 @options("optimisation")
 class OptimisationOptions:
     """How to minimise it, and for how long: until the first of the three limits."""

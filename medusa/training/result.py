@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import medusa
+from medusa.adapter import Adapter
 from medusa.base import CausalLM
 from medusa.calibration import AnsweredTokens, calibrate
 from medusa.checkpoint import HeadsCheckpoint, save_heads
@@ -22,7 +23,7 @@ from medusa.training.documents import Documents
 from medusa.training.run_directory import RunState
 from medusa.tree import CandidateTree
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 
 
 def calibrated_tree(
@@ -64,14 +65,21 @@ def provenance(
 
 
 def save_result(
-    directory: Path, heads: Heads, base_name: str, tree: CandidateTree | None, record: dict[str, Any]
+    directory: Path,
+    heads: Heads,
+    base_name: str,
+    tree: CandidateTree | None,
+    record: dict[str, Any],
+    adapter: Adapter | None = None,
 ) -> Path:
     """Write the heads directory in place of an earlier one of the same run.
 
     Raises:
         OSError: the disk refused; what was there before is untouched.
     """
-    return save_heads(HeadsCheckpoint(heads, base_name, tree, record), directory, overwrite=True)
+    return save_heads(
+        HeadsCheckpoint(heads, base_name, tree, record, adapter=adapter), directory, overwrite=True
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -40,8 +40,10 @@ class RunState:
     """Spent in the training loop, earlier runs that this one resumes included."""
     num_tokens: int = 0
     """Tokens of the documents trained on, counted again in every epoch."""
-    window: list[list[float]] = field(default_factory=list)
+    window: list[Any] = field(default_factory=list)
     """The loss sums of all processes since the last log entry."""
+    adapter_steps: int = 0
+    """Optimiser steps in which an adapter was trained too."""
     num_processes: int = 1
     documents: str = ""
     """Digest of the training documents."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from rich.console import Console
+from torch import nn
 
 from medusa.base import CausalLM, output_embedding
 from medusa.eagle import EagleHead, Heads
@@ -25,6 +28,7 @@ from medusa.training.documents import Documents
 from medusa.training.eagle_loss import EagleLoss
 from medusa.training.failures import FiniteWatch, memory_advice
 from medusa.training.hidden_source import HiddenSource, LiveFeatures, LiveStates
+from medusa.training.joint_loss import JointRows, JointSums
 from medusa.training.loss import HeadsLoss, LossSums
 from medusa.training.metrics import metrics_of, one_line
 from medusa.training.objectives import needs_teacher
@@ -32,12 +36,16 @@ from medusa.training.options import OptimisationOptions
 from medusa.training.preparation import TrainingData, column_of
 from medusa.training.progress import ProgressLine
 from medusa.training.run_directory import RunDirectory, RunState
+from medusa.training.saved_sums import as_numbers, from_numbers
 from medusa.training.schedule import schedule_of
 from medusa.training.stored_states import StateFile, StoredFeatures, StoredStates, store_states
 from medusa.training.teacher import teacher_of
 
-Source = HiddenSource | LiveFeatures
-"""Gives what the loss of Medusa heads, or of an EAGLE-style head, reads of a micro-batch."""
+Source = HiddenSource | LiveFeatures | JointRows
+"""Gives what a loss reads of a micro-batch: that of Medusa heads, of an EAGLE-style head, of both stages of
+joint training."""
+Sums = LossSums | JointSums
+"""What losses come to."""
 
 
 class Trainer:
@@ -59,15 +67,11 @@ class Trainer:
         self.columns = column_of(heads)
         is_soft = needs_teacher(configuration.loss.objective)
         self.teacher = teacher_of(base, heads.token_map) if is_soft else None
-        options = configuration.loss.loss_options()
-        self.loss = EagleLoss(heads, options) if isinstance(heads, EagleHead) else HeadsLoss(heads, options)
-        self.module, self.optimiser = accelerator.prepare(
-            self.loss, _new_optimiser(heads, configuration.optimisation)
-        )
-        has_column = None if self.columns is None else self.columns.numpy() >= 0
-        self.num_scored = data.training.num_scored(heads.num_heads, has_column)  # (n, K)
+        self.loss = self._new_loss()
+        self.module, self.optimiser = accelerator.prepare(self.loss, self._new_optimiser())
+        self.num_scored = self._count_targets(data.training)  # (n, K)
         self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
-        self.window = LossSums.zeros(heads.num_heads, accelerator.device)
+        self.window = self._no_sums()
         self.watch = FiniteWatch(accelerator.device)
 
     def train(self) -> dict[str, float]:
@@ -105,12 +109,11 @@ class Trainer:
         """Loss, top-1 and top-5 of each head on the held-out documents; empty when there are none."""
         self.watch.check(self.configuration)
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.batch_options())
-        sums = LossSums.zeros(self.heads.num_heads, self.accelerator.device)
-        embedding = output_embedding(self.base)
+        sums, embedding = self._no_sums(), output_embedding(self.base)
+        no_matter = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)
         for batch in self._share(plan):
-            hidden, alignment = source(batch)
             with torch.no_grad():
-                _, more = self.loss(hidden, alignment, embedding, sums.num_scored, self.teacher)
+                _, more = self.loss(*source(batch), embedding, no_matter, self.teacher)
             sums = sums.plus(more)
         return self._record("held_out", sums)
 
@@ -121,7 +124,7 @@ class Trainer:
             OSError: the disk refused; earlier checkpoints are untouched.
         """
         self.watch.check(self.configuration)
-        self.state.window = [each.tolist() for each in self.accelerator.reduce(self.window, "sum")]
+        self.state.window = as_numbers(self.accelerator.reduce(self.window, "sum"))
         self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
 
     def close(self) -> None:
@@ -137,8 +140,7 @@ class Trainer:
             self.state = self.run.load_checkpoint(self.accelerator, self.state)
         if self.accelerator.is_main_process:
             if self.state.window:
-                pairs = zip(self.window, self.state.window, strict=True)
-                self.window = LossSums(*(zeros.new_tensor(saved) for zeros, saved in pairs))
+                self.window = from_numbers(self.window, self.state.window)
             self.run.begin(self.configuration)
             self.run.forget_metrics_after(self.state.step)
         self.accelerator.wait_for_everyone()
@@ -224,13 +226,13 @@ class Trainer:
             learning_rate=self.optimiser.param_groups[0]["lr"],
             tokens_per_second=tokens / seconds,
         )
-        self.window = LossSums.zeros(self.heads.num_heads, self.accelerator.device)
+        self.window = self._no_sums()
         return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
 
-    def _record(self, name: str, sums: LossSums, **beside: float) -> dict[str, float]:
+    def _record(self, name: str, sums: Sums, **beside: float) -> dict[str, float]:
         """Metrics of the sums of all processes, to the tracker and the metrics file."""
         sums = self.accelerator.reduce(sums, "sum")
-        metrics = metrics_of(name, sums)
+        metrics = self._metrics_of(name, sums)
         self.accelerator.log({**metrics, **beside}, step=self.state.step)
         if self.accelerator.is_main_process and metrics:
             self.run.append_metrics({"step": self.state.step, **metrics, **beside})
@@ -254,10 +256,33 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.configuration.optimisation.learning_rate * factor
 
+    def _new_loss(self) -> nn.Module:
+        """The module that is wrapped and optimised: (source's two, output embedding, num_scored, teacher) ->
+        the loss and its sums."""
+        heads, options = self.heads, self.configuration.loss.loss_options()
+        return EagleLoss(heads, options) if isinstance(heads, EagleHead) else HeadsLoss(heads, options)
 
-def _new_optimiser(heads: Heads, options: OptimisationOptions) -> torch.optim.Optimizer:
+    def _new_optimiser(self) -> torch.optim.Optimizer:
+        return new_optimiser([list(self.heads.parameters())], self.configuration.optimisation)
+
+    def _count_targets(self, documents: Documents) -> np.ndarray:
+        """(n, K) long: targets of each depth in each document."""
+        has_column = None if self.columns is None else self.columns.numpy() >= 0
+        return documents.num_scored(self.heads.num_heads, has_column)
+
+    def _no_sums(self) -> Sums:
+        return LossSums.zeros(self.heads.num_heads, self.accelerator.device)
+
+    def _metrics_of(self, name: str, sums: Any) -> dict[str, float]:
+        return metrics_of(name, sums)
+
+
+def new_optimiser(
+    groups: Sequence[Sequence[nn.Parameter]], options: OptimisationOptions
+) -> torch.optim.Optimizer:
+    """AdamW over what is trained of each group, in that order."""
     return torch.optim.AdamW(
-        [each for each in heads.parameters() if each.requires_grad],
+        [{"params": [each for each in group if each.requires_grad]} for group in groups],
         lr=options.learning_rate,
         betas=(0.9, options.adam_beta2),
         weight_decay=options.weight_decay,

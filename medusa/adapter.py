@@ -1,0 +1,158 @@
+"""The LoRA adapter that joint training leaves beside the heads, and putting it onto a base model.
+
+Heads trained together with an adapter (Medusa-2, arXiv 2401.10774, section 2.2.2) belong to the *adapted*
+base: they read its states, and decoding with them is exact with respect to its text. The adapter stays
+unmerged, in peft's own format, so that whoever has the base needs to fetch a few megabytes only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base import CausalLM
+
+PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+"""A layer's two tensors are called PREFIX + layer + FIRST, (r, in), and PREFIX + layer + SECOND, (out, r)."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as peft's two files hold it."""
+
+    config: Mapping[str, Any]
+    """adapter_config.json."""
+    weights: Mapping[str, Tensor]
+    """adapter_model.safetensors."""
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the base's layers that it changes."""
+        return [name[len(PREFIX) : -len(FIRST)] for name in self.weights if name.endswith(FIRST)]
+
+    def summary(self) -> dict[str, Any]:
+        """What it is, in plain values."""
+        return {
+            "type": "lora",
+            "rank": self.config.get("r"),
+            "alpha": self.config.get("lora_alpha"),
+            "targets": sorted({name.rpartition(".")[2] for name in self.layers}),
+            "num_layers": len(self.layers),
+            "num_parameters": sum(each.numel() for each in self.weights.values()),
+        }
+
+
+def peft_library() -> ModuleType:
+    """The peft package.
+
+    Raises:
+        ImportError: it is not installed; the message says how to.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            "a LoRA adapter needs peft, which is not installed: pip install 'medusa-heads[train]', or pip "
+            "install peft"
+        ) from error
+    return peft
+
+
+def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
+    """Put ``adapter`` onto ``base``, which is changed: its layers are wrapped, its weights stay as they are.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: ``base`` carries an adapter already, or is not the model that this one was trained on;
+            it is left as it was.
+    """
+    peft = peft_library()
+    if _adapter_names(base):
+        raise ValueError(
+            f"base model {base.name_or_path!r} carries an adapter already "
+            f"({', '.join(_adapter_names(base))}); give one without"
+        )
+    _check_fits(base, adapter)
+    config = peft.PeftConfig.from_peft_type(**adapter.config)
+    wrapped = injected(base, config)
+    expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    if differing := sorted(set(expected) ^ set(adapter.weights)):
+        raise ValueError(f"the adapter's tensors are not those of its configuration: {differing[:4]} ...")
+    peft.set_peft_model_state_dict(wrapped, dict(adapter.weights))
+    base.requires_grad_(False).eval()
+
+
+def injected(base: CausalLM, config: Any) -> Any:
+    """peft's wrapper around ``base``, whose layers now carry the new adapter that ``config`` describes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        return peft_library().get_peft_model(base, config)
+
+
+def check_carries(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError unless exactly ``adapter`` works in ``base``."""
+    names = _adapter_names(base)
+    advice = (
+        "pass the base's path or hub id and the adapter is loaded with it, or put it onto the loaded base "
+        "first: apply_adapter(base, load_heads(...).adapter), which changes base"
+    )
+    if not names:
+        raise ValueError(
+            f"the heads were trained together with a LoRA adapter, and the loaded base model "
+            f"{base.name_or_path!r} has none; {advice}. A base into which it was merged goes with "
+            "MedusaModel(base, heads, tree)"
+        )
+    if not any(_is_at_work(base, name) and _equal(base, name, adapter) for name in names):
+        raise ValueError(
+            f"the heads were trained together with a LoRA adapter, and the loaded base model "
+            f"{base.name_or_path!r} carries another ({', '.join(names)}), or has it switched off; {advice}"
+        )
+
+
+def _adapter_names(base: CausalLM) -> list[str]:
+    return list(getattr(base, "peft_config", None) or {})
+
+
+def _is_at_work(base: CausalLM, name: str) -> bool:
+    """Whether the layers that carry adapter ``name`` use it, and no other."""
+    layers = [each for each in base.modules() if name in getattr(each, "lora_A", ())]
+    return all(each.active_adapters == [name] and not each.disable_adapters for each in layers)
+
+
+def _equal(base: CausalLM, name: str, adapter: Adapter) -> bool:
+    state = peft_library().get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
+    ours = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
+    theirs = {key.removeprefix(PREFIX): tensor for key, tensor in adapter.weights.items()}
+    return ours.keys() == theirs.keys() and all(
+        ours[key].shape == tensor.shape and torch.equal(ours[key].cpu(), tensor.to(ours[key].dtype).cpu())
+        for key, tensor in theirs.items()
+    )
+
+
+def _check_fits(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError unless every layer that ``adapter`` changes is in ``base``, and as large."""
+    found = dict(base.named_modules())
+    for name in adapter.layers:
+        first, second = adapter.weights[PREFIX + name + FIRST], adapter.weights.get(PREFIX + name + SECOND)
+        theirs = (first.shape[1], 0 if second is None else second.shape[0])
+        ours = linear_sizes(found[name]) if name in found else None
+        if ours != theirs:
+            holds = "has no such layer" if ours is None else f"has {ours[0]} x {ours[1]}"
+            raise ValueError(
+                f"the adapter changes layer {name!r} of {theirs[0]} inputs x {theirs[1]} outputs, base model "
+                f"{base.name_or_path!r} {holds}; load the base model that the heads were trained on"
+            )
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer, quantised or transformers' Conv1D too; None of anything else."""
+    for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
+        if hasattr(module, inputs) and hasattr(module, outputs):
+            return getattr(module, inputs), getattr(module, outputs)
+    return None
