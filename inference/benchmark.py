@@ -45,7 +45,6 @@ from medusa.contenders import (
     make_contenders,
     needs_heads,
 )
-from medusa.drafters.choice import DrafterSettings
 from medusa.flags import (
     DrafterOptions,
     add_drafter_flags,
@@ -59,6 +58,7 @@ from medusa.long_prompts import earlier_exchanges, lengthened
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
 from medusa.programs import (
+    drafter_settings,
     encode_prompts,
     exit_status,
     generation_arguments,
@@ -176,13 +176,7 @@ def chosen_contenders(
     model: MedusaModel, options: BenchmarkOptions
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Who takes part, plain decoding among them, and why others do not."""
-    settings = DrafterSettings(
-        draft_length=options.draft_length,
-        draft_width=options.draft_width,
-        draft_model=options.draft_model,
-        exit_layer=options.exit_layer,
-        eagle=options.eagle,
-    )
+    settings = drafter_settings(options)
     names = options.contenders or default_names(model)
     names = names if PLAIN in names else [PLAIN, *names]
     return make_contenders(names, model, settings, options.seed)

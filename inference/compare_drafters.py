@@ -31,7 +31,6 @@ from medusa.comparison import PLAIN, UNCONDITIONAL_RULES, Pairing, Trial, pairin
 from medusa.comparison_plot import plot_drafters
 from medusa.comparison_report import length_report, pairing_report, print_tables, ratio_reports
 from medusa.drafters.choice import (
-    DrafterSettings,
     DraftSource,
     all_drafters,
     available_drafters,
@@ -51,6 +50,7 @@ from medusa.flags import (
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
 from medusa.programs import (
+    drafter_settings,
     encode_prompts,
     exit_status,
     generation_arguments,
@@ -165,13 +165,7 @@ def wants_heads(options: CompareOptions) -> bool:
 
 def chosen_sources(model: MedusaModel, options: CompareOptions) -> tuple[list[str], dict[str, DraftSource]]:
     """The drafters to compare, and what they are made of."""
-    settings = DrafterSettings(
-        draft_length=options.draft_length,
-        draft_width=options.draft_width,
-        draft_model=options.draft_model,
-        exit_layer=options.exit_layer,
-        eagle=options.eagle,
-    )
+    settings = drafter_settings(options)
     names = options.drafters
     if names is None:
         names = available_drafters(model, settings)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from medusa.base import context_length
 from medusa.decoding import StepResult
+from medusa.drafters import Drafter
 from medusa.model import MedusaModel
 from medusa.prompts import Message, encode_messages
 from medusa.statistics import DecodingStatistics
@@ -103,11 +104,13 @@ class TextStream:
 class ChatSession:
     """Question and answer, with everything said so far as context.
 
+    ``drafter`` guesses ahead in place of the model's heads.
+
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: MedusaModel, settings: ChatSettings):
+    def __init__(self, model: MedusaModel, settings: ChatSettings, drafter: Drafter | None = None):
         if model.tokenizer is None or model.tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {model.base.name_or_path!r} has no chat template, so there is no way to "
@@ -115,6 +118,7 @@ class ChatSession:
             )
         self.model = model
         self.settings = settings
+        self.drafter = drafter
         self.answers: list[Answer] = []
         """Of the whole session, resets included."""
         self.messages: list[Message] = []
@@ -124,6 +128,11 @@ class ChatSession:
         """Forget the conversation; the system message stays."""
         system = self.settings.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest guess of a step."""
+        return self.model.tree.depth if self.drafter is None else self.drafter.max_depth
 
     @property
     def statistics(self) -> DecodingStatistics:
@@ -149,6 +158,7 @@ class ChatSession:
             max_new_tokens=limit,
             seed=self.settings.seed + len(self.answers),
             tree=CandidateTree.chain(0) if self.settings.is_plain else None,
+            drafter=self.drafter,
             statistics=statistics,
         )
         tokens: list[int] = []

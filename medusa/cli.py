@@ -26,7 +26,14 @@ from medusa.flags import (
     add_reply_flags,
 )
 from medusa.model import MedusaModel
-from medusa.programs import exit_status, load_model, log_console, write_report
+from medusa.programs import (
+    chosen_drafter,
+    drafts_with_heads,
+    exit_status,
+    load_model,
+    log_console,
+    write_report,
+)
 from medusa.prompts import Message, encode_messages, encode_text
 from medusa.statistics import DecodingStatistics
 from medusa.terminal import chat, chat_settings, cost_line
@@ -38,6 +45,7 @@ CHAT_HELP = """Chat with a base model and its heads: the text the base alone wou
 Standard input may be a pipe, one question a line. Examples:
 
     medusa chat
+    medusa chat --drafter heads+suffix
     medusa chat --base meta-llama/Llama-3.1-8B-Instruct --heads runs/llama/heads --color-depth
     printf 'Hello!\\n/stats\\n' | medusa chat --temperature 0.7 --seed 3
 """
@@ -125,13 +133,14 @@ def _generate(options: GenerateOptions) -> None:
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
     if options.raw and options.system is not None:
         raise ValueError("--system goes with the chat template, which --raw leaves out; give one of them")
-    model = load_model(options, with_heads=not options.plain)
+    model = load_model(options, with_heads=drafts_with_heads(options))
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
         **settings.sampling,
         "max_new_tokens": options.max_new_tokens,
         "seed": options.seed,
+        "drafter": chosen_drafter(model, options),
     }
     steps = model.stream(**arguments, statistics=statistics)
     _print_answer(model.tokenizer, steps)

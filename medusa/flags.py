@@ -45,9 +45,10 @@ class DrafterOptions(ProgramOptions):
     eagle: str | None
 
 
-class ChatOptions(ProgramOptions):
+class ChatOptions(DrafterOptions):
     """The flags of a chat, parsed."""
 
+    drafter: str
     system: str | None
     plain: bool
     color_depth: bool
@@ -159,8 +160,9 @@ def add_drafter_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-length",
         type=positive_int,
         metavar="G",
-        help="draft tokens of a chain (default: the number that this machine's step times ask for); heads "
-        "keep their own tree, and are a chain only for rules that take nothing else",
+        help="draft tokens of a chain (default: the drafter's own; in programs that compare, what this "
+        "machine's step times ask for); heads keep their own tree, and are a chain only for rules that take "
+        "nothing else",
     )
     group.add_argument(
         "--draft-width",
@@ -185,6 +187,14 @@ def add_reply_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replies")
     group.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
     group.add_argument("--plain", action="store_true", help="decode without heads: the same text, slower")
+    group.add_argument(
+        "--drafter",
+        default="heads",
+        metavar="NAME",
+        help="who guesses ahead: heads, suffix, draft-model, ..., or a union such as heads+suffix, which "
+        "pays where answers repeat text; the text is the same (default: %(default)s)",
+    )
+    add_drafter_flags(parser)
     group.add_argument("--top-k", type=positive_int, metavar="K", help="sample from the K likeliest tokens")
     group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that add up to P")
     group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest one")

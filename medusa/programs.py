@@ -24,8 +24,17 @@ import medusa
 from medusa.adapter import Adapter, apply_adapter
 from medusa.base import context_length
 from medusa.checkpoint import load_adapter, write_json
+from medusa.drafters import Drafter
+from medusa.drafters.choice import DrafterSettings, drafter_named, part_names
 from medusa.eagle import Heads
-from medusa.flags import EMBEDDED_BASE, EMBEDDED_HEADS, EMBEDDED_PROMPTS, ProgramOptions
+from medusa.flags import (
+    EMBEDDED_BASE,
+    EMBEDDED_HEADS,
+    EMBEDDED_PROMPTS,
+    ChatOptions,
+    DrafterOptions,
+    ProgramOptions,
+)
 from medusa.model import MedusaModel
 from medusa.prompts import Prompt, encode_messages, read_prompts
 from medusa.statistics import DecodingStatistics
@@ -82,6 +91,36 @@ def heads_of(model: MedusaModel) -> Heads:
     if model.heads is None:
         raise ValueError("this program measures heads, and the model was loaded without; give --heads")
     return model.heads
+
+
+def drafter_settings(options: DrafterOptions) -> DrafterSettings:
+    """What the flags tell drafters."""
+    return DrafterSettings(
+        draft_length=options.draft_length,
+        draft_width=options.draft_width,
+        draft_model=options.draft_model,
+        exit_layer=options.exit_layer,
+        eagle=options.eagle,
+    )
+
+
+def drafts_with_heads(options: ChatOptions) -> bool:
+    """Whether to load heads for the drafter asked for.
+
+    Raises:
+        ValueError: there is no such drafter, or it comes with --plain.
+    """
+    parts = part_names(options.drafter)
+    if options.plain and options.drafter != "heads":
+        raise ValueError(f"--plain guesses nothing, and --drafter {options.drafter} does; give one of them")
+    return not options.plain and "heads" in parts
+
+
+def chosen_drafter(model: MedusaModel, options: ChatOptions) -> Drafter | None:
+    """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
+    if options.plain or options.drafter == "heads":
+        return None
+    return drafter_named(options.drafter, model, drafter_settings(options))
 
 
 def load_prompts(options: ProgramOptions, take_all: bool = False) -> list[Prompt]:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from medusa.chat import ChatSession, ChatSettings, ContextFullError
 from medusa.flags import ChatOptions
-from medusa.programs import load_model, log_console
+from medusa.programs import chosen_drafter, drafts_with_heads, load_model, log_console
 from medusa.prompts import Prompt, read_prompts
 from medusa.statistics import DecodingStatistics
 
@@ -65,7 +65,8 @@ def chat(options: ChatOptions) -> dict[str, Any]:
     """Hold the conversation that the flags ask for; its :func:`session_report` when it is over."""
     settings = chat_settings(options)
     prompts = None if options.prompts is None else read_prompts(options.prompts, options.limit)
-    session = ChatSession(load_model(options, with_heads=not options.plain), settings)
+    model = load_model(options, with_heads=drafts_with_heads(options))
+    session = ChatSession(model, settings, chosen_drafter(model, options))
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
@@ -181,7 +182,7 @@ class ChatTerminal:
     def _explain_colors(self) -> None:
         if self.console.color_system is None:
             self._note("--color-depth has no effect here: this output shows no colours")
-        names = ["the base model's own"] + [f"depth {d}" for d in range(1, self.session.model.tree.depth + 1)]
+        names = ["the base model's own"] + [f"depth {d}" for d in range(1, self.session.max_depth + 1)]
         for depth, name in enumerate(names):
             style = DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)]
             self.console.out(

@@ -58,6 +58,26 @@ def test_generate_prints_the_answer_alone_on_standard_output(saved, capsys, monk
     assert capsys.readouterr().out == with_heads.out
 
 
+@pytest.mark.parametrize("drafter", ["suffix", "heads+suffix"])
+def test_another_drafter_gives_the_same_text(saved, capsys, drafter):
+    assert main(["generate", *saved, "--max-new-tokens", "24", "Hello Hello Hello"]) == 0
+    expected = capsys.readouterr().out
+    heads = saved if "heads" in drafter else [*saved[:2], "--heads", "nowhere"]
+    arguments = ["generate", *heads, "--max-new-tokens", "24", "--drafter", drafter, "Hello Hello Hello"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == expected
+
+
+def test_chat_talks_with_another_drafter(saved, capsys, monkeypatch):
+    answers = []
+    for extra in ([], ["--drafter", "heads+suffix", "--draft-length", "5", "--color-depth"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+        assert main(["chat", *saved, "--max-new-tokens", "12", *extra]) == 0
+        answers.append(capsys.readouterr().out)
+    assert "depth 5" in answers[1], "a chain of five draft tokens beside the heads' tree of three"
+    assert answers[0].splitlines()[1] in answers[1]
+
+
 def test_generate_raw_leaves_the_chat_template_out(saved, capsys):
     outputs = []
     for extra in ([], ["--raw"], ["--system", "Be brief."]):
@@ -81,6 +101,12 @@ def test_info_says_what_a_heads_directory_holds(saved, capsys):
         (["info", "./nowhere"], "no heads directory at './nowhere'"),
         (["generate", "  "], "the prompt is empty"),
         (["generate", "--top-p", "0.9", "x"], "--top-p goes with sampling, and --temperature is 0"),
+        (["generate", "--drafter", "nobody", "x"], "drafter 'nobody' is unknown; there are "),
+        (
+            ["generate", "--plain", "--drafter", "suffix", "x"],
+            "--plain guesses nothing, and --drafter suffix",
+        ),
+        (["chat", "--drafter", "draft-model"], "drafter 'draft-model' needs "),
         (["generate", "--raw", "--system", "x", "y"], "--system goes with the chat template"),
         (["chat", "--prompts", "nowhere.jsonl"], "prompts file 'nowhere.jsonl' does not exist"),
     ],

@@ -37,6 +37,7 @@ from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import PackedLinear, can_pack
+from medusa.tuned_trees import TunedTree
 from medusa.verification import expected_tokens, independent_chains
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
@@ -46,6 +47,23 @@ def model_with_heads(tree=BUSHY) -> MedusaModel:
     base = tiny_model("llama")
     heads = MedusaHeads(HeadsConfig(base.config.hidden_size, VOCAB_SIZE, num_heads=3))
     return MedusaModel(base, heads, tree)
+
+
+def test_heads_take_the_tree_tuned_for_the_rows_and_leave_a_union_where_they_do_not_pay():
+    plain = model_with_heads()
+    tuned = [
+        TunedTree(plain.place, 4, CandidateTree.chain(0)),
+        TunedTree(plain.place, 2, CandidateTree.chain(3)),
+    ]
+    model = MedusaModel(plain.base, plain.heads, BUSHY, tuned=tuned)
+    parts = draft_sources(["heads+suffix"], model, DrafterSettings())
+    heads, union = source_named("heads", parts), source_named("heads+suffix", parts)
+    assert heads.drafter(num_rows=2).tree == CandidateTree.chain(3)
+    assert heads.drafter(num_rows=4).tree == CandidateTree.chain(3), "asked for alone, heads draft a chain"
+    assert isinstance(union.drafter(num_rows=2), UnionDrafter)
+    assert isinstance(union.drafter(num_rows=4), SuffixDrafter)
+    untuned = source_named("heads", draft_sources(["heads"], plain, DrafterSettings()))
+    assert untuned.drafter(num_rows=4).tree == BUSHY
 
 
 def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
