@@ -262,7 +262,7 @@ def test_benchmark_claims_no_identity_in_low_precision_and_reports_the_divergenc
 @pytest.mark.usefixtures("quick_probes")
 def test_benchmark_without_heads_compares_drafters_and_stops_when_the_time_is_up(setting, capsys, tmp_path):
     _, flags = setting
-    own = [*flags, "--heads", "nowhere", "--contenders", "suffix", "--plot", str(tmp_path / "b.png")]
+    own = [*flags, "--contenders", "suffix", "--plot", str(tmp_path / "b.png")]
     assert program("benchmark").main([*own, "--max-minutes", "0.0001"]) == 0
     report = closing_json(capsys.readouterr().out)
     assert report["num_prompts"] == 1, "one round is always measured"
