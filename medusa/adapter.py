@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base import CausalLM
+from medusa.base import CausalLM, output_embedding
+from medusa.heads import embedding_weight
 
 PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """A layer's two tensors are called PREFIX + layer + FIRST, (r, in), and PREFIX + layer + SECOND, (out, r)."""
+SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
+SAMPLE_TOLERANCE = 0.02
+"""Of the largest weight sampled: half precision rounds by less, fine-tuning moves some weight by more."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Adapter:
     """adapter_config.json."""
     weights: Mapping[str, Tensor]
     """adapter_model.safetensors."""
+    base_sample: tuple[float, ...]
+    """:func:`sample_of` the base it was trained on."""
 
     @property
     def layers(self) -> list[str]:
@@ -79,6 +85,7 @@ def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
             f"({', '.join(_adapter_names(base))}); give one without"
         )
     _check_fits(base, adapter)
+    _check_sample(base, adapter)
     config = peft.PeftConfig.from_peft_type(**adapter.config)
     wrapped = injected(base, config)
     expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
@@ -97,6 +104,7 @@ def injected(base: CausalLM, config: Any) -> Any:
 
 def check_carries(base: CausalLM, adapter: Adapter) -> None:
     """Raise ValueError unless exactly ``adapter`` works in ``base``."""
+    _check_sample(base, adapter)
     names = _adapter_names(base)
     advice = (
         "pass the base's path or hub id and the adapter is loaded with it, or put it onto the loaded base "
@@ -112,6 +120,27 @@ def check_carries(base: CausalLM, adapter: Adapter) -> None:
         raise ValueError(
             f"the heads were trained together with a LoRA adapter, and the loaded base model "
             f"{base.name_or_path!r} carries another ({', '.join(names)}), or has it switched off; {advice}"
+        )
+
+
+def sample_of(base: CausalLM) -> tuple[float, ...]:
+    """Some weights of the output embedding, spread over rows: what tells a base from others of its sizes."""
+    rows = embedding_weight(output_embedding(base)).detach()
+    chosen = torch.linspace(0, len(rows) - 1, SAMPLE_ROWS).long()
+    values = rows[chosen.to(rows.device), :SAMPLE_COLUMNS].float()
+    return tuple(round(value, 6) for value in values.flatten().tolist())
+
+
+def _check_sample(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError when ``base`` is another model than ``adapter`` was trained on; casts are forgiven."""
+    rows = embedding_weight(output_embedding(base))
+    if rows.is_meta or not rows.is_floating_point():
+        return  # offloaded or quantised: there are no weights to compare
+    ours, theirs = torch.tensor(sample_of(base)), torch.tensor(adapter.base_sample)
+    if ours.shape != theirs.shape or (ours - theirs).abs().max() > SAMPLE_TOLERANCE * theirs.abs().max():
+        raise ValueError(
+            f"the adapter was trained on another model than {base.name_or_path!r}, whose output embedding "
+            "has other weights; load the base model that the heads were trained on"
         )
 
 

@@ -77,7 +77,7 @@ def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bo
             **asdict(checkpoint.heads.config),
         }
         if checkpoint.adapter is not None:
-            config[ADAPTER] = "lora"
+            config[ADAPTER] = {"type": "lora", "base_sample": list(checkpoint.adapter.base_sample)}
             _write_adapter(partial, checkpoint.adapter)
         write_json(partial / CONFIG_FILE, config)
         state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.heads.state_dict().items()}
@@ -245,24 +245,26 @@ def _write_adapter(directory: Path, adapter: Adapter) -> None:
 
 def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapter | None:
     """The adapter that ``raw``, the config.json, speaks of; the two must agree whether there is one."""
-    kind, is_there = raw.get(ADAPTER), (directory / ADAPTER).is_dir()
-    if kind is None and is_there:
+    said, is_there = raw.get(ADAPTER), (directory / ADAPTER).is_dir()
+    if said is None and is_there:
         raise ValueError(
             f"{directory / ADAPTER} holds an adapter that {CONFIG_FILE} does not speak of; the files do not "
             "belong together"
         )
-    if kind is None:
+    if said is None:
         return None
-    if kind != "lora":
+    if not isinstance(said, dict) or said.get("type") != "lora" or "base_sample" not in said:
         raise ValueError(
-            f"{directory / CONFIG_FILE} says {ADAPTER}={kind!r}, this version of medusa reads 'lora'"
+            f"{directory / CONFIG_FILE} says {ADAPTER}={said!r}, this version of medusa reads type 'lora' "
+            "with a base_sample"
         )
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     if config.get("peft_type") != "LORA":
         raise ValueError(
             f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
         )
-    return Adapter(config, read_weights(directory / ADAPTER_WEIGHTS_FILE, device))
+    weights = read_weights(directory / ADAPTER_WEIGHTS_FILE, device)
+    return Adapter(config, weights, tuple(said["base_sample"]))
 
 
 def _read_trees(directory: Path, num_heads: int) -> tuple[CandidateTree | None, tuple[TunedTree, ...]]:

@@ -90,7 +90,8 @@ def test_the_files_hold_what_was_saved(saved):
     assert checkpoint.adapter.weights.keys() == adapter.weights.keys()
     for name, tensor in checkpoint.adapter.weights.items():
         assert torch.equal(tensor, adapter.weights[name])
-    assert json.loads((saved[1] / "config.json").read_text())["adapter"] == "lora"
+    assert checkpoint.adapter.base_sample == adapter.base_sample
+    assert json.loads((saved[1] / "config.json").read_text())["adapter"]["type"] == "lora"
     assert sorted(path.name for path in (saved[1] / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -165,6 +166,18 @@ def test_a_base_of_other_layers_is_refused_and_left_alone(saved):
         assert not hasattr(other, "peft_config")
 
 
+def test_another_base_of_the_same_sizes_is_refused_and_a_cast_one_is_not(saved):
+    adapter = load_heads(saved[1]).adapter
+    other = chat_base(seed=1)
+    with pytest.raises(ValueError, match="the adapter was trained on another model than"):
+        apply_adapter(other, adapter)
+    assert not hasattr(other, "peft_config")
+    with pytest.raises(ValueError, match="the adapter was trained on another model than"):
+        MedusaModel.from_pretrained(other, saved[1])
+    for dtype in (torch.bfloat16, torch.float16):
+        apply_adapter(chat_base().to(dtype), adapter)
+
+
 def test_without_peft_the_error_says_what_to_install(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install 'medusa-heads"):
@@ -197,7 +210,7 @@ def test_a_damaged_adapter_is_an_error(copied):
 @pytest.mark.parametrize(
     ("file", "key", "value", "message"),
     [
-        ("config.json", "adapter", "ia3", r"says adapter='ia3', this version of medusa reads 'lora'"),
+        ("config.json", "adapter", {"type": "ia3"}, r"says adapter={'type': 'ia3'}, this version .* 'lora'"),
         ("adapter/adapter_config.json", "peft_type", "IA3", r"must say peft_type='LORA', got 'IA3'"),
     ],
 )
@@ -212,7 +225,7 @@ def test_tensors_that_the_configuration_does_not_ask_for_are_refused():
     adapter = new_adapter()
     config = {**adapter.config, "target_modules": ["q_proj"]}
     with pytest.raises(ValueError, match="the adapter's tensors are not those of its configuration"):
-        apply_adapter(chat_base(), Adapter(config, adapter.weights))
+        apply_adapter(chat_base(), Adapter(config, adapter.weights, adapter.base_sample))
 
 
 def test_info_shows_the_adapter(saved, capsys, tmp_path):

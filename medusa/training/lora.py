@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa.adapter import Adapter, injected, linear_sizes, peft_library
+from medusa.adapter import Adapter, injected, linear_sizes, peft_library, sample_of
 from medusa.base import CausalLM, output_embedding
 from medusa.training.options import JointOptions
 
@@ -79,6 +79,7 @@ class TrainedAdapter:
         return Adapter(
             {key: _plain(value) for key, value in config.items()} | {"inference_mode": True},
             {name: each.detach().cpu().clone().contiguous() for name, each in weights.items()},
+            sample_of(self.base),
         )
 
 

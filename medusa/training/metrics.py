@@ -29,14 +29,16 @@ def metrics_of(name: str, sums: LossSums) -> dict[str, float]:
 
 
 def one_line(name: str, metrics: Mapping[str, float]) -> str:
-    """The weighted loss and the hit rates by depth."""
+    """The weighted loss and the hit rates by depth, and the base's perplexity where it is measured."""
     if not metrics:
         return f"{name}: no labels"
     rates = {
         key: "/".join(f"{metrics[each]:.2f}" for each in metrics if each.startswith(f"{name}/{key}_"))
         for key in ("top1", "top5")
     }
-    return f"{name}: loss {metrics[f'{name}/loss']:.3f}  top-1 {rates['top1']}  top-5 {rates['top5']}"
+    line = f"{name}: loss {metrics[f'{name}/loss']:.3f}  top-1 {rates['top1']}  top-5 {rates['top5']}"
+    perplexity = metrics.get(f"{name}/base_perplexity")
+    return line if perplexity is None else f"{line}  base perplexity {perplexity:.3f}"
 
 
 def table(name: str, metrics: Mapping[str, float]) -> Table:
