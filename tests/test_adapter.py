@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import shutil
@@ -11,11 +12,22 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import medusa.checkpoint
-from medusa import Adapter, CandidateTree, HeadsCheckpoint, MedusaModel, apply_adapter, load_heads, save_heads
+from medusa import (
+    Adapter,
+    CandidateTree,
+    HeadsCheckpoint,
+    HeadsConfig,
+    MedusaHeads,
+    MedusaModel,
+    apply_adapter,
+    load_heads,
+    save_heads,
+)
 from medusa.cli import main
 from medusa.engine import PackedLinear, can_pack
 from medusa.training.lora import TrainedAdapter
@@ -83,6 +95,22 @@ def test_packing_reaches_the_layers_below_the_adapter_and_leaves_the_base_alone(
     assert type(model.base.model.layers[0].self_attn.q_proj.base_layer) is torch.nn.Linear
     with torch.no_grad():
         assert torch.allclose(model.runner(PROMPTS).logits, model.base(PROMPTS).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gpt-neox", "phi", "mixtral-moe"])
+def test_other_architectures_take_an_adapter_out_and_on_and_decode_exactly(architecture):
+    trained, fresh = (copy.deepcopy(tiny_model(architecture)) for _ in range(2))
+    adapter = TrainedAdapter(trained, JointOptions(joint=True, lora_rank=3), seed=1)
+    for each in adapter.parameters.values():
+        torch.nn.init.normal_(each, std=0.3)
+    apply_adapter(fresh, adapter.taken_out())
+    ids, options = random_prompts(2, 9), {"max_new_tokens": 12, "do_sample": False}
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
+    ours = MedusaModel(fresh, heads, engine="auto").generate(ids, **options)
+    assert ours.tolist() == trained.generate(ids, **options).tolist()
+    with torch.no_grad():
+        assert torch.equal(fresh(ids).logits, trained(ids).logits)
+        assert not torch.allclose(fresh(ids).logits, tiny_model(architecture)(ids).logits, atol=1e-2)
 
 
 def test_the_files_hold_what_was_saved(saved):

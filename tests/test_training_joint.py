@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from conftest import tiny_model
 from rich.console import Console
 from tiny_training import chat_tokenizer, conversation, counting_rows, tiny_base, write_rows
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from medusa.training.joint_trainer import JointTrainer, base_report
 from medusa.training.lora import TrainedAdapter, target_layers
 from medusa.training.options import JointOptions
 from medusa.training.run_directory import RunDirectory
+from medusa.training.teacher import teacher_of
 
 
 class Stopped(Exception):
@@ -74,9 +77,9 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
     base, documents = tiny_base(), preparation.load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     adapter = TrainedAdapter(base, configuration.joint, configuration.data.seed)
-    return JointTrainer(
-        configuration, Accelerator(cpu=True), base, heads, documents, Console(quiet=True), adapter
-    )
+    precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    return JointTrainer(configuration, accelerator, base, heads, documents, Console(quiet=True), adapter)
 
 
 def history(trainer: JointTrainer, name: str = "train") -> dict[int, dict[str, float]]:
@@ -232,6 +235,38 @@ def test_heads_held_to_the_base_are_held_to_the_adapted_one(tmp_path, rows):
             log_q = trainer.heads(hidden[head_source], embedding)[0].log_softmax(-1)
             expected += float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
     assert float(sums.heads.loss[0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_base_that_caps_its_logits_is_held_to_the_capped_ones():
+    base = copy.deepcopy(tiny_model("gemma3")).requires_grad_(False)
+    adapter = TrainedAdapter(base, JointOptions(joint=True, lora_rank=3), seed=1)
+    disturb(adapter)
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad(), adapter.switched_off():
+        reference, log_p = hidden_states(base, ids)[0], base(ids).logits[0].log_softmax(-1)
+    targets = BaseTargets(torch.arange(10), torch.zeros(10, dtype=torch.long))
+    loss, _ = BaseLoss(teacher_of(base), 61)(
+        hidden_states(base, ids)[0], reference, targets, torch.tensor(10)
+    )
+    log_q = base(ids).logits[0].log_softmax(-1)
+    expected = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / 10
+    torch.testing.assert_close(loss, expected)
+    parameters = list(adapter.parameters.values())
+    theirs = torch.autograd.grad(expected, parameters)
+    for ours, his in zip(torch.autograd.grad(loss, parameters), theirs, strict=True):
+        torch.testing.assert_close(ours, his, rtol=1e-4, atol=1e-6)
+
+
+def test_half_precision_trains_an_adapter_in_float32_that_starts_as_nothing(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, precision="bf16", max_steps=6, joint_warmup_fraction=0.5)
+    trainer.base.to(torch.bfloat16)
+    for each in trainer.adapter.parameters.values():
+        each.data = each.data.float()  # as peft keeps them where the base is loaded in half precision
+    trainer.train()
+    entries = history(trainer)
+    assert entries[4]["train/base_divergence"] == pytest.approx(0, abs=1e-6)
+    assert entries[6]["train/base_divergence"] > 1e-5
+    assert all(each.dtype == torch.float32 for each in trainer.adapter.taken_out().weights.values())
 
 
 # The two stages.
