@@ -5,7 +5,7 @@
 #   make test     the tests, exactness on the real base model included
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
-#   make bench    heads against plain decoding and transformers' generate, on the demo's heads
+#   make bench    heads against plain decoding and transformers' own modes, on the demo's heads; minutes
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -69,7 +69,7 @@ $(DEMO)/.tuned: | $(DEMO)/evaluation.json
 	@touch $@
 
 bench: | $(DEMO)/.tuned
-	$(BIN)/python inference/benchmark.py $(HELD_OUT)
+	$(BIN)/python inference/benchmark.py $(HELD_OUT) --limit 12 --max-minutes 6 --plot $(DEMO)/benchmark.png
 
 # ---------------------------------------------------------------- checks
 

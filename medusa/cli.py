@@ -191,6 +191,10 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
         "tree": None
         if tree is None
         else {"num_nodes": tree.num_nodes, "width_by_depth": tree.width_by_depth},
+        "tuned_trees": [
+            {**asdict(entry.place), "batch_size": entry.batch_size, "num_nodes": entry.tree.num_nodes}
+            for entry in checkpoint.tuned
+        ],
         "provenance": checkpoint.provenance,
     }
 
@@ -207,9 +211,20 @@ def _in_words(name: str, value: Any) -> str:
         return (
             f"{value['num_nodes']} nodes, guesses looked at: {widths}" if widths else "the root token alone"
         )
+    if name == "tuned_trees":
+        return _tuned_in_words(value)
     if name == "adapter":
         return _adapter_in_words(value)
     return str(value)
+
+
+def _tuned_in_words(entries: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{entry['num_nodes']} nodes at batch size {entry['batch_size']} on {entry['device']}, "
+        f"{entry['dtype']}, {entry['engine']}"
+        for entry in entries
+    ]
+    return "\n".join(lines) or "none: the tree above serves everywhere; inference/tune_tree.py finds others"
 
 
 def _adapter_in_words(value: dict[str, Any] | None) -> str:

@@ -2,10 +2,12 @@ import io
 import json
 
 import pytest
-from tiny_chat import save_chat_model
+from tiny_chat import chat_heads, save_chat_model, wide_tree
 
 import medusa
+from medusa import CandidateTree, HeadsCheckpoint, save_heads
 from medusa.cli import main
+from medusa.tuned_trees import Place, TunedTree
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,17 @@ def test_info_says_what_a_heads_directory_holds(saved, capsys):
     assert "nodes, guesses looked at" in table
     assert main(["info", "--json", saved[3]]) == 0
     assert json.loads(capsys.readouterr().out)["num_heads"] == 3
+
+
+def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
+    tuned = (TunedTree(Place("a card", "bfloat16", "eager"), 8, CandidateTree.chain(2)),)
+    heads = save_heads(HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned), tmp_path / "heads")
+    assert main(["info", "--json", str(heads)]) == 0
+    place = {"device": "a card", "dtype": "bfloat16", "engine": "eager"}
+    listed = json.loads(capsys.readouterr().out)["tuned_trees"]
+    assert listed == [{**place, "batch_size": 8, "num_nodes": 3}]
+    assert main(["info", str(heads)]) == 0
+    assert "3 nodes at batch size 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
