@@ -12,6 +12,7 @@ from medusa.contenders import HEADS, PLAIN
 from medusa.hardware import DeviceRates
 from medusa.model import MedusaModel
 from medusa.roofline import best_expected_tokens, step_floor_seconds
+from medusa.statistics import DecodingStatistics
 from medusa.teacher_forcing import total_divergence
 
 MOST_ANSWERS = 24
@@ -55,7 +56,17 @@ def bounds(
         f_tree = report["tokens_per_step"] / best_expected_tokens(counts, nodes[HEADS])
     return {
         "num_nodes": nodes,
-        "f_hw": {name: _f_hw(model, setting, timings, report, rates, name, nodes[name]) for name in names},
+        "f_hw": {
+            name: _f_hw(
+                model,
+                setting,
+                rates,
+                nodes[name],
+                total_statistics(timings, name),
+                report["milliseconds_per_step"][name],
+            )
+            for name in names
+        },
         "f_tree": f_tree,
     }
 
@@ -63,14 +74,12 @@ def bounds(
 def _f_hw(
     model: MedusaModel,
     setting: Setting,
-    timings: Sequence[Timing],
-    report: Mapping[str, Any],
     rates: DeviceRates,
-    name: str,
     num_nodes: int,
+    counted: DecodingStatistics,
+    milliseconds: float | None,
 ) -> float | None:
     """The least time that the device needs for a step, over the time it took; None when no step was timed."""
-    milliseconds, counted = report["milliseconds_per_step"][name], total_statistics(timings, name)
     if milliseconds is None:
         return None
     num_rows = counted.num_steps / counted.num_passes  # rows that finish leave the batch

@@ -49,14 +49,17 @@ def new_tokens(
     return tuple(rows)
 
 
-def setting_report(timings: Sequence[Timing], is_greedy: bool, is_exact: bool = True) -> dict[str, Any]:
+def setting_report(
+    timings: Sequence[Timing], is_greedy: bool, is_exact: bool = True, is_same_model: bool = True
+) -> dict[str, Any]:
     """The numbers of one setting; what a missing contender would have told is None.
 
-    When sampling, ``transformers`` draws from another generator, so ``compared`` are our own two only.
+    When sampling, ``transformers`` draws from another generator, and an engine that changes the model
+    (``is_same_model`` is then false) has a text of its own: ``compared`` are our own two only.
     ``is_exact`` says whether the precision promises identical tokens; without, ``identical`` is not claimed.
     """
     names = list(dict.fromkeys(timing.contender for timing in timings))
-    wanted = (TRANSFORMERS, PLAIN, HEADS) if is_greedy else (PLAIN, HEADS)
+    wanted = (TRANSFORMERS, PLAIN, HEADS) if is_greedy and is_same_model else (PLAIN, HEADS)
     compared = sorted(name for name in wanted if name in names)
     plain = answers_of(timings, PLAIN)
     num_identical = sum(

@@ -42,6 +42,7 @@ def test_an_answer_that_differs_is_noticed_in_any_repeat():
     assert (report["identical"], report["num_identical"]) == (False, 2)
     assert setting_report(odd, is_greedy=False)["identical"], "sampling compares our own two only"
     assert setting_report(odd, is_greedy=True, is_exact=False)["identical"] is None
+    assert setting_report(odd, is_greedy=True, is_same_model=False)["compared"] == ["heads", "plain"]
 
 
 def test_a_step_of_a_batch_is_one_forward_pass_whatever_its_rows():

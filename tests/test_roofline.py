@@ -14,6 +14,7 @@ from medusa.roofline import (
     read_weights,
     step_floor_seconds,
 )
+from medusa.tuned_trees import Place
 
 
 def test_an_input_embedding_of_its_own_is_not_read_whole_and_a_shared_one_is():
@@ -48,6 +49,17 @@ def test_a_step_is_bound_by_reading_or_by_computing():
     slow_arithmetic = DeviceRates(bytes_per_second=1e30, operations_per_second=1.0)
     floor = step_floor_seconds(model, slow_arithmetic, 8, num_rows=2, num_cached=10, with_heads=True)
     assert floor == 2 * weights * 8 * 2 + heads_cost(model)[1] * 2
+
+
+def test_the_int8_engine_reads_a_byte_a_weight(monkeypatch):
+    model = chat_model()
+    monkeypatch.setattr(MedusaModel, "place", Place("a processor", "float32", "int8"))
+    slow_memory = DeviceRates(bytes_per_second=1.0, operations_per_second=1e30)
+    weights = read_weights(model.base)
+    norms = sum(weight.numel() for weight in weights if weight.dim() == 1)
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    floor = step_floor_seconds(model, slow_memory, 1, num_rows=1, num_cached=0, with_heads=False)
+    assert floor == matrices + 4 * norms
 
 
 def test_the_most_a_tree_should_give_is_the_sum_of_the_largest_path_products():
