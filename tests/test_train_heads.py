@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from medusa import MedusaModel, load_heads
 
 CHECKOUT = Path(__file__).parent.parent
 PROGRAM = str(CHECKOUT / "train" / "train_heads.py")
+MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +45,19 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def launch(
-    workplace: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), **environment: str
+    workplace: Path,
+    *arguments: str,
+    launcher: tuple[str, ...] = (sys.executable,),
+    program: str = PROGRAM,
+    **environment: str,
 ):
     """The finished process, run in ``workplace`` as a user would run it elsewhere than in a checkout."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **environment}
-    command = [*launcher, PROGRAM, "--config", "run.yaml", *arguments]
-    return subprocess.run(command, cwd=workplace, env=variables, capture_output=True, text=True, timeout=240)
+    command = [*launcher, program, "--config", "run.yaml", *arguments]
+    return subprocess.run(command, cwd=workplace, env=variables, capture_output=True, text=True, timeout=600)
 
 
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
 def losses(run: Path) -> list[float]:
@@ -142,8 +148,7 @@ def test_a_joint_run_leaves_heads_and_adapter_that_decode_as_the_adapted_model_d
 def test_two_processes_train_heads_and_adapter_like_one(workplace):
     one = launch(workplace, "--output_dir", "one_joint", "--gradient_accumulation_steps", "2", *JOINT)
     assert one.returncode == 0, one.stderr
-    launcher = (*TORCHRUN, "2")
-    two = launch(workplace, "--output_dir", "two_joint", *JOINT, launcher=launcher, ACCELERATE_USE_CPU="true")
+    two = launch(workplace, "--output_dir", "two_joint", *JOINT, launcher=accelerated("ddp"))
     assert two.returncode == 0, two.stderr
     assert "2 x cpu" in two.stderr
     assert losses(workplace / "two_joint") == pytest.approx(losses(workplace / "one_joint"), abs=1e-4)
@@ -152,11 +157,74 @@ def test_two_processes_train_heads_and_adapter_like_one(workplace):
         torch.testing.assert_close(tensor, theirs.weights[name], rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(workplace):
-    one = launch(workplace, "--output_dir", "one", "--gradient_accumulation_steps", "2")
-    assert one.returncode == 0, one.stderr
-    two = launch(workplace, "--output_dir", "two", launcher=(*TORCHRUN, "2"), ACCELERATE_USE_CPU="true")
+TWO_RANKS = ("--num_processes", "2", "--main_process_port", "0")
+
+
+def accelerated(name: str) -> tuple[str, ...]:
+    """The launcher that a file of configs/ asks for, with two processes."""
+    configuration = str(CHECKOUT / "configs" / f"accelerate_{name}.yaml")
+    return (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        configuration,
+        *TWO_RANKS,
+    )
+
+
+# Three micro-batches a step are an odd number for two processes: one of them has nothing to do at times.
+STEPS = ("--max_steps", "12", "--checkpoint_steps", "3", "--logging_steps", "1", "--tokens_per_batch", "700")
+STEPS += ("--unembedding", "full", "--learning_rate", "0.01", "--warmup_steps", "2")
+
+
+@pytest.fixture(scope="module")
+def alone(workplace) -> list[float]:
+    """The losses of one process that takes two micro-batches a step."""
+    done = launch(workplace, "--output_dir", "alone", *STEPS, "--gradient_accumulation_steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(workplace / "alone")) == 12
+    return losses(workplace / "alone")
+
+
+def assert_same_result(workplace: Path, run: str, alone: list[float]) -> None:
+    """The losses to 1e-4, and whole heads that are those of the one process."""
+    assert losses(workplace / run) == pytest.approx(alone, abs=1e-4)
+    ours, theirs = (load_heads(workplace / name / "heads").heads.state_dict() for name in (run, "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-4, rtol=1e-3)
+
+
+def test_two_processes_have_the_losses_of_one(workplace, alone):
+    two = launch(workplace, "--output_dir", "two", *STEPS, launcher=accelerated("ddp"))
     assert two.returncode == 0, two.stderr
     assert "2 x cpu" in two.stderr
-    assert losses(workplace / "two") == pytest.approx(losses(workplace / "one"), abs=1e-4)
+    assert_same_result(workplace, "two", alone)
+
+
+def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
+    step = random.randrange(4, 12)
+    arguments = ("--output_dir", "killed", *STEPS, "--gradient_accumulation_steps", "2")
+    killed = launch(workplace, *arguments, program=MORTAL, KILL_AT_STEP=str(step))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (workplace / "killed" / "heads").exists()
+    resumed = launch(workplace, *arguments, "--resume")
+    assert resumed.returncode == 0, f"killed at step {step}: {resumed.stderr}"
+    assert losses(workplace / "killed") == alone, f"killed at step {step}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
+def test_a_sharded_run_that_was_killed_goes_on_to_the_result_of_one_process(workplace, alone, name):
+    environment = {"PRETEND_DEVICES": "1"} if name == "fsdp2" else {"DS_ACCELERATOR": "cpu"}
+    if name != "fsdp2":
+        pytest.importorskip("deepspeed")
+    arguments, launcher = ("--output_dir", name, *STEPS), accelerated(name)
+    killed = launch(workplace, *arguments, launcher=launcher, program=MORTAL, KILL_AT_STEP="7", **environment)
+    assert killed.returncode != 0
+    assert len(losses(workplace / name)) == 7, killed.stderr
+    resumed = launch(workplace, *arguments, "--resume", launcher=launcher, program=MORTAL, **environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "2 x cpu" in resumed.stderr
+    assert_same_result(workplace, name, alone)

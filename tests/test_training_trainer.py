@@ -361,6 +361,7 @@ def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
     [
         ("data", "the data is not what it was when the run in"),
         ("processes", "holds a run of 1 processes, this one has 2"),
+        ("sharding", "holds a run under NO, this one is under FSDP"),
     ],
 )
 def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, change, message):
@@ -369,6 +370,7 @@ def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, chan
         rows[20:] = rows[21:]
     trainer = new_trainer(tmp_path, rows, resume=True)
     trainer.state.num_processes = 2 if change == "processes" else 1
+    trainer.state.sharding = "FSDP" if change == "sharding" else "NO"
     with pytest.raises(ConfigurationError, match=message):
         trainer.train()
 

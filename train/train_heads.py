@@ -28,7 +28,7 @@ from medusa.base import CausalLM
 from medusa.eagle import Heads
 from medusa.heads import MedusaHeads
 from medusa.programs import exit_status, log_console
-from medusa.training import inspection, metrics, preparation, result
+from medusa.training import inspection, metrics, preparation, processes, result
 from medusa.training.configuration import TrainingConfiguration, read_configuration
 from medusa.training.joint_trainer import JointTrainer, base_report
 from medusa.training.lora import TrainedAdapter
@@ -44,7 +44,7 @@ def main() -> None:
     run.check(configuration)
     if configuration.joint.joint:
         peft_library()
-    accelerator = new_accelerator(configuration)
+    accelerator = started(configuration)
     console = log_console()
     console.quiet = not accelerator.is_main_process
     console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
@@ -70,7 +70,8 @@ def main() -> None:
     trainer = new_trainer(configuration, accelerator, base, heads, data, console)
     try:
         measured = trainer.train()
-        if accelerator.is_main_process:
+        heads = trainer.gathered_heads()
+        if heads is not None:
             tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
             record = result.provenance(configuration, data.counts, trainer.state, measured)
             adapter = trainer.adapter.taken_out() if isinstance(trainer, JointTrainer) else None
@@ -105,14 +106,10 @@ def new_trainer(
     return JointTrainer(configuration, accelerator, base, heads, data, console, adapter)
 
 
-def new_accelerator(configuration: TrainingConfiguration) -> Accelerator:
+def started(configuration: TrainingConfiguration) -> Accelerator:
     """An accelerator with the run's precision and its tracker started."""
     options = configuration.run
-    accelerator = Accelerator(
-        mixed_precision={"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision],
-        log_with=None if options.tracker == "none" else options.tracker,
-        project_dir=options.output_dir,
-    )
+    accelerator = processes.new_accelerator(configuration.optimisation, options)
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
     values = {key: value if value is None else str(value) for key, value in configuration.as_dict().items()}
     accelerator.init_trackers(options.project, values, {"wandb": {"dir": options.output_dir}})

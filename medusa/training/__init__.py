@@ -13,6 +13,7 @@ Loss:
     depth_weights.py   what a target counts at each depth: decay, D-PACE
     objectives.py      cross-entropy, KL to the base, their blend, overlap: on one block of logits
     loss.py            the loss of all heads, head by head and block by block
+    loss_cost.py       what a step of the loss costs: bytes and seconds, fused and plain
     eagle_loss.py      the loss of an EAGLE-style head
     base_loss.py       the loss of an adapted base's own row: KL to itself without the adapter
     joint_loss.py      heads and adapter together, in two stages
@@ -27,6 +28,7 @@ The run:
     failures.py        what a run says when it cannot go on
     lora.py            the adapter of a base while it is trained
     schedule.py        how long a run lasts and its learning rate
+    processes.py       how the processes of a launch share the run: DDP, ZeRO, FSDP2
     trainer.py         the loop
     joint_trainer.py   the loop of joint training: two learning rates, two stages, what became of the base
     saved_sums.py      loss sums as a checkpoint has them

@@ -45,6 +45,8 @@ class RunState:
     adapter_steps: int = 0
     """Optimiser steps in which an adapter was trained too."""
     num_processes: int = 1
+    sharding: str = ""
+    """How the processes share the heads, in accelerate's words."""
     documents: str = ""
     """Digest of the training documents."""
 
@@ -135,6 +137,11 @@ class RunDirectory:
             raise ConfigurationError(
                 f"{self.path} holds a run of {state.num_processes} processes, this one has "
                 f"{now.num_processes}, so its batches would be others; launch as many"
+            )
+        if state.sharding != now.sharding:
+            raise ConfigurationError(
+                f"{self.path} holds a run under {state.sharding}, this one is under {now.sharding}, and "
+                "neither reads the checkpoints of the other; launch it with the same accelerate configuration"
             )
         if state.documents != now.documents:
             raise ConfigurationError(

@@ -7,7 +7,6 @@ of targets in the group, is known from the plan, so no process has to ask anothe
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from medusa.training.metrics import metrics_of, one_line
 from medusa.training.objectives import needs_teacher
 from medusa.training.options import OptimisationOptions
 from medusa.training.preparation import TrainingData, column_of
+from medusa.training.processes import gathered_heads, micro_batch, prepare, share_of, whole_number
 from medusa.training.progress import ProgressLine
 from medusa.training.run_directory import RunDirectory, RunState
 from medusa.training.saved_sums import as_numbers, from_numbers
@@ -63,12 +63,18 @@ class Trainer:
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
         self.base, self.heads, self.data = base, heads, data
         self.run = RunDirectory(configuration.run.output_dir)
-        self.state = RunState(num_processes=accelerator.num_processes, documents=data.training.digest())
+        self.state = RunState(
+            num_processes=accelerator.num_processes,
+            sharding=accelerator.distributed_type.value,
+            documents=data.training.digest(),
+        )
         self.columns = column_of(heads)
         is_soft = needs_teacher(configuration.loss.objective)
         self.teacher = teacher_of(base, heads.token_map) if is_soft else None
         self.loss = self._new_loss()
-        self.module, self.optimiser = accelerator.prepare(self.loss, self._new_optimiser())
+        self.module, self.optimiser = prepare(
+            accelerator, self.loss, self._new_optimiser(), configuration.optimisation.max_grad_norm
+        )
         self.num_scored = self._count_targets(data.training)  # (n, K)
         self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
         self.window = self._no_sums()
@@ -113,7 +119,7 @@ class Trainer:
         no_matter = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)
         for batch in self._share(plan):
             with torch.no_grad():
-                _, more = self.loss(*source(batch), embedding, no_matter, self.teacher)
+                _, more = self.module(*source(batch), embedding, no_matter, self.teacher)
             sums = sums.plus(more)
         return self._record("held_out", sums)
 
@@ -126,6 +132,10 @@ class Trainer:
         self.watch.check(self.configuration)
         self.state.window = as_numbers(self.accelerator.reduce(self.window, "sum"))
         self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
+
+    def gathered_heads(self) -> Heads | None:
+        """The trained heads, whole, on the main process; None on the others. All processes must call it."""
+        return gathered_heads(self.accelerator, self.module, self.heads)
 
     def close(self) -> None:
         """End the tracker and the process group; the trainer is of no use after that.
@@ -151,18 +161,18 @@ class Trainer:
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(self.accelerator.device)
         embedding = output_embedding(self.base)
         total = torch.zeros((), device=self.accelerator.device)
-        mine = self._share(group) or [[]]
+        self._set_learning_rate()
+        mine = self._share(group)
         for number, batch in enumerate(mine, start=1):
-            is_last = number == len(mine)
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.module):
+            with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
                 loss, sums = self.module(*source(batch), embedding, num_scored, self.teacher)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
             self.window = self.window.plus(sums)
-        total += self.accelerator.clip_grad_norm_(
+        norm = self.accelerator.clip_grad_norm_(
             self.module.parameters(), self.configuration.optimisation.max_grad_norm
         )
-        self._set_learning_rate()
+        total += whole_number(norm, total.device)
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.state.step += 1
@@ -190,8 +200,7 @@ class Trainer:
         return [batches[start : start + size] for start in range(0, len(batches), size)]
 
     def _share(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """This process's part."""
-        return batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        return share_of(batches, self.accelerator)
 
     def _source(self, documents: Documents, name: str) -> Source:
         num_heads, is_eagle = self.heads.num_heads, isinstance(self.heads, EagleHead)
