@@ -7,6 +7,7 @@ unmerged, in peft's own format, so that whoever has the base needs to fetch a fe
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,6 +101,41 @@ def injected(base: CausalLM, config: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         return peft_library().get_peft_model(base, config)
+
+
+def folded(base: CausalLM) -> CausalLM:
+    """``base`` with its LoRA layers as plain linear ones: ``base`` itself where there are none.
+
+    The result shares every parameter with ``base``, which is left as it is, but the weights of adapted
+    layers: those are sums, the layers' own and what the adapter adds. A layer that is more than such a sum
+    stays as it is.
+    """
+    if not _adapter_names(base):
+        return base
+    shared = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
+    clone = copy.deepcopy(base, shared)
+    for name, module in list(clone.named_modules()):
+        if _is_plain_sum(module):
+            clone.set_submodule(name, _folded_linear(module))
+    return clone.eval()
+
+
+def _is_plain_sum(module: Any) -> bool:
+    """Whether ``module`` is a linear layer with LoRA products at work on it, and nothing else."""
+    if type(getattr(module, "base_layer", None)) is not nn.Linear or not hasattr(module, "lora_A"):
+        return False
+    if module.disable_adapters or module.merged or getattr(module, "lora_variant", {}):
+        return False
+    return all(each.bias is None for each in module.lora_B.values())
+
+
+def _folded_linear(module: Any) -> nn.Linear:
+    layer = module.base_layer
+    added = [module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A]
+    linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+    weight = layer.weight.detach() + sum(added)
+    linear.weight, linear.bias = nn.Parameter(weight.detach(), requires_grad=False), layer.bias
+    return linear
 
 
 def check_carries(base: CausalLM, adapter: Adapter) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.adapter import apply_adapter, check_carries
+from medusa.adapter import apply_adapter, check_carries, folded
 from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.decoding import StepResult, decode
@@ -58,7 +58,8 @@ class MedusaModel:
         self.base = base
         """The base model as it was given."""
         self.engine: Engine = engine
-        self.runner = prepared_base(base, engine)
+        is_eager = resolved_engine(base, engine) == "eager"
+        self.runner = prepared_base(base if is_eager else folded(base), engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.heads = heads
         self.tokenizer = tokenizer
