@@ -6,9 +6,12 @@ committed tokens plus its depth, however many siblings stand before it in the pa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa.tree import TreeTopology
 
@@ -16,6 +19,27 @@ LayerWindows = dict[str, int | None]
 """Attention layer type -> sliding window in tokens, None for full attention."""
 
 ALL_NODES = slice(None)
+
+FLOAT64_ATTENTION = "medusa_float64_sdpa"
+"""An attention implementation of ``transformers``: :func:`float64_attention`."""
+
+
+def float64_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``sdpa`` computed in float64 and rounded once, so that no float32 bit depends on how many queries and
+    slots take part. Query, key and value are (B, heads, T, width); ``transformers``' interface."""
+    wide = (query.double(), key.double(), value.double())
+    output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *wide, attention_mask, **kwargs)
+    return output.to(query.dtype), None
+
+
+AttentionInterface.register(FLOAT64_ATTENTION, float64_attention)
 
 
 def layer_windows(config: PreTrainedConfig) -> LayerWindows:

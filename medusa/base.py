@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.attention import layer_windows, node_positions, tree_attention_masks
+from medusa.attention import FLOAT64_ATTENTION, layer_windows, node_positions, tree_attention_masks
 from medusa.cache import TreeCache
 from medusa.heads import embedding_weight
 from medusa.tree import TreeTopology
@@ -23,7 +23,7 @@ from medusa.tree import TreeTopology
 CausalLM = Any
 """A ``transformers`` causal LM: PreTrainedModel and GenerationMixin, which share no static type."""
 
-MASKED_ATTENTION = ("sdpa", "eager")
+MASKED_ATTENTION = ("sdpa", "eager", FLOAT64_ATTENTION)
 """Attention implementations that take an arbitrary mask."""
 
 

@@ -61,11 +61,11 @@ class TreeCache(Cache):
     def commit(self, path: Tensor, num_kept: Tensor) -> None:
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
 
-        All L entries are moved, whatever ``num_kept`` says: the surplus lies past the row's end, where
-        the next pass overwrites it.
+        Where any kept node must move, all L entries are moved, whatever ``num_kept`` says: the surplus lies
+        past the row's end, where the next pass overwrites it.
         """
         in_order = torch.arange(path.shape[1], device=path.device)
-        if not bool((path == in_order).all()):
+        if not bool(((path == in_order) | (in_order >= num_kept[:, None])).all()):
             source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
             for layer in self.tree_layers:
                 layer.move(source, target)

@@ -8,7 +8,7 @@ outside the map is never drafted; the base still emits it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -44,34 +44,62 @@ class TokenMapped(nn.Module):
         weight = embedding_weight(output_embedding)
         if self.token_map is None:
             return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
-        rows, bias = self._rows_of(output_embedding)
-        return F.linear(features.to(rows.dtype), rows, bias)
+        return self._mapped(output_embedding).score(features)
 
-    def _rows_of(self, output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
+    def _mapped(self, output_embedding: nn.Module) -> _MappedRows:
         """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
-        weight, bias = embedding_weight(output_embedding), getattr(output_embedding, "bias", None)
         assert self.token_map is not None
-        if self._mapped_rows is None or not self._mapped_rows.are_of(weight, self.token_map):
-            self._mapped_rows = _MappedRows(weight, self.token_map)
-        return self._mapped_rows.rows, None if bias is None else bias.detach()[self.token_map]
+        if self._mapped_rows is None or not self._mapped_rows.are_of(output_embedding, self.token_map):
+            self._mapped_rows = _MappedRows(output_embedding, self.token_map)
+        return self._mapped_rows
+
+
+@runtime_checkable
+class ScoresSome(Protocol):
+    """An output embedding with a quicker way to score a few tokens, for drafts, than its own rows."""
+
+    def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
+        """What scores ``token_ids`` (V',) long alone, (..., D) -> (..., V'); None where it has none."""
+        ...
 
 
 class _MappedRows:
     """Rows of an output embedding, and how to tell that they are out of date."""
 
-    def __init__(self, weight: Tensor, token_map: Tensor):
+    def __init__(self, output_embedding: nn.Module, token_map: Tensor):
         # Views, since moving or casting a model swaps the data of its parameters and keeps the objects.
-        self.sources = (weight.detach(), token_map.detach())
-        self.versions = (_version(weight), _version(token_map))
-        self.rows = weight.detach()[token_map]
-
-    def are_of(self, weight: Tensor, token_map: Tensor) -> bool:
-        """Whether nothing has moved, been cast or written to since."""
-        same_data = all(
-            kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
-            for kept, now in zip(self.sources, (weight, token_map), strict=True)
+        weight, bias = _weight_and_bias(output_embedding)
+        self.sources = [each.detach() for each in (weight, token_map, bias) if each is not None]
+        self.versions = [_version(each) for each in (weight, token_map, bias) if each is not None]
+        self.kind = type(output_embedding)
+        self.quick = (
+            output_embedding.scorer_of(token_map) if isinstance(output_embedding, ScoresSome) else None
         )
-        return same_data and self.versions == (_version(weight), _version(token_map))
+        if self.quick is None:
+            self.rows = weight.detach()[token_map]
+            self.bias = None if bias is None else bias.detach()[token_map]
+
+    def __deepcopy__(self, memo: dict) -> _MappedRows:
+        return self  # a copied module has a map of its own, to which these are out of date
+
+    def score(self, features: Tensor) -> Tensor:
+        """Features (..., D) -> (..., V')."""
+        features = features.to(self.sources[0].dtype)
+        return F.linear(features, self.rows, self.bias) if self.quick is None else self.quick(features)
+
+    def are_of(self, output_embedding: nn.Module, token_map: Tensor) -> bool:
+        """Whether nothing has moved, been cast or written to since."""
+        weight, bias = _weight_and_bias(output_embedding)
+        current = [each for each in (weight, token_map, bias) if each is not None]
+        same_data = self.kind is type(output_embedding) and all(
+            kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
+            for kept, now in zip(self.sources, current, strict=True)
+        )
+        return same_data and self.versions == [_version(each) for each in current]
+
+
+def _weight_and_bias(output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
+    return embedding_weight(output_embedding), cast("Tensor | None", getattr(output_embedding, "bias", None))
 
 
 def _version(tensor: Tensor) -> int:

@@ -30,12 +30,12 @@ from medusa import (
 )
 from medusa.adapter import folded
 from medusa.cli import main
-from medusa.engine import PackedLinear, can_pack
+from medusa.engine.packed import PackedLinear, missing_for_packed
 from medusa.training.lora import TrainedAdapter
 from medusa.training.options import JointOptions
 
 ADAPTED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-ENGINES = ["eager", *(["packed"] if can_pack(chat_base()) else [])]
+ENGINES = ["eager", *(["packed"] if missing_for_packed(chat_base()) is None else [])]
 PROMPTS = torch.tensor([[256, 40, 77, 12, 9, 33], [256, 41, 78, 13, 10, 34]])
 
 

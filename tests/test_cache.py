@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, random_prompts, tiny_model
@@ -10,7 +12,7 @@ from test_base import TOLERANCE, tree_of
 from medusa import CandidateTree
 from medusa.acceptance import accepted_up_to
 from medusa.base import new_cache, prefill, verify
-from medusa.cache import GROWTH_STEP, TreeCache
+from medusa.cache import GROWTH_STEP, TreeCache, TreeCacheLayer
 from medusa.tree import TreeTopology
 
 
@@ -204,3 +206,27 @@ def test_the_cache_tells_transformers_how_long_it_is():
     cache, _ = filled("llama", [9, 14])
     assert cache.get_seq_length() == 14
     assert cache.get_mask_sizes(3, 0) == (17, 0)
+
+
+def test_a_chat_of_4k_tokens_on_a_model_made_for_128k_allocates_for_4k():
+    base = copy.deepcopy(tiny_model("llama"))
+    base.config.max_position_embeddings = 131072
+    cache, length = new_cache(base, 1), 4096
+    with torch.no_grad():
+        prefill(base, random_prompts(1, length), torch.tensor([length]), cache)
+    config = base.config
+    bytes_per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert length * bytes_per_token <= cache.num_bytes <= (length + GROWTH_STEP) * bytes_per_token
+
+
+@pytest.mark.parametrize(("path", "num_kept"), [([0, 0, 0], 1), ([0, 1, 1], 2), ([0, 1, 2], 3)])
+def test_nodes_that_stand_in_their_place_already_are_not_moved(path, num_kept, monkeypatch):
+    cache, _ = filled("llama", [9])
+    base = tiny_model("llama")
+    with torch.no_grad():
+        verify(base, random_prompts(1, 4), CandidateTree.chain(3).topology(), cache)
+    monkeypatch.setattr(TreeCacheLayer, "move", lambda *_: pytest.fail("moved"))
+    cache.commit(torch.tensor([path]), torch.tensor([num_kept]))
+    assert cache.lengths.tolist() == [9 + num_kept]
+    with pytest.raises(pytest.fail.Exception, match="moved"):
+        cache.commit(torch.tensor([[0, 2, 2]]), torch.tensor([2]))

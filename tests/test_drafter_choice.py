@@ -36,7 +36,7 @@ from medusa.drafters.probe import (
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.engine import PackedLinear, can_pack
+from medusa.engine.packed import PackedLinear, missing_for_packed
 from medusa.tuned_trees import TunedTree
 from medusa.verification import expected_tokens, independent_chains
 
@@ -91,7 +91,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
 
 def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
     base = tiny_model("llama")
-    if not can_pack(base):
+    if missing_for_packed(base):
         pytest.skip("this torch packs no weights")
     model = MedusaModel(base, engine="packed")
     base.save_pretrained(tmp_path)

@@ -159,7 +159,7 @@ def test_missing_and_left_over_tensors_are_named(saved):
 def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, architecture):
     base = tiny_model(architecture)
     model = MedusaModel.from_pretrained(base, saved)
-    assert isinstance(model._drafter(None, None), EagleDrafter)
+    assert isinstance(model._drafter(None, None, 1), EagleDrafter)
     assert model.tree == TREE
     named = drafter_named("heads", model)
     for lengths in ([9], [20, 1, 7]):

@@ -1,17 +1,26 @@
-"""The packed engine computes what the eager one computes, and leaves the base alone."""
+"""Every engine leaves the base alone; packed computes what eager does, int8 the same for any tree."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.engine import PackedLinear, can_pack, packed, prepared_base
+from medusa.base import new_cache, prefill, verify
+from medusa.engine import prepared_base
+from medusa.engine.int8 import Int8Linear, activation_steps, int8_view, missing_for_int8
+from medusa.engine.packed import PackedLinear, missing_for_packed, packed
 
 needs_packing = pytest.mark.skipif(
-    not can_pack(tiny_model("llama")), reason="this torch has no oneDNN to pack weights with"
+    missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
 )
+needs_int8 = pytest.mark.skipif(
+    missing_for_int8(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
+)
+BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 
 
 @needs_packing
@@ -29,13 +38,12 @@ def test_packed_logits_equal_eager_ones(architecture):
 def test_decoding_on_the_packed_engine_is_token_identical(temperature):
     base = tiny_model("llama")
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
-    tree = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
     options = {"do_sample": temperature > 0, "seed": 2, "max_new_tokens": 20}
     if temperature:
         options["temperature"] = temperature
     batch = left_padded(random_prompts(3, 14), [14, 2, 9])
     eager = MedusaModel(base).generate(**batch, **options)
-    fast = MedusaModel(base, heads, tree, engine="packed")
+    fast = MedusaModel(base, heads, BUSHY, engine="packed")
     assert fast.generate(**batch, **options).tolist() == eager.tolist()
     assert fast.base is base and fast.runner is not base
 
@@ -54,7 +62,7 @@ def test_auto_falls_back_to_eager_where_packing_does_not_apply():
     base = tiny_model("phi").to(torch.bfloat16)
     try:
         assert prepared_base(base, "auto") is base
-        with pytest.raises(ValueError, match=r"needs a float32 model on the CPU .* got torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"needs a float32 model on the CPU, got torch.bfloat16"):
             prepared_base(base, "packed")
     finally:
         base.to(torch.float32)
@@ -63,3 +71,129 @@ def test_auto_falls_back_to_eager_where_packing_does_not_apply():
 def test_an_unknown_engine_is_refused():
     with pytest.raises(ValueError, match=r"engine must be one of .*'eager', 'packed'.*, got 'warp'"):
         MedusaModel(tiny_model("llama"), engine="warp")
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_int8_layer_multiplies_integers_and_scales_the_sum(bias):
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(40, 24, bias=bias), 5 * torch.randn(2, 3, 40)
+    steps = activation_steps()
+    with torch.no_grad():
+        weight_scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        row_scale = x.abs().amax(-1, keepdim=True) / steps
+        sums = (x / row_scale).round().double() @ (linear.weight / weight_scale).round().double().T
+        expected = sums * row_scale * weight_scale.T + (linear.bias if bias else 0)
+        given = Int8Linear(linear)(x)
+        assert (given - linear(x)).abs().max() < 0.03 * linear(x).abs().max()
+    assert torch.allclose(given.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_int8
+@pytest.mark.parametrize(("width", "out"), [(576, 192), (33, 61), (1, 7)])
+def test_an_int8_layer_gives_a_row_alone_what_it_gives_it_among_others(width, out):
+    torch.manual_seed(0)
+    layer = Int8Linear(torch.nn.Linear(width, out))
+    x = torch.randn(37, width) * torch.logspace(-3, 3, 37)[:, None]
+    x[5] = 0.0
+    together = layer(x)
+    for size in (1, 2, 8, 16):
+        assert torch.equal(torch.cat([layer(part) for part in x.split(size)]), together)
+
+
+@needs_int8
+@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma3"])
+def test_int8_logits_do_not_depend_on_the_tree_that_a_node_stands_in(architecture):
+    view = int8_view(tiny_model(architecture))
+    prompts, lengths = random_prompts(2, 21), torch.tensor([21, 13])
+    tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+    def after_prompt():
+        cache = new_cache(view, 2)
+        prefill(view, prompts, lengths, cache)
+        return cache
+
+    with torch.no_grad():
+        _, together = verify(view, tree, BUSHY.topology(), after_prompt())
+        for node, path in enumerate(BUSHY.paths):
+            nodes = [BUSHY.paths.index(path[:depth]) for depth in range(len(path) + 1)]
+            cache = after_prompt()
+            for at in nodes:
+                _, alone = verify(view, tree[:, [at]], CandidateTree.chain(0).topology(), cache)
+                cache.commit_prefix(torch.ones(2, dtype=torch.long))
+            assert torch.equal(alone[:, 0], together[:, node])
+
+
+@needs_int8
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_int8_decoding_with_heads_is_token_identical_to_int8_decoding_without(temperature):
+    base = tiny_model("llama")
+    model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3)), BUSHY, engine="int8")
+    options = {"do_sample": temperature > 0, "seed": 2, "max_new_tokens": 30}
+    if temperature:
+        options["temperature"] = temperature
+    batch = left_padded(random_prompts(3, 14), [14, 2, 9])
+    plain = model.generate(**batch, **options, tree=CandidateTree.chain(0))
+    assert model.generate(**batch, **options).tolist() == plain.tolist()
+
+
+@needs_int8
+def test_an_int8_view_is_near_the_base_and_leaves_it_alone():
+    base = tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    view, ids = int8_view(base), random_prompts(1, 20)
+    with torch.no_grad():
+        logits, near = base(ids).logits, view(ids).logits
+    assert 0 < (logits - near).abs().mean() < 0.15 * logits.std()
+    assert {id(p) for p in view.parameters()} == {id(p) for p in base.parameters()}
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+    assert base.config._attn_implementation == "sdpa"
+
+
+def test_an_engine_says_what_it_lacks():
+    eager_attention = copy.deepcopy(tiny_model("llama"))
+    eager_attention.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"engine='int8' needs attn_implementation='sdpa'.* got 'eager'"):
+        prepared_base(eager_attention, "int8")
+    sharded = copy.deepcopy(tiny_model("llama"))
+    sharded.hf_device_map = {"model": "cpu", "lm_head": "cuda:0"}
+    with pytest.raises(ValueError, match=r"the whole model in one place, and this one is sharded"):
+        prepared_base(sharded, "packed")
+    assert prepared_base(sharded, "auto") is sharded
+
+
+class QuantisedWeight(torch.Tensor):
+    """What torchao puts in place of a weight: a subclass of tensor."""
+
+
+def test_a_model_whose_weights_are_quantised_already_runs_as_loaded():
+    quantised = copy.deepcopy(tiny_model("llama"))
+    linear = quantised.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(QuantisedWeight))
+    assert prepared_base(quantised, "auto") is quantised
+    with pytest.raises(ValueError, match="plain weights, and this model's are quantised already"):
+        prepared_base(quantised, "int8")
+
+
+@needs_int8
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("reads_path", [True, False])
+def test_heads_with_a_token_map_draft_in_int8_and_decode_exactly(engine, reads_path):
+    torch.manual_seed(0)
+    base, ids = tiny_model("llama"), list(range(0, VOCAB_SIZE, 2))
+    config = HeadsConfig(
+        32, VOCAB_SIZE, num_heads=3, unembedding="token_map", token_map_size=len(ids), reads_path=reads_path
+    )
+    heads = MedusaHeads(config, ids)
+    model = MedusaModel(base, heads, BUSHY, engine=engine)
+    hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
+    with torch.no_grad():
+        exact = heads(hidden, base.get_output_embeddings(), path)
+        quick = heads(hidden, model.runner.get_output_embeddings(), path)
+        again = heads(hidden, base.get_output_embeddings(), path)
+    assert 0 < (quick - exact).abs().max() < 0.05 * exact.abs().max()
+    assert torch.equal(again, exact)  # the rows kept for one precision do not serve another
+    prompt, options = {"inputs": random_prompts(1, 9)}, {"max_new_tokens": 20, "do_sample": False}
+    plain = model.generate(**prompt, **options, tree=CandidateTree.chain(0))
+    assert model.generate(**prompt, **options).tolist() == plain.tolist()
+    assert torch.equal(copy.deepcopy(heads)(hidden, base.get_output_embeddings(), path), exact)

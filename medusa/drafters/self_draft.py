@@ -7,17 +7,18 @@ read, and the entries of drafted nodes lie where the verification pass overwrite
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medusa.base import CausalLM, verify, vocab_size
 from medusa.drafters import DraftContext
 from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.engine import prepared_base
+from medusa.engine.int8 import Int8Linear, missing_for_int8_layers
+from medusa.engine.linears import with_linears
 from medusa.tree import CandidateTree
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ class SelfDrafter(LevelDrafter):
 
 
 class LowPrecisionDrafter(SelfDrafter):
-    """Runs an int8 copy of the base."""
+    """Runs the base in int8."""
 
-    context_only = False  # all nodes of a call share the scale of their activations
+    context_only = False  # guesses read int8 keys of earlier guesses, the base's own once committed
 
 
 def early_exit(base: CausalLM, num_layers: int) -> CausalLM:
@@ -86,22 +87,14 @@ def text_attention(base: CausalLM) -> str:
 
 
 def low_precision(base: CausalLM) -> CausalLM:
-    """A copy of ``base`` for the CPU whose linear layers compute in int8.
+    """``base`` with linear layers that compute in int8 (see :class:`medusa.engine.int8.Int8Linear`).
 
-    Weights are quantised per output channel, activations with one scale per call. The output embedding
-    keeps its precision. PyTorch means to retire this quantiser in favour of torchao, whose int8 layers ran
-    sixteen times slower on a CPU without a compiler (2.13 and 0.18); hence no warning about it here.
+    Raises:
+        ValueError: ``base`` is not float32 on the CPU.
     """
-    if base.device.type != "cpu":
-        raise ValueError(f"low-precision drafting runs on the CPU, base model is on {base.device}")
-    clone = copy.deepcopy(base)
-    linears = {name for name, module in clone.named_modules() if isinstance(module, nn.Linear)}
-    head = clone.get_output_embeddings()
-    names = {name for name in linears if clone.get_submodule(name) is not head}
-    settings = {name: torch.ao.quantization.per_channel_dynamic_qconfig for name in names}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(deprecated|quantize_per_channel).*")
-        return torch.ao.quantization.quantize_dynamic(clone, settings, dtype=torch.qint8, inplace=True)
+    if (lacks := missing_for_int8_layers(base)) is not None:
+        raise ValueError(f"low-precision drafting needs {lacks}")
+    return with_linears(base, Int8Linear)
 
 
 def early_exit_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
@@ -120,13 +113,13 @@ def missing_exit_layer(model: MedusaModel, settings: DrafterSettings) -> str | N
 
 
 def low_precision_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
-    """An int8 copy of the base."""
+    """The base in int8."""
     return _self_source("low-precision", LowPrecisionDrafter, low_precision(model.base), settings)
 
 
-def missing_cpu(model: MedusaModel, settings: DrafterSettings) -> str | None:
-    """A base on the CPU, which int8 copies run on."""
-    return None if model.device.type == "cpu" else f"a base on the CPU, this one is on {model.device}"
+def missing_int8(model: MedusaModel, settings: DrafterSettings) -> str | None:
+    """What int8 layers need of the base."""
+    return missing_for_int8_layers(model.base)
 
 
 def _self_source(
@@ -142,5 +135,5 @@ def _self_source(
 
 DRAFTERS = (
     NamedDrafter("early-exit", early_exit_source, "the base's first layers", missing_exit_layer),
-    NamedDrafter("low-precision", low_precision_source, "an int8 copy of the base", missing_cpu),
+    NamedDrafter("low-precision", low_precision_source, "the base in int8", missing_int8),
 )
