@@ -307,15 +307,30 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, ro
     assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000004"]
 
 
-def test_running_out_of_memory_names_what_to_lower(tmp_path, rows, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("tried to allocate"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["device", "machine"],
+)
+def test_running_out_of_memory_names_what_to_lower(tmp_path, rows, monkeypatch, error):
     def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("tried to allocate")
+        raise error
 
     trainer = new_trainer(tmp_path, rows)
     monkeypatch.setattr(trainer, "_step", full)
     with pytest.raises(
         MemoryError, match=r"lower tokens_per_batch \(it is 1024.*or block_elements \(it is 16777216"
     ):
+        trainer.train()
+
+
+def test_an_error_that_is_not_about_memory_stays_what_it_is(tmp_path, rows, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("shapes do not match")
+
+    trainer = new_trainer(tmp_path, rows)
+    monkeypatch.setattr(trainer, "_step", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
         trainer.train()
 
 

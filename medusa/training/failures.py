@@ -12,15 +12,23 @@ from medusa.training.configuration import TrainingConfiguration
 
 @contextmanager
 def memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
-    """Turns running out of device memory into a MemoryError that names the settings to lower."""
+    """Turns running out of memory, of a device's or the machine's, into a MemoryError that names the settings
+    to lower."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise MemoryError(
-            "the device ran out of memory: lower tokens_per_batch (it is "
+            "there is not enough memory: lower tokens_per_batch (it is "
             f"{configuration.optimisation.tokens_per_batch}; raise gradient_accumulation_steps to make up "
             f"for it) or block_elements (it is {configuration.loss.block_elements})"
         ) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch found no memory; on a CPU it says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class FiniteWatch:

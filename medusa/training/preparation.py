@@ -9,13 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
-from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
+from medusa.base import CausalLM, check_decodable, hidden_size, hidden_states, output_embedding, vocab_size
 from medusa.eagle import EagleConfig, EagleHead, Heads
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.training.batching import collate
-from medusa.training.configuration import TrainingConfiguration
+from medusa.training.configuration import ConfigurationError, TrainingConfiguration
 from medusa.training.documents import Document, Documents
 from medusa.training.filtering import filtered, held_out_indices, split
 from medusa.training.hidden_source import frozen_states
@@ -40,12 +46,35 @@ def load_base(options: BaseOptions, device: torch.device) -> CausalLM:
     """The base model on ``device``, frozen and in evaluation mode.
 
     Raises:
-        ValueError: no tree can be verified on it, so heads for it would be of no use.
+        ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
+            of no use.
     """
     kwargs: dict[str, Any] = {} if options.attention is None else {"attn_implementation": options.attention}
+    kind = type(AutoConfig.from_pretrained(options.base))
+    if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigurationError(
+            f"base must be a causal language model, got {options.base!r}, a {kind.model_type} model; choose "
+            "a decoder-only one, such as those of Llama or Qwen"
+        )
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=options.base_dtype, **kwargs)
     check_decodable(base)
-    return base.to(device).requires_grad_(False).eval()
+    base = base.to(device).requires_grad_(False).eval()
+    check_causal(base, options.base)
+    return base
+
+
+def check_causal(base: CausalLM, name: str) -> None:
+    """Raise ConfigurationError when the states of ``base`` depend on tokens behind them, as an encoder's."""
+    ids = torch.tensor([[0, 1, 0], [0, 1, 2]], device=base.device)
+    positions = torch.arange(3, device=base.device).expand(2, 3)
+    with torch.no_grad():
+        first, second = hidden_states(base, ids, position_ids=positions)[:, :2]
+    rounding = 8 * torch.finfo(first.dtype).eps * first.abs().max()
+    if (first - second).abs().max() > rounding:
+        raise ConfigurationError(
+            f"base must be a causal language model, got {name!r}, a {type(base).__name__} whose states "
+            "depend on tokens behind them; choose a decoder-only one"
+        )
 
 
 def load_tokenizer(options: BaseOptions) -> Any:
