@@ -7,9 +7,13 @@ exact, so what a row gives does not depend on how many rows come with it.
 Rounding to int8 turns a difference in the last bit of a float into a whole step wherever a value lies on
 the edge of two steps, and attention does differ in its last bits with the number of queries and slots.
 Hence attention runs in float64 here (:data:`medusa.attention.FLOAT64_ATTENTION`): rounded to float32, its
-result is the same for any tree, but for a value in some hundred millions that lies on the edge itself. On
-SmolLM2-135M (6 prompts, 32 tokens) a tree of 8 nodes gave the plain answer to all 6 so, and to none with
-float32 attention; the price is about a tenth of a step.
+result is the same for any tree, but for the rare value on the very edge of two floats. On SmolLM2-135M (6
+prompts, 32 tokens) a tree of 8 nodes gave the plain answer to all 6 so, and to none with float32 attention;
+the price is an eighth of a step of one token and a fifth of a step of 16.
+
+What int8 does to that model's own answers, teacher-forced (502 tokens): the likeliest token is that of
+float32 for 93.2 % (98.3 % where float32 leads by more than half a nat), mean KL divergence 0.031 nats. An
+output embedding left in float32 gains little (93.4 %, 0.028), so it is int8 too.
 """
 
 from __future__ import annotations
