@@ -8,8 +8,11 @@ import pytest
 import torch
 from conftest import OracleDrafter
 
-from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import hidden_size, vocab_size
+from medusa.drafters.choice import DrafterSettings, drafter_named
+from medusa.drafters.self_draft import early_exit
+from medusa.eagle import EagleConfig, EagleHead
 
 TREE = CandidateTree.from_paths(
     [
@@ -88,3 +91,63 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_twenty_long_answers_of_the_real_model_are_token_identical(real_base, real_tokenizer, prompt):
     assert_identical(real_base, real_tokenizer, prompt, max_new_tokens=128, drafts="often right")
+
+
+DRAFTERS = (
+    "heads",
+    "eagle",
+    "draft-model",
+    "early-exit",
+    "low-precision",
+    "suffix",
+    "heads+suffix",
+)
+
+
+def padded_batch(tokenizer, prompts: list[str]) -> dict[str, torch.Tensor]:
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+    return dict(tokenizer.apply_chat_template(chats, tokenizer_kwargs={"padding_side": "left"}, **options))
+
+
+@pytest.fixture(scope="module")
+def equipped(real_base, real_tokenizer) -> tuple[MedusaModel, DrafterSettings]:
+    """The model with heads, and what the other drafters need; nothing is trained, since nothing need be."""
+    sizes = hidden_size(real_base), vocab_size(real_base)
+    torch.manual_seed(0)
+    heads = MedusaHeads(
+        HeadsConfig(*sizes, num_heads=3, unembedding="token_map", token_map_size=4096), range(4096)
+    )
+    eagle = EagleHead(EagleConfig(*sizes, num_attention_heads=9, intermediate_size=576))
+    settings = DrafterSettings(
+        draft_length=3,
+        draft_model=early_exit(real_base, 10),
+        exit_layer=20,
+        eagle=HeadsCheckpoint(eagle, "the same base"),
+    )
+    tree = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+    return MedusaModel(real_base, heads, tree, real_tokenizer), settings
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_says_what_the_real_model_says(
+    equipped, real_base, real_tokenizer, name, temperature, num_rows
+):
+    """Greedy against transformers' own generate, sampled against plain decoding with the same seed."""
+    model, settings = equipped
+    ids = padded_batch(real_tokenizer, [PROMPTS[4], PROMPTS[0], PROMPTS[18]][:num_rows])
+    options = {"max_new_tokens": 24, "do_sample": temperature > 0}
+    if temperature:
+        options |= {"temperature": temperature, "seed": 3}
+        expected = model.generate(**ids, **options, tree=CandidateTree.chain(0))
+    else:
+        expected = real_base.generate(**ids, **options)
+    drafted = model.generate(
+        **ids, **options, drafter=drafter_named(name, model, settings), return_dict_in_generate=True
+    )
+    assert drafted.sequences.tolist() == expected.tolist()
+    assert drafted.statistics.num_steps > 0
