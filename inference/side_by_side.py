@@ -1,16 +1,18 @@
-"""Side by side: answers plain and with heads. The text once, both times, and whether it is the same.
+"""Side by side: answers plain and with heads. The text once, all times, and whether it is the same.
 
 Each prompt is answered by the base model alone and with the heads, in turns who goes first; the first
-answer is shown as it comes, the second is compared with it token by token. For careful timing, see
-benchmark.py. Ends with one line of JSON.
+answer is shown as it comes, the others are compared with it token by token. --beside adds other heads of
+the same base. For careful timing, see benchmark.py. Ends with one line of JSON.
 
     python inference/side_by_side.py
     python inference/side_by_side.py --heads HEADS --prompts FILE --limit 5 --max-new-tokens 200
+    python inference/side_by_side.py --heads runs/demo/heads --beside shipped=HEADS
     python inference/side_by_side.py --temperature 0.7 --seed 3
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +27,8 @@ from rich.text import Text
 from torch import Tensor
 
 from medusa.chat import TextStream
+from medusa.checkpoint import load_heads
+from medusa.drafters.heads import drafter_of_heads
 from medusa.flags import ProgramOptions, program_parser
 from medusa.model import MedusaModel
 from medusa.programs import (
@@ -44,6 +48,15 @@ DEFAULT_LIMIT = 4
 WARM_UP_TOKENS = 8
 PLAIN, HEADS = "plain", "with heads"
 
+Way = dict[str, Any]
+"""How a contender decodes: ``tree`` or ``drafter`` of ``generate``, or nothing."""
+
+
+class SideBySideOptions(ProgramOptions):
+    """The flags of this program, parsed."""
+
+    beside: list[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -55,75 +68,106 @@ class Answer:
     statistics: DecodingStatistics
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Both answers to one prompt."""
-
-    plain: Answer
-    heads: Answer
-
-    @property
-    def is_identical(self) -> bool:
-        return self.plain.tokens == self.heads.tokens
+Answers = dict[str, Answer]
+"""Every contender's answer to one prompt."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    options = program_parser(__doc__ or "").parse_args(arguments, namespace=ProgramOptions())
+    parser = program_parser(__doc__ or "")
+    parser.add_argument(
+        "--beside",
+        type=named_heads,
+        action="append",
+        default=[],
+        metavar="NAME=HEADS",
+        help="other heads of the same base to answer with too, and what to call them; may be repeated",
+    )
+    options = parser.parse_args(arguments, namespace=SideBySideOptions())
     return exit_status(lambda: compare(options), options.traceback)
 
 
-def compare(options: ProgramOptions) -> None:
+def named_heads(text: str) -> tuple[str, str]:
+    """An ``argparse`` type: a name and a heads directory or hub id."""
+    name, equals, heads = text.partition("=")
+    if not equals or not name or not heads or name in (PLAIN, HEADS):
+        raise argparse.ArgumentTypeError(f"must be NAME=HEADS with a name of its own, got {text!r}")
+    return name, heads
+
+
+def compare(options: SideBySideOptions) -> None:
     """Answer, show and sum up."""
     if options.limit is None and options.prompts is None:
         options.limit = DEFAULT_LIMIT
     model = load_model(options)
     heads_of(model)
+    ways = contenders(model, options)
     prompts = load_prompts(options)
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
-    warm_up(model, encoded[0], options)
+    warm_up(model, encoded[0], options, ways)
     console = Console(highlight=False)
-    pairs = []
+    answered = []
     for number, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True)):
         console.rule(style="dim")
         console.print(prompt.messages[-1]["content"], style="bold", markup=False)
         console.print()
-        pairs.append(answer_twice(model, inputs, options, plain_first=number % 2 == 0))
+        answered.append(answer_with_all(model, inputs, options, ways, number))
     console.rule(style="dim")
-    console.print(summary_table(pairs))
-    console.print(verdict(pairs, model.tree))
-    report_json(make_report(pairs), options)
+    console.print(summary_table(answered))
+    console.print(verdict(answered, model.tree))
+    report_json(make_report(answered), options)
 
 
-def warm_up(model: MedusaModel, inputs: Mapping[str, Tensor], options: ProgramOptions) -> None:
-    """Let both ways run once, so that neither pays for what the first run sets up."""
+def contenders(model: MedusaModel, options: SideBySideOptions) -> dict[str, Way]:
+    """Plain decoding, the model's heads, and the heads of ``--beside``, on one copy of the base.
+
+    Raises:
+        ValueError: heads that do not fit the base.
+    """
+    ways: dict[str, Way] = {PLAIN: {"tree": CandidateTree.chain(0)}, HEADS: {}}
+    for name, source in options.beside:
+        checkpoint = load_heads(source)
+        other = MedusaModel(model.runner, checkpoint.heads, checkpoint.tree)
+        ways[name] = {"drafter": drafter_of_heads(checkpoint.heads, model.runner, other.tree)}
+    return ways
+
+
+def warm_up(
+    model: MedusaModel, inputs: Mapping[str, Tensor], options: ProgramOptions, ways: Mapping[str, Way]
+) -> None:
+    """Let every way run once, so that none pays for what the first run sets up."""
     arguments: dict[str, Any] = {**inputs, **generation_arguments(options), "max_new_tokens": WARM_UP_TOKENS}
-    for tree in (model.tree, CandidateTree.chain(0)):
-        model.generate(**arguments, seed=options.seed, tree=tree)
+    for way in ways.values():
+        model.generate(**arguments, seed=options.seed, **way)
 
 
-def answer_twice(
-    model: MedusaModel, inputs: Mapping[str, Tensor], options: ProgramOptions, plain_first: bool
-) -> Pair:
-    """Both answers, the first on the terminal as it comes, both prices below it."""
-    trees = {PLAIN: CandidateTree.chain(0), HEADS: model.tree}
-    first, second = (PLAIN, HEADS) if plain_first else (HEADS, PLAIN)
-    log = log_console()
-    answers = {first: timed_answer(model, inputs, options, trees[first], is_shown=True)}
-    log.print(f"again, {second} ...", style="dim")
-    answers[second] = timed_answer(model, inputs, options, trees[second], is_shown=False)
-    for name in trees:
+def answer_with_all(
+    model: MedusaModel,
+    inputs: Mapping[str, Tensor],
+    options: ProgramOptions,
+    ways: Mapping[str, Way],
+    number: int,
+) -> Answers:
+    """All answers, the first on the terminal as it comes, all prices below it; who is first goes round."""
+    names = list(ways)
+    order = names[number % len(names) :] + names[: number % len(names)]
+    log, answers = log_console(), dict[str, Answer]()
+    for name in order:
+        if name != order[0]:
+            log.print(f"again, {name} ...", style="dim")
+        answers[name] = timed_answer(model, inputs, options, ways[name], is_shown=name == order[0])
+    for name in names:
         num_tokens, per_step = len(answers[name].tokens), answers[name].statistics.tokens_per_step
         price = f"{num_tokens} tokens in {answers[name].seconds:.1f} s, {per_step:.2f} per step"
-        log.print(f"{name:>10}: {price}", style="dim")
-    return Pair(answers[PLAIN], answers[HEADS])
+        log.print(f"{name:>12}: {price}", style="dim")
+    return answers
 
 
 def timed_answer(
     model: MedusaModel,
     inputs: Mapping[str, Tensor],
     options: ProgramOptions,
-    tree: CandidateTree,
+    way: Way,
     is_shown: bool,
 ) -> Answer:
     """One answer; printing it is not on the clock."""
@@ -131,7 +175,7 @@ def timed_answer(
     tokens: list[int] = []
     seconds, began = 0.0, time.perf_counter()
     arguments: dict[str, Any] = {**inputs, **generation_arguments(options)}
-    for step in model.stream(**arguments, seed=options.seed, tree=tree, statistics=statistics):
+    for step in model.stream(**arguments, seed=options.seed, statistics=statistics, **way):
         seconds += time.perf_counter() - began
         tokens += step.tokens[0]
         if is_shown:
@@ -144,24 +188,25 @@ def timed_answer(
     return Answer(tokens, seconds, statistics)
 
 
-def summary_table(pairs: Sequence[Pair]) -> Table:
+def summary_table(answered: Sequence[Answers]) -> Table:
     """A row a prompt, and one for all."""
     table = Table(title="Plain and with heads", title_justify="left")
-    names = ("prompt", "tokens", "plain", "with heads", "faster", "tokens per step", "same tokens")
-    for name in names:
+    others = [name for name in answered[0] if name != PLAIN]
+    per_contender = [column for name in others for column in (name, "faster", "tokens per step")]
+    for name in ("prompt", "tokens", PLAIN, *per_contender, "same tokens"):
         table.add_column(name, justify="right")
-    for number, pair in enumerate(pairs, start=1):
-        table.add_row(str(number), *_cells([pair]))
+    for number, answers in enumerate(answered, start=1):
+        table.add_row(str(number), *_cells([answers]))
     table.add_section()
-    table.add_row("all", *_cells(pairs), style="bold")
+    table.add_row("all", *_cells(answered), style="bold")
     return table
 
 
-def verdict(pairs: Sequence[Pair], tree: CandidateTree) -> Text:
+def verdict(answered: Sequence[Answers], tree: CandidateTree) -> Text:
     """The outcome in a sentence."""
-    report = make_report(pairs)
+    report = make_report(answered)
     if not report["identical"]:
-        number = next(number for number, pair in enumerate(pairs, start=1) if not pair.is_identical)
+        number = next(n for n, answers in enumerate(answered, start=1) if not is_identical(answers))
         return Text(
             f"The answers to prompt {number} differ. In float32 they must not; in lower precision near-ties "
             "can flip.",
@@ -174,32 +219,51 @@ def verdict(pairs: Sequence[Pair], tree: CandidateTree) -> Text:
     )
 
 
-def make_report(pairs: Sequence[Pair]) -> dict[str, Any]:
+def is_identical(answers: Answers) -> bool:
+    """Whether every contender said the same."""
+    return all(answer.tokens == answers[PLAIN].tokens for answer in answers.values())
+
+
+def make_report(answered: Sequence[Answers]) -> dict[str, Any]:
     """The JSON object of this program."""
-    plain = sum(pair.plain.seconds for pair in pairs)
-    heads = sum(pair.heads.seconds for pair in pairs)
-    counted = reduce(add, (pair.heads.statistics for pair in pairs))
+    plain = _seconds(answered, PLAIN)
     return {
-        "identical": all(pair.is_identical for pair in pairs),
-        "num_prompts": len(pairs),
-        "num_tokens": sum(len(pair.heads.tokens) for pair in pairs),
+        "identical": all(is_identical(answers) for answers in answered),
+        "num_prompts": len(answered),
+        "num_tokens": sum(len(answers[HEADS].tokens) for answers in answered),
         "plain_seconds": plain,
-        "heads_seconds": heads,
-        "speedup": plain / heads,
-        "tokens_per_step": counted.tokens_per_step,
+        "heads_seconds": _seconds(answered, HEADS),
+        "speedup": plain / _seconds(answered, HEADS),
+        "tokens_per_step": _tokens_per_step(answered, HEADS),
+        "beside": {
+            name: {
+                "seconds": _seconds(answered, name),
+                "speedup": plain / _seconds(answered, name),
+                "tokens_per_step": _tokens_per_step(answered, name),
+            }
+            for name in answered[0]
+            if name not in (PLAIN, HEADS)
+        },
     }
 
 
-def _cells(pairs: Sequence[Pair]) -> list[str]:
-    report = make_report(pairs)
-    return [
-        str(report["num_tokens"]),
-        f"{report['plain_seconds']:.1f} s",
-        f"{report['heads_seconds']:.1f} s",
-        f"{report['speedup']:.2f}x",
-        f"{report['tokens_per_step']:.2f}",
-        "yes" if report["identical"] else "NO",
-    ]
+def _seconds(answered: Sequence[Answers], name: str) -> float:
+    return sum(answers[name].seconds for answers in answered)
+
+
+def _tokens_per_step(answered: Sequence[Answers], name: str) -> float:
+    return reduce(add, (answers[name].statistics for answers in answered)).tokens_per_step
+
+
+def _cells(answered: Sequence[Answers]) -> list[str]:
+    plain = _seconds(answered, PLAIN)
+    cells = [str(sum(len(answers[PLAIN].tokens) for answers in answered)), f"{plain:.1f} s"]
+    for name in answered[0]:
+        if name != PLAIN:
+            seconds = _seconds(answered, name)
+            per_step = _tokens_per_step(answered, name)
+            cells += [f"{seconds:.1f} s", f"{plain / seconds:.2f}x", f"{per_step:.2f}"]
+    return [*cells, "yes" if all(is_identical(answers) for answers in answered) else "NO"]
 
 
 if __name__ == "__main__":

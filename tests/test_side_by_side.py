@@ -45,11 +45,33 @@ def test_answers_that_differ_are_called_out_by_prompt(compare):
     def answer(*tokens):
         return compare.Answer(list(tokens), seconds=1.0, statistics=compare.DecodingStatistics())
 
-    same, other = compare.Pair(answer(1, 2), answer(1, 2)), compare.Pair(answer(1, 2), answer(1, 3))
+    def answers(plain, heads):
+        return {compare.PLAIN: plain, compare.HEADS: heads}
+
+    same, other = answers(answer(1, 2), answer(1, 2)), answers(answer(1, 2), answer(1, 3))
     tree = compare.CandidateTree.chain(2)
     assert "answers to prompt 2 differ" in compare.verdict([same, other], tree).plain
     assert "tokens are the same" in compare.verdict([same, same], tree).plain
     assert compare.make_report([same, other])["identical"] is False
+
+
+def test_other_heads_answer_beside(compare, flags, capsys):
+    heads = flags[flags.index("--heads") + 1]
+    assert compare.main([*flags, "--beside", f"others={heads}"]) == 0
+    printed = capsys.readouterr().out
+    report = json.loads(printed.splitlines()[-1])
+    assert report["identical"] is True and "others" in printed
+    assert report["beside"]["others"]["tokens_per_step"] == report["tokens_per_step"]
+    assert report["beside"]["others"]["speedup"] == pytest.approx(
+        report["plain_seconds"] / report["beside"]["others"]["seconds"]
+    )
+
+
+@pytest.mark.parametrize("text", ["heads", "=heads", "name=", "plain=heads"])
+def test_other_heads_need_a_name_of_their_own(compare, flags, capsys, text):
+    with pytest.raises(SystemExit):
+        compare.main([*flags, "--beside", text])
+    assert f"must be NAME=HEADS with a name of its own, got '{text}'" in capsys.readouterr().err
 
 
 def test_heads_are_needed_to_compare_with(compare, flags, capsys, tmp_path):
