@@ -41,9 +41,10 @@ $(BASE)/config.json: | .venv/.installed
 HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts configs/demo_heldout.jsonl
 
 demo: $(DEMO)/.tuned
-	$(BIN)/python inference/side_by_side.py $(HELD_OUT) --limit 3 --max-new-tokens 80
+	$(BIN)/python inference/side_by_side.py $(HELD_OUT) --limit 3 --max-new-tokens 80 \
+	    --beside 'shipped heads=smollm2-135m-instruct'
 	@echo
-	@echo "Heads:      $(DEMO)/heads"
+	@echo "Heads:      $(DEMO)/heads, trained just now; 'smollm2-135m-instruct' are the ones that ship"
 	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png"
 	@echo "Chat:       $(BIN)/medusa chat"
 

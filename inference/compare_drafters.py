@@ -158,9 +158,7 @@ def wants_heads(options: CompareOptions) -> bool:
     """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
     if options.drafters is not None:
         return any("heads" in part_names(name) for name in options.drafters)
-    if options.heads != str(EMBEDDED_HEADS):
-        return True
-    return options.base == str(EMBEDDED_BASE) and EMBEDDED_HEADS.exists()
+    return options.heads != EMBEDDED_HEADS or options.base == str(EMBEDDED_BASE)
 
 
 def chosen_sources(model: MedusaModel, options: CompareOptions) -> tuple[list[str], dict[str, DraftSource]]:

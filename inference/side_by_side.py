@@ -6,7 +6,7 @@ the same base. For careful timing, see benchmark.py. Ends with one line of JSON.
 
     python inference/side_by_side.py
     python inference/side_by_side.py --heads HEADS --prompts FILE --limit 5 --max-new-tokens 200
-    python inference/side_by_side.py --heads runs/demo/heads --beside shipped=HEADS
+    python inference/side_by_side.py --heads runs/demo/heads --beside shipped=smollm2-135m-instruct
     python inference/side_by_side.py --temperature 0.7 --seed 3
 """
 
@@ -127,6 +127,11 @@ def contenders(model: MedusaModel, options: SideBySideOptions) -> dict[str, Way]
     ways: dict[str, Way] = {PLAIN: {"tree": CandidateTree.chain(0)}, HEADS: {}}
     for name, source in options.beside:
         checkpoint = load_heads(source)
+        if checkpoint.adapter is not None:
+            raise ValueError(
+                f"--beside {name}={source} holds a LoRA adapter, and with it the base says other things; "
+                "compare heads of one and the same base"
+            )
         other = MedusaModel(model.runner, checkpoint.heads, checkpoint.tree)
         ways[name] = {"drafter": drafter_of_heads(checkpoint.heads, model.runner, other.tree)}
     return ways

@@ -15,22 +15,20 @@ leaves what was there.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import save_file
 
 from medusa.adapter import Adapter
 from medusa.eagle import EagleHead, Heads
+from medusa.files import read_json, replaced_directory, write_json
+from medusa.pretrained import shipped_heads
 from medusa.strict_loading import heads_holding, read_weights
 from medusa.tree import CandidateTree
 from medusa.tuned_trees import TunedTree, tree_from_json, tuned_from_json
@@ -62,8 +60,16 @@ class HeadsCheckpoint:
     """What the heads were trained together with: they belong to the base that carries it."""
 
 
-def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bool = False) -> Path:
+def save_heads(
+    checkpoint: HeadsCheckpoint,
+    directory: str | Path,
+    overwrite: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Path:
     """Write a heads directory and return its path.
+
+    ``dtype`` is the type in which the weights are written, their own by default; :func:`load_heads` gives
+    float32 whatever it was.
 
     Raises:
         FileExistsError: ``directory`` holds something and ``overwrite`` is false.
@@ -80,7 +86,10 @@ def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bo
             config[ADAPTER] = {"type": "lora", "base_sample": list(checkpoint.adapter.base_sample)}
             _write_adapter(partial, checkpoint.adapter)
         write_json(partial / CONFIG_FILE, config)
-        state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.heads.state_dict().items()}
+        state = {
+            name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().contiguous()
+            for name, tensor in checkpoint.heads.state_dict().items()
+        }
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if checkpoint.tree is not None:
             save_tree(partial, checkpoint.tree, checkpoint.tuned)
@@ -89,7 +98,9 @@ def save_heads(checkpoint: HeadsCheckpoint, directory: str | Path, overwrite: bo
 
 
 def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
-    """Read a heads directory, or download one when ``source`` is a hub id.
+    """Read a heads directory; ``source`` may also name shipped heads, or a hub id to download.
+
+    Weights come back in float32, in whatever type they were written.
 
     Raises:
         FileNotFoundError: no such directory, or it is not a heads directory.
@@ -102,7 +113,10 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
             f"{directory / CONFIG_FILE} has format_version={raw.get('format_version')!r}, this version of "
             f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
         )
-    weights = read_weights(directory / WEIGHTS_FILE, device)
+    weights = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in read_weights(directory / WEIGHTS_FILE, device).items()
+    }
     heads = heads_holding(weights, raw, directory / CONFIG_FILE, directory / WEIGHTS_FILE)
     tree, tuned = _read_trees(directory, heads.num_heads)
     return HeadsCheckpoint(
@@ -144,88 +158,17 @@ def save_tree(
     return path
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` to ``path``, through a temporary name beside it."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it does not hold a JSON object.
-    """
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; a heads directory holds {CONFIG_FILE} and {WEIGHTS_FILE}"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-@contextmanager
-def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory that takes the place of ``directory`` when the block ends well.
-
-    When the block raises, ``directory`` stays as it was and the temporary one is removed.
-    """
-    target = Path(directory)
-    if not overwrite:
-        check_writable_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        _take_the_place(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _take_the_place(partial: Path, target: Path) -> None:
-    """Rename ``partial`` to ``target``; what stood there is put back when that fails, removed when not."""
-    if not target.exists():
-        os.replace(partial, target)
-        return
-    retired = partial.with_name(partial.name.replace(".partial-", ".retired-"))
-    os.replace(target, retired)
-    try:
-        os.replace(partial, target)
-    except OSError:
-        os.replace(retired, target)
-        raise
-    shutil.rmtree(retired)
-
-
-def check_writable_target(directory: str | Path) -> None:
-    """Raise FileExistsError when ``directory`` holds something; call it before long work, not after."""
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(
-            f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
-        )
-
-
 def _local_directory(source: str | Path) -> Path:
-    path = Path(source)
+    path, shipped = Path(source), shipped_heads()
     if path.is_dir():
         return path
+    if str(source) in shipped:
+        return shipped[str(source)]
     looks_like_path = path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1
     if looks_like_path:
         raise FileNotFoundError(
             f"no heads directory at {str(source)!r}; train one with train/train_heads.py, or give a hub id "
-            "of the form owner/name"
+            f"of the form owner/name, or one of those that ship: {', '.join(shipped)}"
         )
     files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
     try:

@@ -13,7 +13,8 @@ from medusa.engine import Engine
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
-EMBEDDED_HEADS = CHECKOUT / "runs" / "demo" / "heads"
+EMBEDDED_HEADS = "smollm2-135m-instruct"
+"""The heads that ship for the embedded base."""
 EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,13 +66,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--base",
         default=str(EMBEDDED_BASE),
         metavar="MODEL",
-        help="base model: a directory or a hub id (default: the one that `make demo` fetches, %(default)s)",
+        help="base model: a directory or a hub id (default: the one that `make models` fetches, %(default)s)",
     )
     group.add_argument(
         "--heads",
-        default=str(EMBEDDED_HEADS),
+        default=EMBEDDED_HEADS,
         metavar="HEADS",
-        help="heads trained on that base: a directory or a hub id (default: `make demo`'s, %(default)s)",
+        help="heads trained on that base: a directory, a hub id, or the name of heads that ship (default: "
+        "%(default)s, which ship)",
     )
     group.add_argument(
         "--device",

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import medusa
 from medusa.adapter import Adapter, apply_adapter
 from medusa.base import context_length
-from medusa.checkpoint import load_adapter, write_json
+from medusa.checkpoint import load_adapter
 from medusa.drafters import Drafter
 from medusa.drafters.choice import DrafterSettings, drafter_named, part_names
 from medusa.eagle import Heads
+from medusa.files import write_json
 from medusa.flags import (
     EMBEDDED_BASE,
-    EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
     ChatOptions,
     DrafterOptions,
@@ -58,8 +58,6 @@ def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
     log = log_console()
     log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
     _check_embedded(options.base, EMBEDDED_BASE, "--base")
-    if with_heads:
-        _check_embedded(options.heads, EMBEDDED_HEADS, "--heads")
     device = torch.device(options.device)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
@@ -78,8 +76,6 @@ def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
 
 def _adapt(base: Any, options: ProgramOptions) -> Adapter | None:
     """Put the adapter of the heads onto ``base``, without heads too: the text is the same then."""
-    if options.heads == str(EMBEDDED_HEADS) and not EMBEDDED_HEADS.exists():
-        return None
     adapter = load_adapter(options.heads)
     if adapter is not None:
         apply_adapter(base, adapter)
@@ -216,7 +212,7 @@ def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
 def _check_embedded(given: str, embedded: Path, flag: str) -> None:
     if given == str(embedded) and not embedded.exists():
         raise FileNotFoundError(
-            f"{flag} was not given, and its default {embedded} is not there; run `make demo` in a checkout "
+            f"{flag} was not given, and its default {embedded} is not there; run `make models` in a checkout "
             f"of medusa, or give {flag}"
         )
 

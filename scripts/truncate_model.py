@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.base import CausalLM
-from medusa.checkpoint import check_writable_target, replaced_directory
 from medusa.drafters.self_draft import early_exit
+from medusa.files import check_writable_target, replaced_directory
 from medusa.training.reading import Example, check_sources, read_examples
 
 BATCH_ROWS, ROW_TOKENS = 4, 256

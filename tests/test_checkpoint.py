@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import medusa.checkpoint
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads, save_tree
-from medusa.checkpoint import check_writable_target, write_json
+from medusa.files import check_writable_target, write_json
+from medusa.pretrained import shipped_heads
 
 KINDS = ["shared", "full", "low_rank", "token_map"]
 MAP = [20, 3, 7, 0, 11]
@@ -64,11 +65,9 @@ def edit_weights(directory: Path, edit) -> None:
     save_file(weights, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("unembedding", KINDS)
-def test_what_is_saved_is_what_is_loaded(unembedding, dtype, tmp_path):
+def test_what_is_saved_is_what_is_loaded(unembedding, tmp_path):
     checkpoint = checkpoint_of(unembedding)
-    checkpoint.heads.to(dtype)
     path = save_heads(checkpoint, tmp_path / "deep" / "heads")
     assert path == tmp_path / "deep" / "heads"
     loaded = load_heads(path)
@@ -81,8 +80,34 @@ def test_what_is_saved_is_what_is_loaded(unembedding, dtype, tmp_path):
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
-    hidden, embedding = torch.randn(2, 8, dtype=dtype), torch.nn.Linear(8, 21, bias=False, dtype=dtype)
+    hidden, embedding = torch.randn(2, 8), torch.nn.Linear(8, 21, bias=False)
     assert torch.equal(loaded.heads(hidden, embedding), checkpoint.heads(hidden, embedding))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_written_in_half_precision_are_loaded_in_float32(dtype, tmp_path):
+    checkpoint = checkpoint_of("token_map")
+    whole, half = (
+        save_heads(checkpoint, tmp_path / "whole"),
+        save_heads(checkpoint, tmp_path / "half", dtype=dtype),
+    )
+    sizes = [(path / "model.safetensors").stat().st_size for path in (whole, half)]
+    assert sizes[1] < 0.8 * sizes[0]
+    loaded = load_heads(half).heads.state_dict()
+    for name, tensor in checkpoint.heads.state_dict().items():
+        expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded[name], expected), name
+
+
+def test_shipped_heads_are_loaded_by_name_and_listed_where_a_name_is_unknown():
+    assert shipped_heads(), "some heads ship"
+    for name in shipped_heads():
+        loaded = load_heads(name)
+        assert loaded.tree is not None and loaded.heads.num_heads >= loaded.tree.depth > 0
+        assert all(each.isfinite().all() for each in loaded.heads.parameters())
+        assert (shipped_heads()[name] / "README.md").read_text().startswith("# ")
+    with pytest.raises(FileNotFoundError, match=f"one of those that ship: {', '.join(shipped_heads())}"):
+        load_heads("no-such-heads")
 
 
 def test_the_directory_holds_four_files_that_others_may_read(saved):

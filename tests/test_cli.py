@@ -139,11 +139,11 @@ def test_traceback_shows_where_an_error_arose(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_missing_default_says_what_makes_it(saved, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("medusa.flags.EMBEDDED_HEADS", tmp_path / "none")
-    monkeypatch.setattr("medusa.programs.EMBEDDED_HEADS", tmp_path / "none")
-    assert main(["generate", *saved[:2], "Hello"]) == 1
-    assert "run `make demo`" in capsys.readouterr().err
+def test_a_missing_default_says_what_makes_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("medusa.flags.EMBEDDED_BASE", tmp_path / "none")
+    monkeypatch.setattr("medusa.programs.EMBEDDED_BASE", tmp_path / "none")
+    assert main(["generate", "Hello"]) == 1
+    assert "run `make models`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

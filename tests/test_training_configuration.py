@@ -93,6 +93,7 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path, wrong, nearest):
         (["--max_steps", "none"], "one of num_epochs, max_steps, max_minutes must say how long"),
         (["--depth_weighting", "dpace", "--decay", "0.5"], "decay does not go with depth_weighting=dpace"),
         (["--dpace_smoothing", "0.1"], "dpace_smoothing does not go with depth_weighting=decay, got 0.1"),
+        (["--train_on", "everything"], "train_on=everything goes with objective kl or lk, got 'ce'"),
         (["--overwrite", "--resume"], "overwrite and resume exclude each other"),
         (["stray"], "'stray' belongs to no key"),
     ],

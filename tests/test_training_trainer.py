@@ -249,6 +249,19 @@ def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
     assert losses[-1] < losses[0]
 
 
+def test_prompts_are_trained_on_when_asked_and_never_measured(tmp_path, rows):
+    counts = {}
+    for train_on in ("answers", "everything"):
+        (tmp_path / train_on).mkdir()
+        trainer = new_trainer(
+            tmp_path / train_on, rows, objective="kl", train_on=train_on, max_steps=2, held_out_fraction=0.3
+        )
+        assert trainer.data.held_out.num_labels < trainer.data.held_out.num_tokens
+        trainer.train()
+        counts[train_on] = trainer.training.num_labels
+    assert counts["answers"] < counts["everything"] == trainer.training.num_tokens
+
+
 def test_dpace_trains_with_stored_states_as_with_live_ones(tmp_path, rows):
     options = {"depth_weighting": "dpace", "unembedding": "token_map", "token_map_size": 40, "max_steps": 8}
     runs = []

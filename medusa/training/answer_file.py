@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from medusa.checkpoint import read_json, write_json
+from medusa.files import read_json, write_json
 
 
 class AnswerFile:

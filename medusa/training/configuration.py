@@ -29,6 +29,9 @@ from medusa.training.options import (
     RunOptions,
 )
 
+FOLLOWS_THE_BASE = ("kl", "lk")
+"""Objectives whose target is the base's own distribution alone."""
+
 
 class ConfigurationError(ValueError):
     """The configuration cannot be used; the message says which key, the rule, and what arrived."""
@@ -75,6 +78,12 @@ class TrainingConfiguration:
                     f"{name} does not go with depth_weighting={self.loss.depth_weighting}, got "
                     f"{values[name]!r}; leave it out"
                 )
+        if self.data.train_on == "everything" and self.loss.objective not in FOLLOWS_THE_BASE:
+            raise ConfigurationError(
+                f"train_on=everything goes with objective {' or '.join(FOLLOWS_THE_BASE)}, got "
+                f"{self.loss.objective!r}, which would learn to write prompts; choose one of those, or "
+                "train_on=answers"
+            )
         self._check_joint(values)
         if self.run.overwrite and self.run.resume:
             raise ConfigurationError("overwrite and resume exclude each other, got both")

@@ -67,6 +67,10 @@ class Documents:
         """The documents at ``indices``, in that order."""
         return Documents.of(self[index] for index in indices)
 
+    def labelled_everywhere(self) -> Documents:
+        """The same documents with every token a label."""
+        return Documents(self.tokens, np.ones_like(self.is_label), self.starts)
+
     def num_scored(self, num_heads: int, has_column: np.ndarray | None = None) -> np.ndarray:
         """(n, K) long: targets of each depth in each document.
 

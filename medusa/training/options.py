@@ -117,6 +117,9 @@ class DataOptions:
     """Split to read of a hub data set."""
     max_length: int = 1024
     """Longest document in tokens; what lies behind is cut off."""
+    train_on: Literal["answers", "everything"] = "answers"
+    """answers: the tokens that the model wrote. everything: prompts too, for objectives that follow the base
+    and not the text (kl, lk)."""
     packing: bool = False
     """Pack several documents into rows of max_length tokens, kept apart."""
     max_repeated_fraction: float | None = None

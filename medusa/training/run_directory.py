@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from medusa.checkpoint import check_writable_target, read_json, write_json
+from medusa.files import check_writable_target, read_json, write_json
 from medusa.training.configuration import ConfigurationError, TrainingConfiguration, changed_keys
 
 STATE_FILE = "run.json"

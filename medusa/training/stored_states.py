@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from medusa.base import CausalLM, hidden_size
-from medusa.checkpoint import read_json, write_json
+from medusa.files import read_json, write_json
 from medusa.training.alignment import Alignment, align, needed_states
 from medusa.training.batching import BatchOptions, MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.documents import Documents

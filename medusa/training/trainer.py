@@ -62,11 +62,13 @@ class Trainer:
     ):
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
         self.base, self.heads, self.data = base, heads, data
+        on_everything = configuration.data.train_on == "everything"
+        self.training = data.training.labelled_everywhere() if on_everything else data.training
         self.run = RunDirectory(configuration.run.output_dir)
         self.state = RunState(
             num_processes=accelerator.num_processes,
             sharding=accelerator.distributed_type.value,
-            documents=data.training.digest(),
+            documents=self.training.digest(),
         )
         self.columns = column_of(heads)
         is_soft = needs_teacher(configuration.loss.objective)
@@ -92,7 +94,7 @@ class Trainer:
             return self._train()
 
     def _train(self) -> dict[str, float]:
-        training = self._source(self.data.training, "training")
+        training = self._source(self.training, "training")
         held_out = self._source(self.data.held_out, "held-out")
         evaluated, metrics = -1, dict[str, float]()
         with ProgressLine("training", self.console, self.accelerator.is_main_process) as line:
@@ -177,7 +179,7 @@ class Trainer:
         self.optimiser.zero_grad()
         self.state.step += 1
         self.state.step_in_epoch += 1
-        self.state.num_tokens += int(self.data.training.lengths[documents].sum())
+        self.state.num_tokens += int(self.training.lengths[documents].sum())
         self.watch.see(self.state.step, total)
 
     def _groups(self) -> Iterator[list[MicroBatch]]:
@@ -191,7 +193,7 @@ class Trainer:
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
         batches = plan_epoch(
-            self.data.training.lengths,
+            self.training.lengths,
             self.configuration.batch_options(),
             self.configuration.data.seed,
             epoch,

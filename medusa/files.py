@@ -1,0 +1,85 @@
+"""Files and directories that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` to ``path``, through a temporary name beside it."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it does not hold a JSON object.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; a heads directory holds config.json and model.safetensors"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+@contextmanager
+def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary directory that takes the place of ``directory`` when the block ends well.
+
+    When the block raises, ``directory`` stays as it was and the temporary one is removed.
+    """
+    target = Path(directory)
+    if not overwrite:
+        check_writable_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        _take_the_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _take_the_place(partial: Path, target: Path) -> None:
+    """Rename ``partial`` to ``target``; what stood there is put back when that fails, removed when not."""
+    if not target.exists():
+        os.replace(partial, target)
+        return
+    retired = partial.with_name(partial.name.replace(".partial-", ".retired-"))
+    os.replace(target, retired)
+    try:
+        os.replace(partial, target)
+    except OSError:
+        os.replace(retired, target)
+        raise
+    shutil.rmtree(retired)
+
+
+def check_writable_target(directory: str | Path) -> None:
+    """Raise FileExistsError when ``directory`` holds something; call it before long work, not after."""
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(
+            f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
+        )
