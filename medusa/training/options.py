@@ -80,9 +80,9 @@ class HeadOptions:
     token_map_size: int | None = None
     """Tokens that token_map heads, or an eagle head, can guess: the most frequent answer tokens of the
     training data."""
-    reads_path: bool = False
-    """Head d also reads the d tokens before the one it guesses (Hydra): more of its guesses hit, and drafting
-    goes depth by depth."""
+    reads_path: bool = True
+    """Head d also reads the d tokens before the one it guesses (Hydra): far more guesses hit. false: the
+    heads of the Medusa paper, which other engines can serve."""
 
     def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
         """The heads of these options on a base of these sizes."""
