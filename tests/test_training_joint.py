@@ -182,7 +182,8 @@ def plain_loss(trainer: JointTrainer, batch: list[list[int]], num_targets: Tenso
     for row in range(len(padded.input_ids)):
         log_q = embedding(hidden[row]).log_softmax(-1)
         log_p = embedding(reference[row]).log_softmax(-1)
-        guesses = trainer.heads(hidden[row], embedding).log_softmax(-1)
+        path = torch.stack([padded.input_ids[row].roll(-depth) for depth in (1, 2, 3)], dim=1)
+        guesses = trainer.heads(hidden[row], embedding, path).log_softmax(-1)
         for target in padded.is_label[row].nonzero().flatten().tolist():
             token = padded.input_ids[row, target]
             hard, soft = (
@@ -211,7 +212,7 @@ def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(tmp
     expected = plain_loss(trainer, batch, num_targets)
     torch.testing.assert_close(loss, expected)
     parameters = list(trainer.loss.parameters())
-    assert len(parameters) == 2 * 3 + 2 * 14
+    assert len(parameters) == 3 * 3 + 2 * 14
     theirs = torch.autograd.grad(expected, parameters)
     for ours, his in zip(torch.autograd.grad(loss, parameters), theirs, strict=True):
         torch.testing.assert_close(ours, his, rtol=1e-4, atol=1e-6)
@@ -232,7 +233,8 @@ def test_heads_held_to_the_base_are_held_to_the_adapted_one(tmp_path, rows):
         expected = 0.0
         for base_source, head_source in zip(alignment.sources[0], alignment.sources[1], strict=True):
             log_p = embedding(hidden[base_source]).log_softmax(-1)
-            log_q = trainer.heads(hidden[head_source], embedding)[0].log_softmax(-1)
+            path = joined.input_ids.flatten()[head_source + 1][None]
+            log_q = trainer.heads.logits_of(0, hidden[head_source], embedding, path).log_softmax(-1)
             expected += float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
     assert float(sums.heads.loss[0]) == pytest.approx(expected, rel=1e-4)
 
