@@ -29,22 +29,7 @@ import torch
 from rich.console import Console
 
 import medusa
-from medusa.benchmark_bounds import bounds, calibrated_counts, divergences
-from medusa.benchmark_plot import plot_benchmark
-from medusa.benchmark_report import setting_report
-from medusa.benchmark_tables import print_tables
-from medusa.benchmarking import AnswerOptions, Setting, able, measure
 from medusa.calibration import RankCounts
-from medusa.contenders import (
-    HEADS,
-    PLAIN,
-    Contender,
-    check_names,
-    contender_names,
-    default_names,
-    make_contenders,
-    needs_heads,
-)
 from medusa.flags import (
     DrafterOptions,
     add_drafter_flags,
@@ -54,9 +39,24 @@ from medusa.flags import (
     program_parser,
 )
 from medusa.hardware import DeviceRates, measured_rates
-from medusa.long_prompts import earlier_exchanges, lengthened
+from medusa.measurement.benchmark_bounds import bounds, calibrated_counts, divergences
+from medusa.measurement.benchmark_plot import plot_benchmark
+from medusa.measurement.benchmark_report import setting_report
+from medusa.measurement.benchmark_tables import print_tables
+from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
+from medusa.measurement.contenders import (
+    HEADS,
+    PLAIN,
+    Contender,
+    check_names,
+    contender_names,
+    default_names,
+    make_contenders,
+    needs_heads,
+)
+from medusa.measurement.long_prompts import earlier_exchanges, lengthened
+from medusa.measurement.plots import check_matplotlib
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib
 from medusa.programs import (
     drafter_settings,
     encode_prompts,

@@ -27,9 +27,6 @@ from rich.console import Console
 from torch import Tensor
 
 import medusa
-from medusa.comparison import PLAIN, UNCONDITIONAL_RULES, Pairing, Trial, pairing
-from medusa.comparison_plot import plot_drafters
-from medusa.comparison_report import length_report, pairing_report, print_tables, ratio_reports
 from medusa.drafters.choice import (
     DraftSource,
     all_drafters,
@@ -47,8 +44,11 @@ from medusa.flags import (
     positive_int,
     program_parser,
 )
+from medusa.measurement.comparison import PLAIN, UNCONDITIONAL_RULES, Pairing, Trial, pairing
+from medusa.measurement.comparison_plot import plot_drafters
+from medusa.measurement.comparison_report import length_report, pairing_report, print_tables, ratio_reports
+from medusa.measurement.plots import check_matplotlib
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib
 from medusa.programs import (
     drafter_settings,
     encode_prompts,

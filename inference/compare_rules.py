@@ -18,9 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from medusa.comparison import bootstrapped_ratio
 from medusa.drafters.choice import DrafterSettings, all_drafters, drafter_named
 from medusa.flags import DrafterOptions, add_drafter_flags, positive_int, program_parser
+from medusa.measurement.comparison import bootstrapped_ratio
 from medusa.programs import encode_prompts, exit_status, load_model, load_prompts, report_json, track
 from medusa.statistics import DecodingStatistics
 from medusa.verification import all_rules, rule_named

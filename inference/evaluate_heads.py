@@ -24,8 +24,8 @@ from rich.table import Table
 
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
 from medusa.flags import ProgramOptions, program_parser
+from medusa.measurement.plots import check_matplotlib, plot_evaluation
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib, plot_evaluation
 from medusa.programs import (
     decode_prompt,
     encode_prompts,

@@ -32,8 +32,17 @@ import medusa
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
 from medusa.checkpoint import load_heads, save_tree
 from medusa.flags import ProgramOptions, positive_int, positive_ints, program_parser
+from medusa.measurement.plots import check_matplotlib, plot_tree_sizes
+from medusa.measurement.tuning import (
+    NUM_NODES,
+    TreeSize,
+    fastest,
+    held_out_tokens_per_step,
+    measured_sizes,
+    trees_by_size,
+)
+from medusa.measurement.tuning_plot import plot_batch_sizes
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib, plot_tree_sizes
 from medusa.programs import (
     decode_prompt,
     encode_prompts,
@@ -48,15 +57,6 @@ from medusa.programs import (
 from medusa.prompts import Prompt, padded_batch
 from medusa.tree import CandidateTree
 from medusa.tuned_trees import TunedTree, merged
-from medusa.tuning import (
-    NUM_NODES,
-    TreeSize,
-    fastest,
-    held_out_tokens_per_step,
-    measured_sizes,
-    trees_by_size,
-)
-from medusa.tuning_plot import plot_batch_sizes
 
 Tables = Mapping[int, Sequence[TreeSize]]
 """What each size of tree gives and costs, by batch size."""

@@ -34,11 +34,11 @@ from medusa.engine import Engine
 from medusa.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
 from medusa.hardware import DeviceRates, device_name, measured_rates
 from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.measurement.roofline import step_floor_seconds
+from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
 from medusa.programs import exit_status, log_console, report_json, track
-from medusa.roofline import step_floor_seconds
 from medusa.tree import CandidateTree, best_tree, independent_path_values
-from medusa.tuning import measure_step_seconds
 
 NUM_HEADS = 4
 WIDTH = 10

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from medusa.benchmarking import AnswerOptions, Setting, able, measure
-from medusa.contenders import Contender
+from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
+from medusa.measurement.contenders import Contender
 
 OPTIONS = AnswerOptions({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)
 

@@ -13,9 +13,9 @@ import pytest
 from tiny_chat import save_chat_model
 
 from medusa import DecodingStatistics
-from medusa.comparison import Trial, exactness, paired_ratio, summary
 from medusa.drafters.length import ChainRecord
 from medusa.drafters.probe import WatchedAnswer
+from medusa.measurement.comparison import Trial, exactness, paired_ratio, summary
 from medusa.prompts import read_prompts
 from medusa.verification import expected_tokens
 

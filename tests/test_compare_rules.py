@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_chat import save_chat_model
 
-from medusa.comparison import bootstrapped_ratio
+from medusa.measurement.comparison import bootstrapped_ratio
 
 PROGRAM = Path(__file__).parent.parent / "inference" / "compare_rules.py"
 

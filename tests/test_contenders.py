@@ -3,8 +3,8 @@
 import pytest
 from tiny_chat import chat_model
 
-from medusa.contenders import THEIRS, check_names, default_names, make_contenders, needs_heads
 from medusa.drafters.choice import DrafterSettings
+from medusa.measurement.contenders import THEIRS, check_names, default_names, make_contenders, needs_heads
 
 
 def test_every_contender_gives_the_same_tokens():
@@ -22,7 +22,7 @@ def test_every_contender_gives_the_same_tokens():
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr("medusa.contenders.shutil.which", lambda name: None)
+    monkeypatch.setattr("medusa.measurement.contenders.shutil.which", lambda name: None)
     contenders, skipped = make_contenders(THEIRS, chat_model(), DrafterSettings(), seed=0)
     assert list(contenders) == ["transformers", "prompt-lookup"]
     assert "needs a C++ compiler" in skipped["transformers-static"]

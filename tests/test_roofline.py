@@ -7,7 +7,7 @@ from tiny_chat import chat_base, chat_model
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.calibration import RankCounts
 from medusa.hardware import DeviceRates
-from medusa.roofline import (
+from medusa.measurement.roofline import (
     best_expected_tokens,
     cache_bytes,
     heads_cost,

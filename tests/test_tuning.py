@@ -4,8 +4,7 @@ from tiny_chat import chat_model, wide_tree
 
 from medusa import CandidateTree
 from medusa.calibration import RankCounts
-from medusa.prompts import padded_batch
-from medusa.tuning import (
+from medusa.measurement.tuning import (
     TreeSize,
     fastest,
     held_out_tokens_per_step,
@@ -13,6 +12,7 @@ from medusa.tuning import (
     measured_sizes,
     trees_by_size,
 )
+from medusa.prompts import padded_batch
 
 
 def test_step_times_are_taken_for_every_tree_in_every_round():
@@ -91,6 +91,6 @@ def test_steps_are_timed_only_while_every_row_decodes():
                 yield Step([[1], [2]] if number < 4 else [[1], []])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.tuning.time.perf_counter", lambda: clock[0])
+        patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
         found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2)
     assert found == {1: 3.0}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa.contenders import HEADS, PLAIN
-from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
+from medusa.measurement.contenders import HEADS, PLAIN
+from medusa.measurement.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
 from medusa.statistics import PHASES
 
 PHASE_COLORS = {"draft": ORANGE, "verify": SHADES[2], "accept": GREEN, "commit": INK}

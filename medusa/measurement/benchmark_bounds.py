@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from medusa.benchmark_report import Timing, answers_of, total_statistics
-from medusa.benchmarking import Setting
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
-from medusa.contenders import HEADS, PLAIN
 from medusa.hardware import DeviceRates
+from medusa.measurement.benchmark_report import Timing, answers_of, total_statistics
+from medusa.measurement.benchmarking import Setting
+from medusa.measurement.contenders import HEADS, PLAIN
+from medusa.measurement.roofline import best_expected_tokens, step_floor_seconds
+from medusa.measurement.teacher_forcing import total_divergence
 from medusa.model import MedusaModel
-from medusa.roofline import best_expected_tokens, step_floor_seconds
 from medusa.statistics import DecodingStatistics
-from medusa.teacher_forcing import total_divergence
 
 MOST_ANSWERS = 24
 """Answers that the heads are calibrated on."""

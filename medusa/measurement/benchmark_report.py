@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from medusa.contenders import HEADS, PLAIN, THEIRS, TRANSFORMERS
+from medusa.measurement.contenders import HEADS, PLAIN, THEIRS, TRANSFORMERS
 from medusa.statistics import PHASES, DecodingStatistics
 
 Tokens = tuple[int, ...]

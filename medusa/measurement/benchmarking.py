@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from medusa.base import CausalLM
-from medusa.benchmark_report import Timing, new_tokens
-from medusa.contenders import Contender
 from medusa.hardware import wait_for
+from medusa.measurement.benchmark_report import Timing, new_tokens
+from medusa.measurement.contenders import Contender
 from medusa.prompts import padded_batch
 
 NUM_WARM_UPS = 3

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from medusa.contenders import HEADS
+from medusa.measurement.contenders import HEADS
 from medusa.statistics import PHASES
 
 
