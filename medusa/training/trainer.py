@@ -77,7 +77,7 @@ class Trainer:
         self.module, self.optimiser = prepare(
             accelerator, self.loss, self._new_optimiser(), configuration.optimisation.max_grad_norm
         )
-        self.num_scored = self._count_targets(data.training)  # (n, K)
+        self.num_scored = self._count_targets(self.training)  # (n, K)
         self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
         self.window = self._no_sums()
         self.watch = FiniteWatch(accelerator.device)
