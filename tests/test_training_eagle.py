@@ -289,7 +289,7 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reads_path": True}, "reads_path does not go with head_kind=eagle, got True"),
+        ({"reads_path": False}, "reads_path does not go with head_kind=eagle, got False"),
         ({"unembedding": "full"}, "unembedding does not go with head_kind=eagle, got 'full'"),
         ({"head_kind": "medusa"}, "num_attention_heads does not go with head_kind=medusa, got 4"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
