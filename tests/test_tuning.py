@@ -73,6 +73,19 @@ def test_batches_are_timed_too_and_a_hopeless_size_is_not_timed(monkeypatch):
     assert [(row.depth, row.tokens_per_step, row.batch_size) for row in table] == [(0, 1.0, 3), (1, 0.9, 3)]
 
 
+def test_what_a_first_run_sets_up_makes_no_later_size_hopeless(monkeypatch):
+    trees = {1: CandidateTree.chain(0), 2: CandidateTree.chain(1), 3: CandidateTree.chain(2)}
+    runs = []
+
+    def step_seconds(_model, tree, _batch, _num_steps):
+        runs.append(tree.num_nodes)
+        return 100.0 if runs == [1, 1, 2] else 1.0
+
+    monkeypatch.setattr("medusa.measurement.tuning._step_seconds", step_seconds)
+    seconds = measure_step_seconds(None, trees, [{}] * 2, tokens_per_step={1: 1.0, 2: 1.3, 3: 1.5})
+    assert list(seconds) == [1, 2, 3]
+
+
 def test_steps_are_timed_only_while_every_row_decodes():
     """A stand-in that says how long each step takes: the mean is over steps 2 to 3, then a row has ended."""
     seconds = {0: 5.0, 1: 100.0, 2: 2.0, 3: 4.0, 4: 1000.0}
