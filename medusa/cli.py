@@ -45,7 +45,7 @@ CHAT_HELP = """Chat with a base model and its heads: the text the base alone wou
 Standard input may be a pipe, one question a line. Examples:
 
     medusa chat
-    medusa chat --drafter heads+suffix
+    medusa chat --drafter heads --color-depth
     medusa chat --base meta-llama/Llama-3.1-8B-Instruct --heads runs/llama/heads --color-depth
     printf 'Hello!\\n/stats\\n' | medusa chat --temperature 0.7 --seed 3
 """

@@ -15,6 +15,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
+DEFAULT_DRAFTER = "heads+suffix"
+"""Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
 EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,7 +51,7 @@ class DrafterOptions(ProgramOptions):
 class ChatOptions(DrafterOptions):
     """The flags of a chat, parsed."""
 
-    drafter: str
+    drafter: str | None
     system: str | None
     plain: bool
     color_depth: bool
@@ -192,10 +194,9 @@ def add_reply_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plain", action="store_true", help="decode without heads: the same text, slower")
     group.add_argument(
         "--drafter",
-        default="heads",
         metavar="NAME",
-        help="who guesses ahead: heads, suffix, draft-model, ..., or a union such as heads+suffix, which "
-        "pays where answers repeat text; the text is the same (default: %(default)s)",
+        help="who guesses ahead: heads, suffix, draft-model, ..., or a union; the text is the same (default: "
+        f"{DEFAULT_DRAFTER}, the heads and what followed the same words before)",
     )
     add_drafter_flags(parser)
     group.add_argument("--top-k", type=positive_int, metavar="K", help="sample from the K likeliest tokens")

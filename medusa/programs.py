@@ -29,6 +29,7 @@ from medusa.drafters.choice import DrafterSettings, drafter_named, part_names
 from medusa.eagle import Heads
 from medusa.files import write_json
 from medusa.flags import (
+    DEFAULT_DRAFTER,
     EMBEDDED_BASE,
     EMBEDDED_PROMPTS,
     ChatOptions,
@@ -106,8 +107,8 @@ def drafts_with_heads(options: ChatOptions) -> bool:
     Raises:
         ValueError: there is no such drafter, or it comes with --plain.
     """
-    parts = part_names(options.drafter)
-    if options.plain and options.drafter != "heads":
+    parts = part_names(options.drafter or DEFAULT_DRAFTER)
+    if options.plain and options.drafter is not None:
         raise ValueError(f"--plain guesses nothing, and --drafter {options.drafter} does; give one of them")
     return not options.plain and "heads" in parts
 
@@ -116,7 +117,7 @@ def chosen_drafter(model: MedusaModel, options: ChatOptions) -> Drafter | None:
     """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
     if options.plain or options.drafter == "heads":
         return None
-    return drafter_named(options.drafter, model, drafter_settings(options))
+    return drafter_named(options.drafter or DEFAULT_DRAFTER, model, drafter_settings(options))
 
 
 def load_prompts(options: ProgramOptions, take_all: bool = False) -> list[Prompt]:
