@@ -26,12 +26,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from medusa.plots import BLUE, ORANGE, check_matplotlib, figure_of
 from rich.console import Console
 from rich.table import Table
 
 from medusa.checkpoint import write_json
 from medusa.flags import positive_int
+from medusa.measurement.plots import BLUE, ORANGE, check_matplotlib, figure_of
 from medusa.programs import exit_status, log_console
 from medusa.training.loss import LossOptions
 from medusa.training.loss_cost import Cell, free_bytes, measured
