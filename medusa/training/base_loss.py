@@ -12,11 +12,12 @@ is trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from medusa.training.fused_blocks import FusedBlocks
 from medusa.training.loss import Teacher
 from medusa.training.objectives import TeacherRows, objective_named
 
@@ -79,7 +80,7 @@ class BaseLoss:
         if reference is None and self.needs_reference:
             raise ValueError("base_objective 'kl' needs the states without the adapter: pass reference")
         work = _Work(self, None if reference is None else reference.detach(), targets, num_targets)
-        loss = _FusedBaseLoss.apply(work, hidden) if torch.is_grad_enabled() else work.run(hidden, None)
+        loss = FusedBlocks.apply(work, hidden) if torch.is_grad_enabled() else work.run(hidden, None)
         return loss, work.sums
 
 
@@ -140,19 +141,3 @@ def _compared(sums: BaseSums, log_q: Tensor, rows: TeacherRows, tokens: Tensor) 
 
 def _count_of(tokens: Tensor) -> Tensor:
     return torch.tensor(len(tokens), device=tokens.device)
-
-
-class _FusedBaseLoss(torch.autograd.Function):
-    """The loss with its gradient found on the way forward; backward only scales it."""
-
-    @staticmethod
-    def forward(ctx: Any, work: _Work, hidden: Tensor) -> Tensor:
-        gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[1] else None
-        loss = work.run(hidden, gradient)
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return None, gradient * upstream

@@ -15,7 +15,7 @@ are made, scored and dropped block by block, as in ``loss.py``. The weights w_d 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from medusa.eagle import EagleHead, drafted_features
 from medusa.training.alignment import Alignment
+from medusa.training.fused_blocks import FusedBlocks
 from medusa.training.loss import LossOptions, LossSums, TargetBlock, Teacher, probability_of
 from medusa.training.objectives import TeacherRows, objective_named
 
@@ -68,7 +69,7 @@ class EagleLoss(nn.Module):
         )  # (K, S, D)
         work = _Work(self.head, self.options, alignment, output_embedding, num_scored, teacher, truth)
         work.weigh(predicted.detach(), batch.positions.numel())
-        loss = _FusedObjective.apply(work, predicted)
+        loss = FusedBlocks.apply(work, predicted)
         regression = self.options.feature_weight * self._regression(predicted, truth)  # (K, S)
         regression = regression.masked_fill(~work.is_scored, 0.0)
         weighted = (work.weights * regression).sum(1)
@@ -151,19 +152,3 @@ class _Work:
         targets = TargetBlock(self.columns[block], self.is_scored[index, block], weights, teacher_rows)
         gradient = self.sums.add_block(index, logits, targets, self.objective)
         return gradient.mul_((weights / self.num_scored[index].clamp(min=1))[:, None]).to(logits.dtype)
-
-
-class _FusedObjective(torch.autograd.Function):
-    """The weighted objective with its gradient found on the way forward; backward only scales it."""
-
-    @staticmethod
-    def forward(ctx: Any, work: _Work, predicted: Tensor) -> Tensor:
-        gradient = torch.zeros_like(predicted) if ctx.needs_input_grad[1] else None
-        loss = work.run(predicted, gradient)
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return None, gradient * upstream
