@@ -147,6 +147,7 @@ def benchmark(options: StepOptions) -> None:
         for engine in options.engines:
             try:
                 rows += list(timed_steps(shape, base, engine, rates, options))
+            # An engine that lacks something must not cost the others their figures; the report says why.
             except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
                 skipped[f"{shape}, {engine}"] = (str(error).strip() or type(error).__name__).splitlines()[0]
         del base

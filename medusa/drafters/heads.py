@@ -37,10 +37,11 @@ class HeadsDrafter(LevelDrafter):
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = heads, output_embedding
+        levels = self.levels if heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
-            for level in self.levels
-        ]  # per level (M, level + 1): the nodes from the root to each node
+            for level in levels
+        ]  # per level (M, level + 1): the nodes from the root to each node; for heads that read their path
 
     def _ranked(self, context: DraftContext) -> Draft:
         if self.heads.config.reads_path:
