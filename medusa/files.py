@@ -12,14 +12,21 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` to ``path``, through a temporary name beside it."""
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` for a file that takes its place when the block ends well."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` to ``path``, whole or not at all."""
+    with replaced_file(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
