@@ -15,6 +15,7 @@ from rich.console import Console
 from tiny_training import chat_tokenizer, conversation, counting_rows, tiny_base, write_rows
 
 from medusa import load_heads
+from medusa.checkpoint import HeadsCheckpoint, save_heads
 from medusa.training import preparation, result
 from medusa.training.configuration import ConfigurationError, read_configuration
 from medusa.training.run_directory import RunDirectory
@@ -40,6 +41,7 @@ def rows() -> list[dict[str, Any]]:
 
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
     """A trainer on ``rows``; options as in the YAML file."""
+    directory.mkdir(exist_ok=True)
     data = write_rows(directory / "rows.jsonl", rows)
     defaults = {
         "base": "tiny",
@@ -109,6 +111,30 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, r
     )
     for name, tensor in tiny_base().state_dict().items():
         assert torch.equal(trainer.base.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"unembedding": "token_map", "token_map_size": 20}, {"head_kind": "eagle"}], ids=str
+)
+def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_path, rows, kind):
+    first = new_trainer(tmp_path, rows, max_steps=20, **kind)
+    first.train()
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
+    again = new_trainer(tmp_path / "again", rows[:20], start_from=given, **kind)
+    theirs = weights(first)
+    for name, tensor in weights(again).items():
+        assert name == "token_map" or torch.equal(tensor, theirs[name]), name
+    if "token_map_size" in kind:
+        map_of_new_data = again.data.training.most_frequent_labels(20, 258)
+        assert again.heads.token_map.tolist() == map_of_new_data.tolist() != theirs["token_map"].tolist()
+
+
+def test_heads_of_other_options_are_no_start(tmp_path, rows):
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(new_trainer(tmp_path, rows).heads, base_model="tiny"), given)
+    with pytest.raises(ConfigurationError, match=r"start_from: .*num_layers is 1, not 2"):
+        new_trainer(tmp_path, rows, start_from=given, num_layers=2)
 
 
 def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):

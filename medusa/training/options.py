@@ -83,6 +83,9 @@ class HeadOptions:
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra): far more guesses hit. false: the
     heads of the Medusa paper, which other engines can serve."""
+    start_from: str | None = None
+    """Heads to go on from, of the same options: a directory, a hub id or the name of heads that ship. A token
+    map is taken from the new data all the same."""
 
     def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
         """The heads of these options on a base of these sizes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from medusa.base import CausalLM, check_decodable, hidden_size, hidden_states, output_embedding, vocab_size
+from medusa.checkpoint import load_heads
 from medusa.eagle import EagleConfig, EagleHead, Heads
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.training.batching import collate
@@ -114,7 +115,13 @@ def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
 
 
 def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Heads:
-    """New heads on the base's device, in float32. Medusa heads start as the base's own output embedding."""
+    """New heads on the base's device, in float32.
+
+    They start as ``start_from`` says; without it Medusa heads start as the base's own output embedding.
+
+    Raises:
+        ConfigurationError: the heads to start from have other options.
+    """
     config = configuration.heads.heads_config(hidden_size(base), vocab_size(base))
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
@@ -122,11 +129,36 @@ def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Do
             heads: Heads = EagleHead(config, _token_map(config, training))
         else:
             heads = MedusaHeads(config, _token_map(config, training))
-    if isinstance(heads, EagleHead):
+    if configuration.heads.start_from is not None:
+        start_from(heads, configuration.heads.start_from)
+    elif isinstance(heads, EagleHead):
         heads.set_scales(*_features_and_embeddings(base, training))
     else:
         heads.initialise_from(output_embedding(base))
     return heads.to(base.device, torch.float32).train()
+
+
+def start_from(heads: Heads, source: str) -> None:
+    """Copy the weights of the heads in ``source`` into ``heads``, all but the token map.
+
+    Raises:
+        ConfigurationError: those heads are of another configuration, or belong to an adapted base.
+    """
+    given = load_heads(source)
+    if given.adapter is not None:
+        raise ConfigurationError(
+            f"start_from: the heads in {source!r} were trained together with an adapter and belong to the "
+            "base that carries it; start from heads of the base itself"
+        )
+    ours, theirs = asdict(heads.config), asdict(given.heads.config)
+    if ours != theirs:
+        differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+        raise ConfigurationError(
+            f"start_from: the heads in {source!r} are others than asked for: "
+            + ", ".join(f"{name} is {theirs.get(name)}, not {ours.get(name)}" for name in differing)
+        )
+    weights = given.heads.state_dict()
+    heads.load_state_dict({name: kept for name, kept in weights.items() if name != "token_map"}, strict=False)
 
 
 def _token_map(config: HeadsConfig | EagleConfig, training: Documents) -> torch.Tensor | None:
