@@ -44,7 +44,7 @@ from medusa.measurement.tuning import (
 from medusa.measurement.tuning_plot import plot_batch_sizes
 from medusa.model import MedusaModel
 from medusa.programs import (
-    decode_prompt,
+    answered_tokens,
     encode_prompts,
     exit_status,
     heads_of,
@@ -54,7 +54,7 @@ from medusa.programs import (
     report_json,
     track,
 )
-from medusa.prompts import Prompt, padded_batch
+from medusa.prompts import padded_batch
 from medusa.tree import CandidateTree
 from medusa.tuned_trees import TunedTree, merged
 
@@ -133,7 +133,7 @@ def tune(options: TuneOptions) -> None:
     prompts = load_prompts(options)
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
-    rows = [answered(model, *pair, options) for pair in track(pairs, "answering")]
+    rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering")]
     heads = heads_of(model)
     counted = [
         calibrate(model.base, heads, [row], max_rank=options.max_rank) for row in track(rows, "ranking")
@@ -176,19 +176,6 @@ def save(
     origin = {key: value for key, value in report.items() if key != "by_batch_size"}
     path = save_tree(options.heads, tree, kept, **origin)
     log_console().print(f"tree written to {path}", soft_wrap=True)
-
-
-def answered(
-    model: MedusaModel, prompt: Prompt, inputs: dict[str, Any], options: TuneOptions
-) -> AnsweredTokens:
-    """Prompt and answer as tokens: the answer in the file where there is one, else the model's own."""
-    prompt_tokens = inputs["input_ids"][0].tolist()
-    if prompt.answer is None:
-        tokens, _ = decode_prompt(model, inputs, options)
-    else:
-        answer = model.tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
-        tokens = prompt_tokens + answer[: options.max_new_tokens]
-    return AnsweredTokens.after_prompt(tokens, len(prompt_tokens))
 
 
 def measure_sizes(

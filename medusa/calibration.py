@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from medusa.base import hidden_states, output_embedding
@@ -147,16 +148,21 @@ class RankCounts:
         A step starts where the one before it ended, so this is not :meth:`expected_tokens_per_step`:
         steps begin more often after a token that was hard to guess.
         """
+        num_steps, num_tokens = map(sum, zip(*self.replay(tree), strict=True))
+        return num_tokens / num_steps if num_steps else 1.0
+
+    def replay(self, tree: CandidateTree) -> list[tuple[int, int]]:
+        """The steps that greedy decoding of each answer with ``tree`` takes, and the tokens they emit."""
         nodes = set(tree.paths)
-        num_steps = num_accepted = 0
+        replayed = []
         for ranks in self.ranks:
-            rows, root = ranks.tolist(), 0
+            rows, root, num_steps = ranks.tolist(), 0, 0
             while root < len(rows) - 1:
                 path = _right_path(rows[root])
                 depth = next(d for d in range(len(path), -1, -1) if path[:d] in nodes)
-                num_new = min(depth + 1, len(rows) - 1 - root)
-                num_steps, num_accepted, root = num_steps + 1, num_accepted + num_new - 1, root + num_new
-        return 1 + num_accepted / num_steps if num_steps else 1.0
+                num_steps, root = num_steps + 1, min(root + depth + 1, len(rows) - 1)
+            replayed.append((num_steps, root))
+        return replayed
 
     def halves(self) -> tuple[RankCounts, RankCounts]:
         """The answers dealt out in two, to choose on one half and judge on the other."""
@@ -188,28 +194,50 @@ def calibrate(
     Raises:
         ValueError: no row has a labelled token after its first.
     """
+    return calibrate_each(base, [heads], rows, max_rank=max_rank, batch_size=batch_size)[0]
+
+
+@torch.no_grad()
+def calibrate_each(
+    base: PreTrainedModel,
+    sets: Sequence[Heads],
+    rows: Iterable[AnsweredTokens],
+    *,
+    max_rank: int = 16,
+    batch_size: int = 4,
+) -> list[RankCounts]:
+    """:func:`calibrate` for several sets of heads on the same rows, which the base then reads once."""
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
-    answers: list[list[Tensor]] = [[] for _ in ordered]
+    answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
     for start in range(0, len(ordered), batch_size):
         indices, batch = zip(*ordered[start : start + batch_size], strict=True)
-        for index, ranks in zip(indices, _batch_ranks(base, heads, batch, max_rank), strict=True):
-            answers[index] = ranks
-    kept = tuple(ranks for row in answers for ranks in row)
-    if not kept:
+        ids, states = _states(base, batch)
+        for heads, found in zip(sets, answers, strict=True):
+            ranks = _batch_ranks(base, heads, batch, ids, states, max_rank)
+            for index, of_row in zip(indices, ranks, strict=True):
+                found[index] = of_row
+    counts = [RankCounts(tuple(ranks for row in found for ranks in row), max_rank) for found in answers]
+    if not all(each.ranks for each in counts):
         raise ValueError("rows hold no labelled token after their first: there is nothing to calibrate on")
-    return RankCounts(kept, max_rank)
+    return counts
+
+
+def _states(base: PreTrainedModel, rows: Sequence[AnsweredTokens]) -> tuple[Tensor, Tensor]:
+    """The tokens (B, T) long of ``rows`` and the base's hidden states (B, T, D)."""
+    # Padding stands on the right, where no token of a row sees it.
+    ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
+    return ids, hidden_states(base, ids.to(base.device))
 
 
 def _batch_ranks(
-    base: PreTrainedModel, heads: Heads, rows: Sequence[AnsweredTokens], max_rank: int
+    base: PreTrainedModel,
+    heads: Heads,
+    rows: Sequence[AnsweredTokens],
+    ids: Tensor,
+    states: Tensor,
+    max_rank: int,
 ) -> Iterator[list[Tensor]]:
-    """For each row, the ranks (P, K) of its answers."""
-    longest = max(len(row.token_ids) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
-    # Padding stands on the right, where no token of a row sees it.
-    states = hidden_states(base, ids.to(base.device))  # (B, T, D)
+    """For each row, the ranks (P, K) of its answers, given its tokens and states."""
     if isinstance(heads, EagleHead):
         states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
     for i, row in enumerate(rows):

@@ -214,6 +214,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def not_negative_int(text: str) -> int:
+    """An ``argparse`` type: at least 0."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
 def positive_ints(text: str) -> tuple[int, ...]:
     """An ``argparse`` type: numbers of at least 1 with commas between, each once, growing."""
     return tuple(sorted({positive_int(part) for part in text.split(",")}))

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import medusa
 from medusa.adapter import Adapter, apply_adapter
 from medusa.base import context_length
+from medusa.calibration import AnsweredTokens
 from medusa.checkpoint import load_adapter
 from medusa.drafters import Drafter
 from medusa.drafters.choice import DrafterSettings, drafter_named, part_names
@@ -168,6 +169,19 @@ def decode_prompt(
     arguments = {**generation_arguments(options), "seed": options.seed, "return_dict_in_generate": True}
     output: Any = model.generate(**inputs, **arguments)
     return output.sequences[0].tolist(), output.statistics
+
+
+def answered_tokens(
+    model: MedusaModel, prompt: Prompt, inputs: Mapping[str, Any], options: ProgramOptions
+) -> AnsweredTokens:
+    """Prompt and answer as tokens: the answer in the file where there is one, else the model's own."""
+    prompt_tokens = inputs["input_ids"][0].tolist()
+    if prompt.answer is None:
+        tokens, _ = decode_prompt(model, inputs, options)
+    else:
+        answer = model.tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
+        tokens = prompt_tokens + answer[: options.max_new_tokens]
+    return AnsweredTokens.after_prompt(tokens, len(prompt_tokens))
 
 
 def track(items: Sequence[Item], label: str) -> Iterator[Item]:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from medusa.calibration import RankCounts
 from medusa.hardware import wait_for
 from medusa.model import MedusaModel
@@ -53,17 +55,21 @@ def trees_by_size(
 
 
 def held_out_tokens_per_step(counts: RankCounts, num_nodes: int, max_depth: int | None = None) -> float:
-    """Tokens per step that a best tree of ``num_nodes`` gives on answers it was not chosen on.
+    """Tokens per step that a best tree of ``num_nodes`` gives on answers it was not chosen on."""
+    num_steps, num_tokens = held_out_replay(counts, num_nodes, max_depth).sum(0)
+    return float(num_tokens / num_steps) if num_steps else 1.0
 
-    The answers are dealt out in two halves; each half judges the tree of the other by replaying the
-    decoding of its answers.
+
+def held_out_replay(counts: RankCounts, num_nodes: int, max_depth: int | None = None) -> np.ndarray:
+    """Steps that decoding each answer takes, and the tokens they emit, (A, 2) long.
+
+    The answers are dealt out in two halves; each half is decoded with the best tree of the other.
     """
     even, odd = counts.halves()
-    judged = [
-        judge.replayed_tokens_per_step(chooser.best_tree(num_nodes, max_depth))
-        for chooser, judge in ((even, odd), (odd, even))
-    ]
-    return statistics.mean(judged)
+    replayed = np.zeros((len(counts.ranks), 2), dtype=np.int64)
+    replayed[::2] = even.replay(odd.best_tree(num_nodes, max_depth))
+    replayed[1::2] = odd.replay(even.best_tree(num_nodes, max_depth))
+    return replayed
 
 
 def measured_sizes(

@@ -59,6 +59,7 @@ def provenance(
             "epochs": state.epoch,
             "tokens": state.num_tokens,
             "minutes": round(state.seconds / 60, 2),
+            "seconds_per_step": round(state.seconds / max(1, state.step), 4),
         },
         "metrics": dict(metrics),
     }
