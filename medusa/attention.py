@@ -6,11 +6,13 @@ committed tokens plus its depth, however many siblings stand before it in the pa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa.tree import TreeTopology
@@ -20,8 +22,46 @@ LayerWindows = dict[str, int | None]
 
 ALL_NODES = slice(None)
 
+GROUPED_ATTENTION = "medusa_grouped_sdpa"
+"""An attention implementation of ``transformers``: :func:`grouped_attention`."""
+
 FLOAT64_ATTENTION = "medusa_float64_sdpa"
 """An attention implementation of ``transformers``: :func:`float64_attention`."""
+
+MAX_GROUPED_NODES = 64
+"""For more nodes :func:`grouped_masks` leaves the masks alone: they would be large, and repeating keys
+pays."""
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``sdpa`` that does not repeat keys and values for the heads that share them.
+
+    query (B, H, T, width), key and value (B, H', S, width) -> (B, T, H, width). The G = H / H' heads that
+    read the same keys stand as one head with G * T queries, for which the mask is (B, 1, G * T, S), see
+    :func:`grouped_masks`. With any other mask it is ``sdpa`` as ``transformers`` runs it.
+    """
+    batch, num_heads, num_queries, _ = query.shape
+    num_rows = num_queries * (num_heads // key.shape[1])
+    is_grouped = attention_mask is not None and attention_mask.shape[2] == num_rows
+    if not is_grouped or not kwargs.keys() <= _PLAIN_OPTIONS:
+        mask = None if attention_mask is None else attention_mask[:, :, :num_queries]
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+    queries = query.reshape(batch, key.shape[1], num_rows, -1)
+    output = F.scaled_dot_product_attention(queries, key, value, attention_mask, scale=kwargs.get("scaling"))
+    output = output.view(batch, num_heads, num_queries, -1)
+    return output.transpose(1, 2).contiguous(), None  # (B, T, H, width)
+
+
+_PLAIN_OPTIONS = {"dropout", "scaling", "sliding_window", "position_ids", "cache_position", "use_cache"}
+"""What a layer passes without asking for more than attention: decoding drops nothing out, and the window
+is in the mask."""
 
 
 def float64_attention(
@@ -32,14 +72,16 @@ def float64_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``sdpa`` computed in float64 and rounded once, so that no float32 bit depends on how many queries and
-    slots take part. Query, key and value are (B, heads, T, width); ``transformers``' interface."""
+    """:func:`grouped_attention` computed in float64 and rounded once, so that no float32 bit depends on how
+    many queries and slots take part."""
     wide = (query.double(), key.double(), value.double())
-    output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *wide, attention_mask, **kwargs)
+    output, _ = grouped_attention(module, *wide, attention_mask, **kwargs)
     return output.to(query.dtype), None
 
 
-AttentionInterface.register(FLOAT64_ATTENTION, float64_attention)
+for _name, _attention in ((GROUPED_ATTENTION, grouped_attention), (FLOAT64_ATTENTION, float64_attention)):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def layer_windows(config: PreTrainedConfig) -> LayerWindows:
@@ -119,6 +161,27 @@ def tree_attention_masks(
             seen = visible & within_window(lengths, num_slots, topology, window, nodes)
         masks[kind] = (seen if dtype is None else _additive(seen, dtype))[:, None]
     return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def mask_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the masks that a text configuration's attention adds to scores, None where it takes
+    booleans; ``dtype`` is the model's."""
+    known = {"sdpa": None, FLOAT64_ATTENTION: torch.float64}
+    return known.get(config._attn_implementation, dtype)
+
+
+def grouped_masks(masks: Tensor | dict[str, Tensor], config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
+    """``masks`` (B, 1, M, S) with the rows that :func:`grouped_attention` wants: (B, 1, G * M, S).
+
+    All M rows come once for each of the G heads that share keys; as given for other attention.
+    """
+    if isinstance(masks, dict):
+        return {kind: cast(Tensor, grouped_masks(mask, config)) for kind, mask in masks.items()}
+    is_grouped = config._attn_implementation in (GROUPED_ATTENTION, FLOAT64_ATTENTION)
+    if not is_grouped or masks.shape[2] > MAX_GROUPED_NODES:
+        return masks
+    num_heads = config.num_attention_heads
+    return masks.repeat(1, 1, num_heads // (getattr(config, "num_key_value_heads", None) or num_heads), 1)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.attention import FLOAT64_ATTENTION, layer_windows, node_positions, tree_attention_masks
+from medusa.attention import (
+    FLOAT64_ATTENTION,
+    GROUPED_ATTENTION,
+    grouped_masks,
+    layer_windows,
+    mask_dtype,
+    node_positions,
+    tree_attention_masks,
+)
 from medusa.cache import TreeCache
 from medusa.heads import embedding_weight
 from medusa.tree import TreeTopology
@@ -23,7 +31,7 @@ from medusa.tree import TreeTopology
 CausalLM = Any
 """A ``transformers`` causal LM: PreTrainedModel and GenerationMixin, which share no static type."""
 
-MASKED_ATTENTION = ("sdpa", "eager", FLOAT64_ATTENTION)
+MASKED_ATTENTION = ("sdpa", "eager", GROUPED_ATTENTION, FLOAT64_ATTENTION)
 """Attention implementations that take an arbitrary mask."""
 
 
@@ -123,9 +131,8 @@ def verify(
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
     cache.begin(tokens.shape[1], first_node)
-    additive = base.dtype if config._attn_implementation == "eager" else None
-    windows = layer_windows(config)
-    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, additive, nodes)
+    windows, dtype = layer_windows(config), mask_dtype(config, base.dtype)
+    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
 
     def wanted(hidden: Tensor) -> Tensor:
         if select is None:
@@ -135,7 +142,7 @@ def verify(
     with _seen_hidden(base, wanted) as seen:
         output = base(
             input_ids=tokens,
-            attention_mask=masks,
+            attention_mask=grouped_masks(masks, config),
             position_ids=node_positions(cache.lengths, topology, context_length(base), nodes),
             past_key_values=cache,
             use_cache=True,

@@ -7,12 +7,15 @@ import copy
 import pytest
 import torch
 from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import new_cache, prefill, verify
 from medusa.engine import prepared_base
-from medusa.engine.int8 import Int8Linear, activation_steps, int8_view, missing_for_int8
-from medusa.engine.packed import PackedLinear, missing_for_packed, packed
+from medusa.engine.int8 import Int8Linear, Int8Product, activation_steps, int8_view, missing_for_int8
+from medusa.engine.norms import OneCallNorm, one_call_norm
+from medusa.engine.packed import PackedLinear, PackedProduct, missing_for_packed, packed
+from medusa.engine.siblings import JoinedLinear, joined, sibling_linears
 
 needs_packing = pytest.mark.skipif(
     missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
@@ -31,6 +34,30 @@ def test_packed_logits_equal_eager_ones(architecture):
         ids = random_prompts(2, num_tokens)
         with torch.no_grad():
             assert torch.allclose(packed(base)(ids).logits, base(ids).logits, atol=1e-4)
+
+
+@needs_packing
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mistral-sliding"])
+def test_a_tree_on_the_packed_engine_gives_the_logits_of_the_eager_one(architecture):
+    base, (prompts, lengths) = tiny_model(architecture), (random_prompts(2, 41), torch.tensor([41, 13]))
+    tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    logits = []
+    for runner in (base, packed(base)):
+        cache = new_cache(runner, 2)
+        with torch.no_grad():
+            prefill(runner, prompts, lengths, cache, chunk=70)
+            logits.append(verify(runner, tree, BUSHY.topology(), cache)[1])
+    assert torch.allclose(*logits, atol=1e-4)
+
+
+@needs_packing
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_packed_view_heeds_padding_as_the_base_does(architecture):
+    base, batch = tiny_model(architecture), left_padded(random_prompts(2, 14), [14, 5])
+    with torch.no_grad():
+        logits, packed_logits = base(**batch).logits, packed(base)(**batch).logits
+    real = batch["attention_mask"].bool()
+    assert torch.allclose(packed_logits[real], logits[real], atol=1e-4)
 
 
 @needs_packing
@@ -56,6 +83,105 @@ def test_packing_shares_parameters_and_leaves_the_base_as_it_was():
     assert any(isinstance(module, PackedLinear) for module in clone.modules())
     assert not any(isinstance(module, PackedLinear) for module in base.modules())
     assert clone.get_output_embeddings().weight is base.get_output_embeddings().weight
+
+
+def linears_of(widths, bias=False, inputs=40):
+    torch.manual_seed(0)
+    return [torch.nn.Linear(inputs, width, bias=bias) for width in widths]
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_joined_in_int8_give_each_bit_that_they_give_alone(bias):
+    linears, x = linears_of((24, 8, 8), bias), 3 * torch.randn(2, 5, 40)
+    for layer, linear in zip(joined(linears, Int8Product), linears, strict=True):
+        assert torch.equal(layer(x), Int8Linear(linear)(x))
+        assert layer.weight is linear.weight and layer.bias is linear.bias
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_joined_in_float32_give_what_they_give_alone(bias):
+    linears, x = linears_of((24, 8, 8), bias), 3 * torch.randn(2, 5, 40)
+    for layer, linear in zip(joined(linears, PackedProduct), linears, strict=True):
+        assert torch.allclose(layer(x), linear(x), atol=1e-5)
+
+
+class CountedProduct(torch.nn.Module):
+    """An ordinary product that counts its calls."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias, self.num_calls = weight, bias, 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_joined_layers_compute_once_for_one_input_and_again_for_any_other():
+    linears = linears_of((6, 3))
+    first, second = joined(linears, CountedProduct)
+    product = first._shared.product
+    x, other = torch.randn(4, 40), torch.randn(4, 40)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(first(x), linears[0](x)) and torch.allclose(second(x), linears[1](x))
+        assert product.num_calls == 2  # nothing is kept once all have taken their part
+        first(x)
+        assert torch.allclose(second(other), linears[1](other))
+        first(x)
+        x.mul_(2)
+        assert torch.allclose(second(x), linears[1](x))
+        assert torch.allclose(second(x), linears[1](x)) and torch.allclose(first(x), linears[0](x))
+    with torch.inference_mode():
+        assert torch.allclose(first(x + 1), linears[0](x + 1))
+
+
+def test_only_plain_layers_that_can_read_one_input_are_joined():
+    attention = tiny_model("llama").model.layers[0].self_attn
+    assert list(sibling_linears(attention)) == [[attention.q_proj, attention.k_proj, attention.v_proj]]
+    mlp = torch.nn.Module()
+    mlp.gate_proj, mlp.up_proj = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    assert len(list(sibling_linears(mlp))) == 1
+    for up_proj in (torch.nn.Linear(9, 4), torch.nn.Linear(8, 4, bias=False), torch.nn.Bilinear(8, 8, 4)):
+        mlp.up_proj = up_proj
+        assert list(sibling_linears(mlp)) == []
+    assert not any(list(sibling_linears(module)) for module in tiny_model("gpt-neox").modules())
+
+
+@needs_packing
+def test_a_view_joins_what_reads_one_input_and_packs_the_rest():
+    layer = packed(tiny_model("llama")).model.layers[0]
+    joined_names = {name for name, module in layer.named_modules() if type(module) is JoinedLinear}
+    attention, mlp = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+    assert joined_names == {f"self_attn.{name}" for name in attention} | {f"mlp.{name}" for name in mlp}
+    assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is PackedLinear
+    assert type(layer.input_layernorm) is OneCallNorm
+    plain = {PackedLinear, OneCallNorm}
+    assert plain.isdisjoint(map(type, tiny_model("llama").modules()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 576), (2, 7, 576), (64, 33)])
+def test_a_norm_in_one_call_gives_every_bit_of_the_models_own(shape):
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5)
+    torch.nn.init.normal_(norm.weight)
+    quick, x = one_call_norm(norm), 10 * torch.randn(shape)
+    assert torch.equal(quick(x), norm(x)) and quick.weight is norm.weight
+
+
+class CentredNorm(LlamaRMSNorm):
+    """Named and built as a root-mean-square norm, and none."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+def test_a_norm_that_computes_something_else_is_left_alone():
+    gemma = tiny_model("gemma3").model.norm
+    for norm in (CentredNorm(8), gemma, torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)):
+        assert one_call_norm(norm) is None
 
 
 def test_auto_falls_back_to_eager_where_packing_does_not_apply():

@@ -17,8 +17,8 @@ from medusa.drafters import DraftContext
 from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.engine import prepared_base
-from medusa.engine.int8 import Int8Linear, missing_for_int8_layers
-from medusa.engine.linears import with_linears
+from medusa.engine.int8 import Int8Linear, Int8Product, missing_for_int8_layers
+from medusa.engine.views import view_of
 from medusa.tree import CandidateTree
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def low_precision(base: CausalLM) -> CausalLM:
     """
     if (lacks := missing_for_int8_layers(base)) is not None:
         raise ValueError(f"low-precision drafting needs {lacks}")
-    return with_linears(base, Int8Linear)
+    return view_of(base, Int8Linear, Int8Product)
 
 
 def early_exit_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:

@@ -20,6 +20,9 @@ In float32 and in int8 a tree gives the text that one token at a time gives on t
 precision the two may part where two tokens tie. Drafts cannot change the text, so under ``packed`` and
 ``int8`` heads score the tokens of a token map in int8.
 
+Both views compute layers that read one input as one product, norms in one call, and attention without
+repeating the keys that several heads share; see ``siblings``, ``norms`` and ``medusa.attention``.
+
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.
 """

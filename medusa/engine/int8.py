@@ -25,11 +25,14 @@ from torch import Tensor, nn
 
 from medusa.attention import FLOAT64_ATTENTION
 from medusa.base import CausalLM
-from medusa.engine.linears import missing_for_plain_float32, with_linears
+from medusa.engine.views import missing_for_plain_float32, takes_other_attention, view_of
 from medusa.token_map import embedding_weight
 
 WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""
+
+_TINY = torch.tensor(torch.finfo(torch.float32).tiny)
+"""Keeps the scale of a row of zeros above zero, and is lost in any other."""
 
 
 def activation_steps() -> int:
@@ -43,8 +46,8 @@ def activation_steps() -> int:
 
 def missing_for_int8(base: CausalLM) -> str | None:
     """What :func:`int8_view` lacks to run ``base``; None when nothing."""
-    attention = base.config.get_text_config(decoder=True)._attn_implementation
-    if attention != "sdpa" or not base._can_set_attn_implementation():
+    if not takes_other_attention(base):
+        attention = base.config.get_text_config(decoder=True)._attn_implementation
         return f"attn_implementation='sdpa', to be run in float64, got {attention!r}"
     return missing_for_int8_layers(base)
 
@@ -66,7 +69,7 @@ def int8_view(base: CausalLM) -> CausalLM:
     are taken when this is called and do not follow later changes of the parameters. Layers that are no
     ``nn.Linear`` stay float32.
     """
-    view = with_linears(base, Int8Linear)
+    view = view_of(base, Int8Linear, Int8Product)
     view.set_attn_implementation(FLOAT64_ATTENTION)
     return view
 
@@ -89,18 +92,14 @@ class Int8Product(nn.Module):
         self._steps = activation_steps()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        scales = rows.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-        scales.div_(self._steps)
+        scales = torch.add(_TINY, x.abs().amax(dim=-1, keepdim=True), alpha=1 / self._steps)
         zero = self._steps + 1  # unsigned activations: oneDNN has no fast product for signed ones
-        codes = (rows / scales).round_().add_(zero).to(torch.uint8)
+        codes = (x / scales).add_(zero + 0.5).to(torch.uint8)  # cut off, hence rounded
         out = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, zero, self._packed, self._scales, self._zeros, *_PLAIN_FLOAT32_OUTPUT
         )
         out.mul_(scales)
-        if self.bias is not None:
-            out.add_(self.bias)
-        return out.reshape(*x.shape[:-1], len(self._scales))
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class Int8Linear(Int8Product):

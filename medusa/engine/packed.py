@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medusa.base import CausalLM
 from medusa.engine.int8 import has_int8_products, int8_scorer
-from medusa.engine.linears import missing_for_plain_float32, with_linears
+from medusa.engine.views import missing_for_plain_float32, view_of
 
 PACKED_ROWS = 16
 """Rows that the packed layout is tuned for; any number works."""
@@ -31,21 +31,32 @@ def packed(base: CausalLM) -> CausalLM:
     ``base`` is left as it is. The packed weights take as much memory again as the linear layers; they are
     taken when this is called and do not follow later changes of the parameters.
     """
-    return with_linears(base, PackedLinear)
+    return view_of(base, PackedLinear, PackedProduct)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer over a packed weight: (..., in) -> (..., out)."""
+class PackedProduct(nn.Module):
+    """Rows times a packed float32 matrix: (..., in) -> (..., out).
 
-    def __init__(self, linear: nn.Linear):
+    Args:
+        weight: (out, in); taken now, later changes do not count.
+        bias: (out,), or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias  # shared, for those who read them
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_ROWS)
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-        return out.reshape(*x.shape[:-1], self.weight.shape[0])
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+
+class PackedLinear(PackedProduct):
+    """A linear layer over a packed weight."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.weight.detach(), linear.bias)
+        self.weight = linear.weight  # shared, for those who read it
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
         """In int8, which is read in a quarter of the time: drafts do not change the text, only its speed.
