@@ -39,12 +39,21 @@ from medusa.drafters.probe import Probe, probe_draft_length, verification_second
 from medusa.flags import (
     EMBEDDED_BASE,
     EMBEDDED_HEADS,
+    CutOptions,
     DrafterOptions,
+    add_cut_flags,
     add_drafter_flags,
     positive_int,
     program_parser,
 )
-from medusa.measurement.comparison import PLAIN, UNCONDITIONAL_RULES, Pairing, Trial, pairing
+from medusa.measurement.comparison import (
+    NOTHING_LEFT_OUT,
+    PLAIN,
+    UNCONDITIONAL_RULES,
+    Pairing,
+    Trial,
+    pairing,
+)
 from medusa.measurement.comparison_plot import plot_drafters
 from medusa.measurement.comparison_report import length_report, pairing_report, print_tables, ratio_reports
 from medusa.measurement.plots import check_matplotlib
@@ -58,6 +67,7 @@ from medusa.programs import (
     load_prompts,
     log_console,
     report_json,
+    sampling_cuts,
     track,
 )
 from medusa.prompts import Prompt
@@ -72,14 +82,12 @@ TABLE_WIDTH = 118
 Encoded = Mapping[str, Tensor]
 
 
-class CompareOptions(DrafterOptions):
+class CompareOptions(DrafterOptions, CutOptions):
     """The flags, parsed."""
 
     drafters: list[str] | None
     rules: list[str]
     repeats: int
-    top_k: int
-    top_p: float
     plot: Path
 
 
@@ -87,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
     parser = program_parser(__doc__ or "")
     add_drafter_flags(parser)
+    add_cut_flags(parser)
     group = parser.add_argument_group("comparison")
     known = [name for name in all_drafters() if name != PLAIN[0]]
     group.add_argument(
@@ -109,20 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=1,
         metavar="N",
         help="times each prompt is answered; when sampling, each time with the next seed (default: 1)",
-    )
-    group.add_argument(
-        "--top-k",
-        type=positive_int,
-        default=0,
-        metavar="K",
-        help="sample from the K likeliest tokens (default: all)",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the likeliest tokens that add up to P (default: %(default)s)",
     )
     group.add_argument(
         "--plot",
@@ -227,11 +222,12 @@ def measure(
 def answer_arguments(options: CompareOptions, seed: int) -> dict[str, Any]:
     """For ``model.stream``: how long, greedy or sampled, and the seed.
 
-    Where a base's own configuration cuts off unlikely tokens, drafters do not know, so rules that compare
-    distributions would be handicapped: only what the flags say is cut off.
+    Only what the flags say is left out, whatever the base's own configuration says, so that the same command
+    compares the same distributions on every base.
     """
-    arguments = {**generation_arguments(options), "seed": seed}
-    return arguments | ({"top_k": options.top_k, "top_p": options.top_p} if options.temperature else {})
+    cuts = sampling_cuts(options)
+    arguments = {**generation_arguments(options), "seed": seed, **cuts}
+    return NOTHING_LEFT_OUT | arguments if options.temperature else arguments
 
 
 def make_report(

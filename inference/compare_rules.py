@@ -18,15 +18,32 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from medusa.drafters.choice import DrafterSettings, all_drafters, drafter_named
-from medusa.flags import DrafterOptions, add_drafter_flags, positive_int, program_parser
-from medusa.measurement.comparison import bootstrapped_ratio
-from medusa.programs import encode_prompts, exit_status, load_model, load_prompts, report_json, track
+from medusa.drafters.choice import all_drafters, drafter_named
+from medusa.flags import (
+    CutOptions,
+    DrafterOptions,
+    add_cut_flags,
+    add_drafter_flags,
+    positive_int,
+    program_parser,
+)
+from medusa.measurement.comparison import NOTHING_LEFT_OUT, bootstrapped_ratio
+from medusa.programs import (
+    drafter_settings,
+    encode_prompts,
+    exit_status,
+    generation_arguments,
+    load_model,
+    load_prompts,
+    report_json,
+    sampling_cuts,
+    track,
+)
 from medusa.statistics import DecodingStatistics
 from medusa.verification import all_rules, rule_named
 
 
-class RuleOptions(DrafterOptions):
+class RuleOptions(DrafterOptions, CutOptions):
     """The flags, parsed."""
 
     drafter: str
@@ -39,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = program_parser(__doc__ or "", max_new_tokens=96)
     parser.set_defaults(temperature=1.0)
     add_drafter_flags(parser)
+    add_cut_flags(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument(
         "--drafter", default="low-precision", help=f"of {', '.join(all_drafters())} (default: %(default)s)"
@@ -65,19 +83,14 @@ def compare(options: RuleOptions) -> None:
         raise ValueError("--temperature must be above 0, got 0: greedily all rules are one")
     model = load_model(options, with_heads="heads" in options.drafter)
     encoded = encode_prompts(model, load_prompts(options), options.max_new_tokens)
-    settings = DrafterSettings(
-        options.draft_length, options.draft_width, options.draft_model, options.exit_layer, options.eagle
-    )
     only_chain = any(rule_named(rule).only_chains for rule in options.rules)
-    drafter = drafter_named(options.drafter, model, settings, only_chain=only_chain)
+    drafter = drafter_named(options.drafter, model, drafter_settings(options), only_chain=only_chain)
     counted: dict[str, list[DecodingStatistics]] = {rule: [] for rule in options.rules}
     for inputs, rule in track(list(product(encoded, options.rules)), "answering"):
         output = model.generate(
             inputs["input_ids"].expand(options.num_seeds, -1),
-            max_new_tokens=options.max_new_tokens,
-            do_sample=True,
-            temperature=options.temperature,
-            top_k=0,
+            **generation_arguments(options),
+            **(NOTHING_LEFT_OUT | sampling_cuts(options)),
             seed=options.seed,
             drafter=drafter,
             acceptance=rule,

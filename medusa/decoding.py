@@ -116,6 +116,7 @@ def _draft(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft,
         features=state.features,
         sampled=state.sampled,
         seeds=state.request.seeds,
+        processors=state.request.processors,
     )
     return drafter.draft(context), noise
 

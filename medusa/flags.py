@@ -48,16 +48,21 @@ class DrafterOptions(ProgramOptions):
     eagle: str | None
 
 
-class ChatOptions(DrafterOptions):
+class CutOptions(ProgramOptions):
+    """The flags that leave unlikely tokens out when sampling, parsed."""
+
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
+class ChatOptions(DrafterOptions, CutOptions):
     """The flags of a chat, parsed."""
 
     drafter: str | None
     system: str | None
     plain: bool
     color_depth: bool
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
     repetition_penalty: float | None
 
 
@@ -199,12 +204,18 @@ def add_reply_flags(parser: argparse.ArgumentParser) -> None:
         f"{DEFAULT_DRAFTER}, the heads and what followed the same words before)",
     )
     add_drafter_flags(parser)
-    group.add_argument("--top-k", type=positive_int, metavar="K", help="sample from the K likeliest tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that add up to P")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest one")
     group.add_argument(
         "--repetition-penalty", type=not_negative_float, metavar="X", help="above 1 discourages repetition"
     )
+    add_cut_flags(parser)
+
+
+def add_cut_flags(parser: argparse.ArgumentParser) -> None:
+    """Which tokens sampling leaves out; by default, in a chat what the model's own configuration says."""
+    group = parser.add_argument_group("what sampling leaves out")
+    group.add_argument("--top-k", type=positive_int, metavar="K", help="sample from the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that add up to P")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest one")
 
 
 def positive_int(text: str) -> int:

@@ -34,6 +34,7 @@ from medusa.flags import (
     EMBEDDED_BASE,
     EMBEDDED_PROMPTS,
     ChatOptions,
+    CutOptions,
     DrafterOptions,
     ProgramOptions,
 )
@@ -160,6 +161,20 @@ def generation_arguments(options: ProgramOptions) -> dict[str, Any]:
         "do_sample": True,
         "temperature": options.temperature,
     }
+
+
+def sampling_cuts(options: CutOptions) -> dict[str, Any]:
+    """What --top-k, --top-p and --min-p say, for ``generate``; those not given are left out.
+
+    Raises:
+        ValueError: one of them with temperature 0.
+    """
+    flags = {name: getattr(options, name) for name in ("top_k", "top_p", "min_p")}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if given and options.temperature == 0:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{names} goes with sampling, and --temperature is 0 (greedy); give a --temperature")
+    return given
 
 
 def decode_prompt(

@@ -22,8 +22,8 @@ from transformers.generation import logits_process as hf
 
 from medusa.tree import TreeTopology
 
-# These read no token of the path, so all nodes go through in one call.
-PATH_FREE_PROCESSORS = (
+# These read nothing but the logits, not even which token each is of, and leave at least one.
+WARPERS = (
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
     hf.TopPLogitsWarper,
@@ -31,6 +31,10 @@ PATH_FREE_PROCESSORS = (
     hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper,
     hf.EtaLogitsWarper,
+)
+# These read no token of the path, so all nodes go through in one call.
+PATH_FREE_PROCESSORS = (
+    *WARPERS,
     hf.SuppressTokensLogitsProcessor,
     hf.InfNanRemoveLogitsProcessor,
 )
@@ -132,6 +136,19 @@ def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: 
         else:
             scores = _process_path_by_path(scores, processor, paths)
     return scores
+
+
+def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
+    """Scores (..., V') float32 of logits (..., V') after the warpers among ``processors``, in their order.
+
+    The columns may stand for any V' tokens. Every row keeps a token that it had.
+    """
+    flat = logits.to(torch.float32, copy=True).reshape(-1, logits.shape[-1])
+    no_path = cast(torch.LongTensor, flat.new_zeros(len(flat), 1, dtype=torch.long))
+    for processor in processors:
+        if type(processor) in WARPERS:
+            flat = processor(no_path, cast(torch.FloatTensor, flat))
+    return flat.view(logits.shape)
 
 
 def check_processors(processors: LogitsProcessorList, num_rows: int) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from medusa.chat import ChatSession, ChatSettings, ContextFullError
 from medusa.flags import ChatOptions
-from medusa.programs import chosen_drafter, drafts_with_heads, load_model, log_console
+from medusa.programs import chosen_drafter, drafts_with_heads, load_model, log_console, sampling_cuts
 from medusa.prompts import Prompt, read_prompts
 from medusa.statistics import DecodingStatistics
 
@@ -48,12 +48,7 @@ def chat_settings(options: ChatOptions) -> ChatSettings:
     Raises:
         ValueError: a flag that only sampling reads, with temperature 0.
     """
-    filters = {name: getattr(options, name) for name in ("top_k", "top_p", "min_p")}
-    given = {name: value for name, value in filters.items() if value is not None}
-    if given and options.temperature == 0:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{flags} goes with sampling, and --temperature is 0 (greedy); give a --temperature")
-    sampling: dict[str, Any] = {"do_sample": options.temperature > 0, **given}
+    sampling: dict[str, Any] = {"do_sample": options.temperature > 0, **sampling_cuts(options)}
     if options.temperature > 0:
         sampling["temperature"] = options.temperature
     if options.repetition_penalty is not None:

@@ -9,6 +9,12 @@ import torch
 from conftest import VOCAB_SIZE, counting_model, left_padded, random_prompts, tiny_model
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import hidden_states
@@ -228,13 +234,33 @@ def test_a_sampled_rule_keeps_the_exact_joint_law_through_the_loop(rule, source)
     drafter = SAMPLED[source](base, tree)
     if all_rules()[rule].context_only_proposal and not drafter.context_only:
         pytest.skip("refused, see test_impossible_pairs_are_refused_with_the_reason")
-    num_rows, keep, options = 3000, 3, {"do_sample": True, "temperature": 1.0, "top_k": 3}
+    check_the_law_of_three_tokens(base, drafter, rule, [TopKLogitsWarper(3)], {"top_k": 3}, min_cells=6)
+
+
+@pytest.mark.parametrize("rule", ["token", "greedy_block", "multi_draft_without_replacement"])
+def test_a_sampled_rule_keeps_the_law_where_every_flag_leaves_tokens_out(rule):
+    """Where q keeps fewer tokens than siblings are drawn, too."""
+    base = tiny_model("gpt-neox")
+    tree = CHAIN if all_rules()[rule].only_chains else CandidateTree.from_paths([(0,), (1,), (2,), (1, 0)])
+    flags = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.2}
+    warpers = [
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.8),
+        MinPLogitsWarper(0.2),
+    ]
+    check_the_law_of_three_tokens(base, SAMPLED["draft-model"](base, tree), rule, warpers, flags, min_cells=3)
+
+
+def check_the_law_of_three_tokens(base, drafter, rule, warpers, flags, min_cells) -> None:
+    num_rows = 3000
     prompt = random_prompts(1, 4, seed=1)
     rows = (
         MedusaModel(base)
         .generate(
             prompt.expand(num_rows, -1),
-            **options,
+            do_sample=True,
+            **flags,
             max_new_tokens=4,
             seed=[7919 * row for row in range(num_rows)],
             acceptance=rule,
@@ -246,27 +272,70 @@ def test_a_sampled_rule_keeps_the_exact_joint_law_through_the_loop(rule, source)
     for triple in rows:
         counts[tuple(triple)] = counts.get(tuple(triple), 0) + 1
     statistic, cells = 0.0, 0
-    for path, probability in joint_law(base, prompt, keep, depth=3).items():
+    for path, probability in joint_law(base, prompt, warpers, depth=3).items():
         observed, expected = counts.pop(path, 0), num_rows * probability
         if expected >= 5:
             statistic, cells = statistic + (observed - expected) ** 2 / expected, cells + 1
     assert not counts, f"tokens outside the support: {counts}"
-    assert cells >= 6
+    assert cells >= min_cells
     assert statistic < chi2.isf(1e-5, cells)
 
 
-def joint_law(base, prompt, keep: int, depth: int) -> dict[tuple[int, ...], float]:
+def joint_law(base, prompt, warpers, depth: int) -> dict[tuple[int, ...], float]:
     laws = {(): 1.0}
     for _ in range(depth):
         longer = {}
         for path, probability in laws.items():
             ids = torch.cat([prompt, torch.tensor([path], dtype=torch.long)], dim=1)
             with torch.no_grad():
-                top = base(ids).logits[0, -1].topk(keep)
-            for token, p in zip(top.indices.tolist(), top.values.softmax(0).tolist(), strict=True):
-                longer[(*path, token)] = probability * p
+                scores = base(ids).logits[:, -1]
+            for warper in warpers:
+                scores = warper(ids, scores)
+            for token in scores[0].isfinite().nonzero()[:, 0].tolist():
+                longer[(*path, token)] = probability * scores[0].softmax(0)[token].item()
         laws = longer
     return laws
+
+
+def watched(drafter):
+    """``drafter``, and a list that each of its drafts is added to."""
+    drafts, draft = [], drafter.draft
+    drafter.draft = lambda context: drafts.append(draft(context)) or drafts[-1]
+    return drafter, drafts
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "traversal"])
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.3}])
+def test_a_drafter_leaves_out_what_the_base_leaves_out_so_a_perfect_one_is_always_accepted(rule, cut):
+    base = tiny_model("llama")
+    drafter, drafts = watched(DraftModelDrafter(base, VOCAB_SIZE, CHAIN))
+    out = MedusaModel(base).generate(
+        random_prompts(2, 9),
+        do_sample=True,
+        **{"top_k": 0, **cut},
+        max_new_tokens=21,
+        seed=5,
+        drafter=drafter,
+        acceptance=rule,
+        return_dict_in_generate=True,
+    )
+    assert out.statistics.accepted_histogram == [0, 0, 0, 10]
+    for draft in drafts:
+        proposal, drawn = draft.proposal[:, :-1], draft.tokens[:, 1:]
+        assert (proposal.gather(2, drawn[..., None]) > 0).all()
+        assert torch.allclose(proposal.sum(-1), torch.ones(proposal.shape[:2]))
+        if cut == {"top_k": 2}:
+            assert ((proposal > 0).sum(-1) == 2).all()
+
+
+def test_a_token_map_is_cut_before_it_is_spread_over_the_vocabulary():
+    base = tiny_model("llama")
+    drafter, drafts = watched(path_heads_drafter(base, CHAIN))
+    options = {"do_sample": True, "top_k": 3, "max_new_tokens": 6, "seed": 0, "acceptance": "token"}
+    MedusaModel(base).generate(random_prompts(2, 9), **options, drafter=drafter)
+    drafted = drafts[0].proposal[:, :-1] > 0
+    assert (drafted.sum(-1) == 3).all()
+    assert set(drafted.nonzero()[:, 2].tolist()) <= set(drafter.token_map.tolist())
 
 
 def test_a_sampled_rule_decodes_greedily_as_plain_decoding_does():

@@ -12,12 +12,14 @@ from transformers.generation import logits_process as hf
 from medusa import CandidateTree, MedusaModel
 from medusa.sampling import (
     PATH_FREE_PROCESSORS,
+    WARPERS,
     NodePaths,
     check_processors,
     choose,
     gumbel_noise,
     process_node_logits,
     row_seeds,
+    warp_logits,
 )
 
 CPU = torch.device("cpu")
@@ -97,6 +99,31 @@ def test_noise_is_finite_even_where_the_hash_is_extreme():
     assert noise.max() > 10  # the tail that decides an argmax over a large vocabulary is there
 
 
+def test_warped_logits_are_those_of_the_warpers_alone_in_their_order():
+    logits = random_logits()
+    warpers = [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.8)]
+    others = [hf.RepetitionPenaltyLogitsProcessor(1.5), hf.SuppressTokensLogitsProcessor([1], "cpu")]
+    expected = logits.view(-1, VOCAB)
+    for warper in warpers:
+        expected = warper(None, expected)
+    warped = warp_logits(logits, LogitsProcessorList([others[0], *warpers, others[1]]))
+    assert torch.equal(warped, expected.view_as(logits))
+    assert 0 < warped.isfinite().sum() < 5 * TREE.num_nodes * 2 + 1
+    swapped = warp_logits(logits, LogitsProcessorList([warpers[2], warpers[0]]))
+    assert not torch.equal(swapped, warp_logits(logits, LogitsProcessorList([warpers[0], warpers[2]])))
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+def test_every_warper_keeps_a_token_of_a_row_with_columns_that_hold_none(warper):
+    """A draft model with fewer rows than the base says minus infinity of the tokens it does not have."""
+    strict = {hf.TemperatureLogitsWarper: 0.1, hf.TopKLogitsWarper: 1, hf.MinPLogitsWarper: 1.0}
+    logits = torch.nn.functional.pad(random_logits(), (0, 3), value=-torch.inf)
+    warped = warp_logits(logits, LogitsProcessorList([warper(strict.get(warper, 0.01))]))
+    proposal = warped.softmax(-1)
+    assert torch.allclose(proposal.sum(-1), torch.ones(2, TREE.num_nodes))
+    assert (proposal[..., VOCAB:] == 0).all()
+
+
 def test_a_processor_that_writes_in_place_does_not_reach_the_logits(monkeypatch):
     monkeypatch.setattr(
         hf.TemperatureLogitsWarper, "__call__", lambda self, input_ids, scores: scores.div_(2)
@@ -105,6 +132,8 @@ def test_a_processor_that_writes_in_place_does_not_reach_the_logits(monkeypatch)
     given = logits.clone()
     scores = process_node_logits(logits, LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), node_paths())
     assert torch.equal(scores, given / 2)
+    assert torch.equal(logits, given)
+    assert torch.equal(warp_logits(logits, LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)])), given / 2)
     assert torch.equal(logits, given)
 
 

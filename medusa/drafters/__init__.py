@@ -7,10 +7,11 @@ share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from medusa.cache import TreeCache
 from medusa.tree import TreeTopology
@@ -41,6 +42,8 @@ class DraftContext:
     """Draw the candidates from the drafter's distribution, in this way; None: take the best ones."""
     seeds: Tensor | None = None
     """(B,) long: noise streams of the rows, for drawing candidates."""
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A subclass says what it thinks follows each node (:meth:`LevelDrafter.logits_aft
 that into candidates, in two ways. *Ranked*: the node of rank r holds the r-th best token after its parent,
 where "best" includes the noise that will choose the token (Gumbel coupling), legal with the equality rule
 only. *Sampled*: children are drawn from the drafter's distribution with noise of their own, for the rules
-that compare two distributions.
+that compare two distributions. Temperature, top-k, top-p and the like cut the drafter's distribution as they
+cut the base's: a token that the base may not choose is not worth a draw, and any distribution is exact.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from medusa.drafters import Draft, DraftContext, StatelessDrafter
+from medusa.sampling import warp_logits
 from medusa.tree import CandidateTree, TreeTopology
 from medusa.verification.drawing import draw_tree, kind_drawn
 from medusa.verification.noise import draft_noise
@@ -82,11 +84,11 @@ class LevelDrafter(StatelessDrafter):
 
     def _sampled(self, context: DraftContext) -> Draft:
         def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:
-            logits = self.logits_after(context, tokens, nodes).float() / context.temperature
+            proposal = warp_logits(self.logits_after(context, tokens, nodes), context.processors).softmax(-1)
             if self.token_map is None:
-                return logits.softmax(-1)
-            everything = logits.new_zeros(*logits.shape[:-1], self.vocab_size)
-            return everything.index_copy(-1, self.token_map, logits.softmax(-1))
+                return proposal
+            everything = proposal.new_zeros(*proposal.shape[:-1], self.vocab_size)
+            return everything.index_copy(-1, self.token_map, proposal)
 
         assert context.seeds is not None
         noise = draft_noise(context.seeds, context.lengths - 1, self.tree.num_nodes, self.vocab_size)

@@ -24,6 +24,8 @@ from medusa.verification import rule_named
 PLAIN = ("plain", "exact")
 UNCONDITIONAL_RULES = ("exact", "typical")
 """These compare a candidate with the base alone, so any drafter will do."""
+NOTHING_LEFT_OUT = {"top_k": 0, "top_p": 1.0}
+"""For ``generate``: sample from all tokens, whatever the base's own configuration leaves out."""
 
 
 @dataclass(frozen=True)
