@@ -22,17 +22,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import medusa
 from medusa.calibration import RankCounts
 from medusa.flags import (
     DrafterOptions,
+    PlotOptions,
     add_drafter_flags,
+    add_plot_flag,
     positive_float,
     positive_int,
     positive_ints,
@@ -65,15 +65,14 @@ from medusa.programs import (
     load_model,
     load_prompts,
     log_console,
+    log_picture,
     report_json,
+    table_console,
     track,
 )
 
-TABLE_WIDTH = 118
-"""Where standard output is no terminal."""
 
-
-class BenchmarkOptions(DrafterOptions):
+class BenchmarkOptions(DrafterOptions, PlotOptions):
     """The flags, parsed."""
 
     repeats: int
@@ -81,7 +80,6 @@ class BenchmarkOptions(DrafterOptions):
     context_lengths: tuple[int, ...] | None
     contenders: list[str] | None
     max_minutes: float | None
-    plot: Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,13 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="M",
         help="stop measuring about then, each setting having had its share (default: measure everything)",
     )
-    group.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("runs/plots/benchmark.png"),
-        metavar="FILE",
-        help="where the picture goes (default: %(default)s)",
-    )
+    add_plot_flag(parser, "benchmark")
     options = parser.parse_args(arguments, namespace=BenchmarkOptions())
     return exit_status(lambda: benchmark(options), options.traceback)
 
@@ -148,11 +140,10 @@ def benchmark(options: BenchmarkOptions) -> None:
         reports.append(found)
         skipped |= {name: reason for name, reason in missing.items() if name not in skipped}
     report = make_report(model, reports, skipped, rates, options)
-    console = Console(highlight=False)
-    print_tables(report, console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH))
+    print_tables(report, table_console())
     title = f"{options.base} on {report['device']}, {report['dtype']}, {report['engine']}"
     plot_benchmark(report, options.plot, title)
-    log_console().print(f"picture: {options.plot}", soft_wrap=True)
+    log_picture(options)
     report_json(report, options)
 
 

@@ -19,11 +19,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import medusa
@@ -41,8 +39,10 @@ from medusa.flags import (
     EMBEDDED_HEADS,
     CutOptions,
     DrafterOptions,
+    PlotOptions,
     add_cut_flags,
     add_drafter_flags,
+    add_plot_flag,
     positive_int,
     program_parser,
 )
@@ -65,9 +65,10 @@ from medusa.programs import (
     generation_arguments,
     load_model,
     load_prompts,
-    log_console,
+    log_picture,
     report_json,
     sampling_cuts,
+    table_console,
     track,
 )
 from medusa.prompts import Prompt
@@ -76,19 +77,15 @@ from medusa.verification import all_rules
 NUM_WARM_UPS = 3
 WARM_UP_TOKENS = 8
 PROBE_PROMPTS, PROBE_TOKENS = 3, 32
-TABLE_WIDTH = 118
-"""Where standard output is no terminal."""
-
 Encoded = Mapping[str, Tensor]
 
 
-class CompareOptions(DrafterOptions, CutOptions):
+class CompareOptions(DrafterOptions, CutOptions, PlotOptions):
     """The flags, parsed."""
 
     drafters: list[str] | None
     rules: list[str]
     repeats: int
-    plot: Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,13 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="times each prompt is answered; when sampling, each time with the next seed (default: 1)",
     )
-    group.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("runs/plots/compare_drafters.png"),
-        metavar="FILE",
-        help="where the picture goes (default: %(default)s)",
-    )
+    add_plot_flag(parser, "compare_drafters")
     options = parser.parse_args(arguments, namespace=CompareOptions())
     return exit_status(lambda: compare(options), options.traceback)
 
@@ -141,11 +132,10 @@ def compare(options: CompareOptions) -> None:
     pairings = plan(names, sources, options)
     trials = measure(model, [pair for pair in pairings if pair.refusal is None], prompts, encoded, options)
     report = make_report(model, pairings, trials, probes, options)
-    console = Console(highlight=False)
-    print_tables(report, console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH))
+    print_tables(report, table_console())
     title = f"{options.base}, {len(prompts)} prompts, temperature {options.temperature:g}"
     plot_drafters([row for row in report["pairings"] if not row["refused"]], options.plot, title)
-    log_console().print(f"picture: {options.plot}", soft_wrap=True)
+    log_picture(options)
     report_json(report, options)
 
 

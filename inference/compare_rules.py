@@ -37,6 +37,7 @@ from medusa.programs import (
     load_prompts,
     report_json,
     sampling_cuts,
+    table_console,
     track,
 )
 from medusa.statistics import DecodingStatistics
@@ -98,7 +99,7 @@ def compare(options: RuleOptions) -> None:
         )
         counted[rule].append(output.statistics)
     report = make_report(counted, drafter.max_depth, options)
-    print_table(report, Console(highlight=False))
+    print_table(report, table_console())
     report_json(report, options)
 
 

@@ -16,14 +16,13 @@ import sys
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
-from medusa.flags import ProgramOptions, program_parser
+from medusa.flags import PlotOptions, ProgramOptions, add_plot_flag, program_parser
 from medusa.measurement.plots import check_matplotlib, plot_evaluation
 from medusa.model import MedusaModel
 from medusa.programs import (
@@ -33,19 +32,14 @@ from medusa.programs import (
     heads_of,
     load_model,
     load_prompts,
-    log_console,
+    log_picture,
     report_json,
+    table_console,
     track,
 )
 from medusa.statistics import DecodingStatistics
 
 TOP_KS = (1, 2, 3, 5, 10)
-
-
-class EvaluationOptions(ProgramOptions):
-    """The flags, parsed."""
-
-    plot: Path
 
 
 class Evaluated(NamedTuple):
@@ -59,18 +53,12 @@ class Evaluated(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
     parser = program_parser(__doc__ or "")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("runs/plots/evaluate_heads.png"),
-        metavar="FILE",
-        help="where the picture goes (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments, namespace=EvaluationOptions())
+    add_plot_flag(parser, "evaluate_heads")
+    options = parser.parse_args(arguments, namespace=PlotOptions())
     return exit_status(lambda: evaluate(options), options.traceback)
 
 
-def evaluate(options: EvaluationOptions) -> None:
+def evaluate(options: PlotOptions) -> None:
     """Measure, and print, draw and write what was found."""
     check_matplotlib()
     model = load_model(options)
@@ -82,10 +70,10 @@ def evaluate(options: EvaluationOptions) -> None:
         for prompt, inputs in track(pairs, "answering")
     ]
     report = make_report(evaluated)
-    print_tables(report, Console(highlight=False))
+    print_tables(report, table_console())
     title = f"{options.heads}, {report['num_prompts']} prompts, temperature {options.temperature:g}"
     plot_evaluation(report, options.plot, title)
-    log_console().print(f"picture: {options.plot}", soft_wrap=True)
+    log_picture(options)
     report_json(report, options)
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 import medusa
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
 from medusa.checkpoint import load_heads, save_tree
-from medusa.flags import ProgramOptions, positive_int, positive_ints, program_parser
+from medusa.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
 from medusa.measurement.plots import check_matplotlib, plot_tree_sizes
 from medusa.measurement.tuning import (
     NUM_NODES,
@@ -51,7 +51,9 @@ from medusa.programs import (
     load_model,
     load_prompts,
     log_console,
+    log_picture,
     report_json,
+    table_console,
     track,
 )
 from medusa.prompts import padded_batch
@@ -62,7 +64,7 @@ Tables = Mapping[int, Sequence[TreeSize]]
 """What each size of tree gives and costs, by batch size."""
 
 
-class TuneOptions(ProgramOptions):
+class TuneOptions(PlotOptions):
     """The flags, parsed."""
 
     num_nodes: int | None
@@ -72,7 +74,6 @@ class TuneOptions(ProgramOptions):
     max_rank: int
     rounds: int
     no_save: bool
-    plot: Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,13 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rounds", type=positive_int, default=6, metavar="N", help="rounds of timing (default: %(default)s)"
     )
     group.add_argument("--no-save", action="store_true", help="leave the heads directory as it is")
-    group.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("runs/plots/tune_tree.png"),
-        metavar="FILE",
-        help="where the picture of the comparison goes (default: %(default)s)",
-    )
+    add_plot_flag(parser, "tune_tree")
     options = parser.parse_args(arguments, namespace=TuneOptions())
     return exit_status(lambda: tune(options), options.traceback)
 
@@ -144,7 +139,7 @@ def tune(options: TuneOptions) -> None:
     num_nodes = options.num_nodes or chosen[min(chosen)]
     tree = counts.best_tree(num_nodes, options.max_depth)
     report = make_report(model, counts, tree, tables, options)
-    print_report(report, Console(highlight=False))
+    print_report(report, table_console())
     if tables:
         plot(report, chosen, options)
     if not options.no_save:
@@ -240,7 +235,7 @@ def plot(report: dict[str, Any], chosen: Mapping[int, int], options: TuneOptions
         plot_tree_sizes(report["by_num_nodes"], report["num_nodes"], options.plot, title)
     else:
         plot_batch_sizes(report["by_batch_size"], options.plot, title)
-    log_console().print(f"picture: {options.plot}", soft_wrap=True)
+    log_picture(options)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:

@@ -56,6 +56,12 @@ class CutOptions(ProgramOptions):
     min_p: float | None
 
 
+class PlotOptions(ProgramOptions):
+    """The flags of programs that draw a picture, parsed."""
+
+    plot: Path
+
+
 class ChatOptions(DrafterOptions, CutOptions):
     """The flags of a chat, parsed."""
 
@@ -115,6 +121,17 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--limit", type=positive_int, metavar="N", help="take the first N prompts of the file")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the closing JSON line to FILE too")
+
+
+def add_plot_flag(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where the picture goes that the program called ``name`` draws."""
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path(f"runs/plots/{name}.png"),
+        metavar="FILE",
+        help="where the picture goes (default: %(default)s)",
+    )
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:

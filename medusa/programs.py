@@ -36,6 +36,7 @@ from medusa.flags import (
     ChatOptions,
     CutOptions,
     DrafterOptions,
+    PlotOptions,
     ProgramOptions,
 )
 from medusa.model import MedusaModel
@@ -43,6 +44,8 @@ from medusa.prompts import Prompt, encode_messages, read_prompts
 from medusa.statistics import DecodingStatistics
 
 SECONDS_BETWEEN_LINES = 10.0
+TABLE_WIDTH = 118
+"""Where standard output is no terminal."""
 
 Item = TypeVar("Item")
 
@@ -50,6 +53,17 @@ Item = TypeVar("Item")
 def log_console() -> Console:
     """Where programs talk to the reader: standard error."""
     return Console(stderr=True, highlight=False)
+
+
+def table_console() -> Console:
+    """Where programs print tables: standard output, as wide as the terminal where it is one."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+
+
+def log_picture(options: PlotOptions) -> None:
+    """Say where the picture is."""
+    log_console().print(f"picture: {options.plot}", soft_wrap=True)
 
 
 def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:

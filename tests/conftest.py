@@ -6,8 +6,11 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,7 +44,8 @@ torch.set_num_threads(1)  # tiny models lose more to waking threads than they wi
 
 VOCAB_SIZE = 61
 SLIDING_WINDOW = 32
-REAL_BASE = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
+CHECKOUT = Path(__file__).parent.parent
+REAL_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -157,6 +161,26 @@ class OracleDrafter(StatelessDrafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         self.answers = [self.answers[row] for row in rows.tolist()]
+
+
+def program(path: str) -> ModuleType:
+    """The program at ``path`` in the checkout as a module, a new one every time."""
+    spec = importlib.util.spec_from_file_location("program_" + Path(path).stem, CHECKOUT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """accelerate keeps the precision of the first Accelerator of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="session")

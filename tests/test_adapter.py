@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import shutil
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import VOCAB_SIZE, random_prompts, tiny_model
+from conftest import VOCAB_SIZE, program, random_prompts, tiny_model
 from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -295,15 +294,10 @@ def test_plain_decoding_on_the_command_line_is_the_adapted_model_s(saved, capsys
 
 
 def test_the_benchmark_compares_with_the_adapted_model(saved, capsys):
-    path = Path(__file__).parent.parent / "inference" / "benchmark.py"
-    specification = importlib.util.spec_from_file_location("program_benchmark", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
     prompts = saved[0].parent / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "And now?"}\n')
     flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--prompts", str(prompts)]
-    assert module.main([*flags, "--max-new-tokens", "12"]) == 0
+    assert program("inference/benchmark.py").main([*flags, "--max-new-tokens", "12"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["compared"] == ["heads", "plain", "transformers"]
     assert report["identical"]

@@ -1,26 +1,18 @@
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import program
 
 import medusa.hardware
 from medusa.engine import resolved_engine
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_gpu.py"
 
 
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.setitem(medusa.hardware.PROBE_BYTES, "cpu", 2**20)
     monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
-    spec = importlib.util.spec_from_file_location("benchmark_gpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return program("scripts/benchmark_gpu.py")
 
 
 def test_a_tiny_shape_is_timed_on_a_processor_on_every_engine_that_runs(script, capsys, tmp_path):

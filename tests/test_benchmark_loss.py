@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import program as load_program
 from torch import nn
 
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.training.loss_cost import fused_step, plain_step
 
-PROGRAM = Path(__file__).parent.parent / "scripts" / "benchmark_loss.py"
-
 
 @pytest.fixture(scope="module")
 def program():
-    specification = importlib.util.spec_from_file_location("benchmark_loss", PROGRAM)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_program("scripts/benchmark_loss.py")
 
 
 def test_the_two_implementations_have_the_same_loss_and_gradients():

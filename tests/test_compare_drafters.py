@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import CHECKOUT
+from conftest import program as load_program
 from tiny_chat import save_chat_model
 
 from medusa import DecodingStatistics
@@ -19,20 +19,7 @@ from medusa.measurement.comparison import Trial, exactness, paired_ratio, summar
 from medusa.prompts import read_prompts
 from medusa.verification import expected_tokens
 
-ROOT = Path(__file__).parent.parent
-
-
-def load_program():
-    spec = importlib.util.spec_from_file_location(
-        "program_compare_drafters", ROOT / "inference" / "compare_drafters.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-program = load_program()
+program = load_program("inference/compare_drafters.py")
 program.NUM_WARM_UPS = 1  # nothing here looks at the times
 
 
@@ -258,7 +245,7 @@ def test_one_prompt_has_no_interval_and_unlike_sides_are_refused():
 
 # ------------------------------------------------------------------ prompts that repeat text
 
-REPETITIVE = ROOT / "configs" / "repetitive_prompts.jsonl"
+REPETITIVE = CHECKOUT / "configs" / "repetitive_prompts.jsonl"
 
 
 def test_the_repetitive_prompts_are_three_of_each_kind():

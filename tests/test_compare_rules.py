@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import program
 from tiny_chat import save_chat_model
 
 from medusa.measurement.comparison import bootstrapped_ratio
-
-PROGRAM = Path(__file__).parent.parent / "inference" / "compare_rules.py"
 
 
 @pytest.fixture
 def run(tmp_path, capsys):
     """Runs the program on a tiny model; its exit status and what it printed."""
-    spec = importlib.util.spec_from_file_location("program_compare_rules", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = program("inference/compare_rules.py")
     base, heads = save_chat_model(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Count", "Go on")))

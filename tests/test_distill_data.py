@@ -1,9 +1,8 @@
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import CHECKOUT, program
 from fake_endpoint import fake_endpoints
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
@@ -20,7 +19,7 @@ from medusa.training.answering import (
 )
 from medusa.training.distill import TimeLimit, distill, prompt_free, unanswered
 
-PROGRAM = Path(__file__).parent.parent / "train" / "distill_data.py"
+PROGRAM = "train/distill_data.py"
 MAX_NEW_TOKENS = 12
 
 
@@ -28,13 +27,6 @@ MAX_NEW_TOKENS = 12
 def serve():
     with fake_endpoints() as start:
         yield start
-
-
-def load_program():
-    spec = importlib.util.spec_from_file_location("distill_data", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_rows(path, *rows):
@@ -231,9 +223,9 @@ def test_the_program_answers_from_an_endpoint_and_goes_on_after_a_stop(serve, tm
     )
     output = tmp_path / "out" / "rows.jsonl"
     command = ["--prompts", str(file), "--output", str(output), "--endpoint", fake.url, "--model", "tiny"]
-    assert load_program().main([*command, "--limit", "1"]) == 0
+    assert program(PROGRAM).main([*command, "--limit", "1"]) == 0
     assert len(fake.requests) == 2
-    assert load_program().main(command) == 0
+    assert program(PROGRAM).main(command) == 0
     rows = {row["index"]: row for row in read_rows(output)}
     assert sorted(rows) == [0, 2]
     assert [m["content"] for m in rows[0]["messages"]] == ["a", "you said a", "b", "you said b"]
@@ -250,11 +242,11 @@ def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     command = ["--base", base, "--prompts", str(prompts_file(tmp_path)), "--output", str(output)]
     command += ["--max-new-tokens", "8", "--device", "cpu", "--batch-size", "3"]
-    assert load_program().main(command) == 0
+    assert program(PROGRAM).main(command) == 0
     rows = read_rows(output)
     assert sorted(row["index"] for row in rows) == list(range(7))
     assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
-    assert load_program().main(command) == 0
+    assert program(PROGRAM).main(command) == 0
     assert read_rows(output) == rows
     said = capsys.readouterr().err
     assert "medusa 0." in said
@@ -277,14 +269,14 @@ def test_the_program_says_what_is_wrong_in_one_sentence(tmp_path, monkeypatch, c
     write_rows(tmp_path / "fine.jsonl", {"prompt": "hi"})
     (tmp_path / "bad.jsonl").write_text('{"prompt": "hi"}\n{"prompt"\n')
     options = ["--output", "rows.jsonl", "--base", base, "--device", "cpu"]
-    assert load_program().main([*options, *arguments]) == 1
+    assert program(PROGRAM).main([*options, *arguments]) == 1
     said = capsys.readouterr().err
     assert f"error: {complaint}" in said.replace("\n", " ") or complaint in said
     assert "Traceback" not in said
 
 
 def test_the_demo_prompts_are_readable_varied_and_disjoint():
-    configs = PROGRAM.parent.parent / "configs"
+    configs = CHECKOUT / "configs"
     training, held_out = (read_prompts(configs / f"demo_{name}.jsonl") for name in ("prompts", "heldout"))
     said = [prompt.messages[0]["content"] for prompt in (*training, *held_out)]
     assert len(set(said)) == len(said)

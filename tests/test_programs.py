@@ -1,9 +1,8 @@
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import program as load_program
 from tiny_chat import save_chat_model, wide_tree
 
 import medusa
@@ -12,7 +11,6 @@ from medusa import load_heads, save_tree
 from medusa.programs import exit_status, track
 from medusa.tuned_trees import Place, TunedTree
 
-INFERENCE = Path(__file__).parent.parent / "inference"
 PROMPTS = [
     {"prompt": "Hello", "category": "greeting"},
     {"turns": ["Count to three", "And on"], "category": "counting"},
@@ -22,11 +20,7 @@ PROMPTS = [
 
 def program(name):
     """A program of inference/, as a module."""
-    spec = importlib.util.spec_from_file_location(f"program_{name}", INFERENCE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_program(f"inference/{name}.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,13 @@
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from conftest import program
 from tiny_chat import save_chat_model
-
-PROGRAM = Path(__file__).parent.parent / "inference" / "side_by_side.py"
 
 
 @pytest.fixture(scope="module")
 def compare():
-    spec = importlib.util.spec_from_file_location("program_side_by_side", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return program("inference/side_by_side.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -13,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CHECKOUT
+from conftest import program as load_program
 from peft import PeftModel
 from tiny_training import counting_rows, save_tiny_base, write_rows
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel, load_heads
 
-CHECKOUT = Path(__file__).parent.parent
 PROGRAM = str(CHECKOUT / "train" / "train_heads.py")
 MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
 
@@ -88,9 +88,7 @@ def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace):
 @pytest.fixture
 def program(workplace, monkeypatch):
     """Runs the program's ``main`` in this process, in ``workplace``."""
-    specification = importlib.util.spec_from_file_location("train_heads", PROGRAM)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    module = load_program("train/train_heads.py")
     monkeypatch.chdir(workplace)
 
     def run(*arguments: str) -> None:

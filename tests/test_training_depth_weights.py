@@ -10,7 +10,6 @@ import torch
 from test_training_loss import MAPPED, NUM_HEADS, OBJECTIVES, UNEMBEDDINGS, VOCAB, Problem
 from torch import Tensor
 
-from medusa.heads import MedusaHeads
 from medusa.training.alignment import align
 from medusa.training.depth_weights import acceptance_weights, decay_weights
 from medusa.training.loss import LossOptions
@@ -78,31 +77,6 @@ def test_the_weights_change_the_loss_and_not_what_is_counted():
     assert not torch.isclose(plain, weighted)
     for name in ("loss", "top1", "top5", "num_labels", "num_scored"):
         torch.testing.assert_close(getattr(sums, name), getattr(plain_sums, name))
-
-
-@pytest.mark.parametrize("block_elements", [1, VOCAB * 7, 10**9])
-def test_the_block_size_changes_nothing_but_memory(block_elements):
-    problem = Problem()
-    problem.hidden.requires_grad_()
-    reference, _ = problem.fused(depth_weighting="dpace")
-    loss, _ = problem.fused(depth_weighting="dpace", block_elements=block_elements)
-    torch.testing.assert_close(loss, reference)
-    for ours, theirs in zip(problem.gradients(loss), problem.gradients(reference), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_no_block_of_logits_is_larger_than_asked(monkeypatch):
-    problem, seen = Problem(), []
-    logits_of = MedusaHeads.logits_of
-
-    def recorded(self, *arguments):
-        logits = logits_of(self, *arguments)
-        seen.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(MedusaHeads, "logits_of", recorded)
-    problem.fused(depth_weighting="dpace", block_elements=3 * VOCAB)
-    assert max(seen) == 3 * VOCAB
 
 
 def one_path(num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

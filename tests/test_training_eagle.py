@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import counting_model
 from rich.console import Console
-from tiny_training import chat_tokenizer, counting_rows, tiny_base, write_rows
+from tiny_training import (
+    chat_tokenizer,
+    configured,
+    counting_rows,
+    history,
+    stop_after,
+    tiny_base,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,12 +27,11 @@ from medusa import CandidateTree, MedusaModel
 from medusa.eagle import EagleConfig, EagleHead
 from medusa.training import preparation, result
 from medusa.training.alignment import align
-from medusa.training.configuration import ConfigurationError, read_configuration
+from medusa.training.configuration import ConfigurationError
 from medusa.training.documents import Document, Documents
 from medusa.training.eagle_loss import EagleLoss, FeatureBatch
 from medusa.training.hidden_source import LiveFeatures
 from medusa.training.loss import LossOptions
-from medusa.training.run_directory import RunDirectory
 from medusa.training.trainer import Trainer
 
 DEPTH, HIDDEN, VOCAB = 3, 16, 40
@@ -34,16 +39,7 @@ LENGTHS = (5, 8)
 """Two documents, packed into the first row; the second row is one document."""
 
 
-class Stopped(Exception):
-    """What a test raises to end a run early."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """accelerate keeps the precision of the first Accelerator of a process."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 
 class Problem:
@@ -145,39 +141,19 @@ def test_a_soft_objective_without_the_base_is_refused():
 
 def new_trainer(directory: Path, base: Any = None, data: Any = None, **options: Any) -> Trainer:
     """A trainer of an EAGLE-style head; options as in the YAML file."""
-    directory.mkdir(exist_ok=True)
     defaults = {
-        "base": "tiny",
-        "data": write_rows(directory / "rows.jsonl", counting_rows(40)),
-        "output_dir": directory / "run",
         "head_kind": "eagle",
-        "num_heads": DEPTH,
         "num_attention_heads": 4,
         "objective": "kl",
         "max_steps": 8,
         "tokens_per_batch": 512,
         "learning_rate": 3e-3,
-        "warmup_steps": 3,
-        "logging_steps": 1,
-        "held_out_fraction": 0.1,
     }
-    words = [word for key, value in (defaults | options).items() for word in (f"--{key}", str(value))]
-    configuration = read_configuration(words)
-    RunDirectory(configuration.run.output_dir).check(configuration)
+    configuration = configured(directory, counting_rows(40), **defaults | options)
     base = tiny_base() if base is None else base
     data = preparation.load_data(configuration.data, chat_tokenizer()) if data is None else data
     head = preparation.new_heads(configuration, base, data.training)
     return Trainer(configuration, Accelerator(cpu=True), base, head, data, Console(quiet=True))
-
-
-def history(trainer: Trainer) -> dict[int, dict[str, float]]:
-    """The logged training metrics by step, without what the clock decides."""
-    entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
-    return {
-        entry["step"]: {key: value for key, value in entry.items() if key.startswith("train/")}
-        for entry in entries
-        if "train/loss" in entry
-    }
 
 
 @pytest.fixture(scope="module")
@@ -225,17 +201,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone(tmp_path):
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, monkeypatch):
     whole = new_trainer(tmp_path / "whole", checkpoint_steps=3)
     whole.train()
-    part = new_trainer(tmp_path / "part", checkpoint_steps=3)
-    do_step = part._step
-
-    def stopping(*args: Any) -> None:
-        if part.state.step == 4:
-            raise Stopped
-        do_step(*args)
-
-    monkeypatch.setattr(part, "_step", stopping)
-    with pytest.raises(Stopped):
-        part.train()
+    stop_after(new_trainer(tmp_path / "part", checkpoint_steps=3), 4, monkeypatch)
     resumed = new_trainer(tmp_path / "part", checkpoint_steps=3, resume=True)
     resumed.train()
     assert len(history(whole)) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,17 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from conftest import tiny_model
 from rich.console import Console
-from tiny_training import chat_tokenizer, conversation, counting_rows, tiny_base, write_rows
+from tiny_training import (
+    chat_tokenizer,
+    configured,
+    conversation,
+    counting_rows,
+    history,
+    stop_after,
+    tiny_base,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,20 +33,9 @@ from medusa.training.configuration import ConfigurationError, read_configuration
 from medusa.training.joint_trainer import JointTrainer, base_report
 from medusa.training.lora import TrainedAdapter, target_layers
 from medusa.training.options import JointOptions
-from medusa.training.run_directory import RunDirectory
 from medusa.training.teacher import teacher_of
 
-
-class Stopped(Exception):
-    """What a test raises to end a run early."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """accelerate keeps the precision of the first Accelerator of a process."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 
 @pytest.fixture
@@ -48,49 +43,25 @@ def rows() -> list[dict[str, Any]]:
     return counting_rows(40)
 
 
-def configured(directory: Path, rows: list[dict[str, Any]], **options: Any):
-    defaults = {
-        "base": "tiny",
-        "data": write_rows(directory / "rows.jsonl", rows),
-        "output_dir": directory / "run",
-        "num_heads": 3,
-        "joint": True,
-        "joint_warmup_fraction": 0.5,
-        "lora_rank": 4,
-        "max_steps": 8,
-        "tokens_per_batch": 1024,
-        "learning_rate": 2e-3,
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "held_out_fraction": 0.1,
-    }
-    return read_configuration(
-        [word for key, value in (defaults | options).items() for word in (f"--{key}", str(value))]
-    )
+JOINT = {
+    "joint": True,
+    "joint_warmup_fraction": 0.5,
+    "lora_rank": 4,
+    "max_steps": 8,
+    "learning_rate": 2e-3,
+    "warmup_steps": 2,
+}
 
 
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> JointTrainer:
     """A trainer on ``rows``; options as in the YAML file."""
-    directory.mkdir(exist_ok=True)
-    configuration = configured(directory, rows, **options)
-    RunDirectory(configuration.run.output_dir).check(configuration)
+    configuration = configured(directory, rows, **JOINT | options)
     base, documents = tiny_base(), preparation.load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     adapter = TrainedAdapter(base, configuration.joint, configuration.data.seed)
     precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     return JointTrainer(configuration, accelerator, base, heads, documents, Console(quiet=True), adapter)
-
-
-def history(trainer: JointTrainer, name: str = "train") -> dict[int, dict[str, float]]:
-    """The logged metrics by step, without what the clock decides."""
-    entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
-    kept = (name + "/", "learning_rate", "epoch")
-    return {
-        entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}
-        for entry in entries
-        if f"{name}/loss" in entry
-    }
 
 
 def weights(trainer: JointTrainer) -> dict[str, Tensor]:
@@ -356,17 +327,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, rows, mo
     whole = new_trainer(tmp_path / "whole", rows, **options)
     whole.train()
     torch.manual_seed(0)
-    killed = new_trainer(tmp_path / "parts", rows, **options)
-    do_step = killed._step
-
-    def stopping(*args: Any) -> None:
-        if killed.state.step == stop:
-            raise Stopped
-        do_step(*args)
-
-    monkeypatch.setattr(killed, "_step", stopping)
-    with pytest.raises(Stopped):
-        killed.train()
+    stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
     torch.manual_seed(99)
     resumed = new_trainer(tmp_path / "parts", rows, **options, resume=True)
     resumed.train()
@@ -503,11 +464,11 @@ def test_targets_are_the_ends_of_names():
 )
 def test_options_that_cannot_be_are_refused(tmp_path, rows, options, message):
     with pytest.raises(ValueError, match=message):
-        configured(tmp_path, rows, **options)
+        configured(tmp_path, rows, **JOINT | options)
 
 
 def test_the_written_configuration_reads_back(tmp_path, rows):
-    configuration = configured(tmp_path, rows)
+    configuration = configured(tmp_path, rows, **JOINT)
     (tmp_path / "again.yaml").write_text(configuration.as_yaml())
     assert read_configuration(["--config", str(tmp_path / "again.yaml")]) == configuration
 

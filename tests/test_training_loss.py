@@ -116,16 +116,21 @@ def test_blend_moves_from_hard_labels_to_the_base(kl_weight):
 
 
 @pytest.mark.parametrize("block_elements", [1, VOCAB * 7, 10**9])
-def test_the_block_size_changes_nothing_but_memory(block_elements):
+@pytest.mark.parametrize("depth_weighting", ["decay", "dpace"])
+def test_the_block_size_changes_nothing_but_memory(block_elements, depth_weighting):
     problem = Problem()
-    reference, reference_sums = problem.fused()
-    loss, sums = problem.fused(block_elements=block_elements)
+    problem.hidden.requires_grad_()
+    reference, reference_sums = problem.fused(depth_weighting=depth_weighting)
+    loss, sums = problem.fused(depth_weighting=depth_weighting, block_elements=block_elements)
     torch.testing.assert_close(loss, reference)
+    for ours, theirs in zip(problem.gradients(loss), problem.gradients(reference), strict=True):
+        torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(sums, reference_sums, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_no_block_of_logits_is_larger_than_asked(monkeypatch):
+@pytest.mark.parametrize("depth_weighting", ["decay", "dpace"])
+def test_no_block_of_logits_is_larger_than_asked(monkeypatch, depth_weighting):
     problem, seen = Problem(), []
     logits_of = MedusaHeads.logits_of
 
@@ -135,7 +140,7 @@ def test_no_block_of_logits_is_larger_than_asked(monkeypatch):
         return logits
 
     monkeypatch.setattr(MedusaHeads, "logits_of", recorded)
-    problem.fused(block_elements=3 * VOCAB)
+    problem.fused(depth_weighting=depth_weighting, block_elements=3 * VOCAB)
     assert max(seen) == 3 * VOCAB
     assert len(seen) > NUM_HEADS
 

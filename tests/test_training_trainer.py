@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,28 +9,24 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from rich.console import Console
-from tiny_training import chat_tokenizer, conversation, counting_rows, tiny_base, write_rows
+from tiny_training import (
+    chat_tokenizer,
+    configured,
+    conversation,
+    counting_rows,
+    history,
+    stop_after,
+    tiny_base,
+)
 
 from medusa import load_heads
 from medusa.checkpoint import HeadsCheckpoint, save_heads
 from medusa.training import preparation, result
-from medusa.training.configuration import ConfigurationError, read_configuration
-from medusa.training.run_directory import RunDirectory
+from medusa.training.configuration import ConfigurationError
 from medusa.training.trainer import Trainer
 
-
-class Stopped(Exception):
-    """What a test raises to end a run early."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """accelerate keeps the precision of the first Accelerator of a process."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 
 @pytest.fixture
@@ -41,41 +36,12 @@ def rows() -> list[dict[str, Any]]:
 
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
     """A trainer on ``rows``; options as in the YAML file."""
-    directory.mkdir(exist_ok=True)
-    data = write_rows(directory / "rows.jsonl", rows)
-    defaults = {
-        "base": "tiny",
-        "data": data,
-        "output_dir": directory / "run",
-        "num_heads": 3,
-        "max_steps": 12,
-        "tokens_per_batch": 1024,
-        "learning_rate": 1e-2,
-        "warmup_steps": 3,
-        "logging_steps": 1,
-        "held_out_fraction": 0.1,
-    }
-    words = [word for key, value in (defaults | options).items() for word in (f"--{key}", str(value))]
-    configuration = read_configuration(words)
-    RunDirectory(configuration.run.output_dir).check(configuration)
+    configuration = configured(directory, rows, **options)
     precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
     accelerator, base = Accelerator(cpu=True, mixed_precision=precision), tiny_base()
     documents = preparation.load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     return Trainer(configuration, accelerator, base, heads, documents, Console(quiet=True))
-
-
-def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]]:
-    """The logged metrics by step, without what the clock decides."""
-    entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
-    steps = [entry["step"] for entry in entries if f"{name}/loss" in entry]
-    assert len(set(steps)) == len(steps), "a step was logged twice"
-    kept = (name + "/", "learning_rate", "epoch")
-    return {
-        entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}
-        for entry in entries
-        if f"{name}/loss" in entry
-    }
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -85,20 +51,6 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def assert_equal_weights(ours: Trainer, theirs: Trainer, **tolerance: float) -> None:
     for name, tensor in weights(ours).items():
         torch.testing.assert_close(tensor, weights(theirs)[name], **tolerance)
-
-
-def stop_after(trainer: Trainer, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``trainer`` stop once it has done ``step`` steps, as a killed process does."""
-    do_step = trainer._step
-
-    def stopping(*args: Any) -> None:
-        if trainer.state.step == step:
-            raise Stopped
-        do_step(*args)
-
-    monkeypatch.setattr(trainer, "_step", stopping)
-    with pytest.raises(Stopped):
-        trainer.train()
 
 
 def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import typer
+from conftest import program as load_program
 from conftest import random_prompts, tiny_model
 from tiny_chat import save_chat_model
 from transformers import AutoModelForCausalLM
@@ -19,13 +17,7 @@ from medusa import MedusaModel
 from medusa.drafters.choice import DrafterSettings, drafter_named
 from medusa.drafters.self_draft import early_exit
 
-spec = importlib.util.spec_from_file_location(
-    "truncate_model", Path(__file__).parent.parent / "scripts" / "truncate_model.py"
-)
-program = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = program
-spec.loader.exec_module(program)
-
+program = load_program("scripts/truncate_model.py")
 app = typer.Typer()
 app.command()(program.main)
 

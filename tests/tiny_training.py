@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from medusa.training.configuration import TrainingConfiguration, read_configuration
+from medusa.training.run_directory import RunDirectory
+from medusa.training.trainer import Trainer
 
 SYSTEM = "You are a machine"
 CHAT_TEMPLATE = (
@@ -83,3 +88,54 @@ def counting_rows(count: int) -> list[dict[str, Any]]:
         )
         for i in range(count)
     ]
+
+
+def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> TrainingConfiguration:
+    """Of a short run in ``directory`` on ``rows``; options as in the YAML file."""
+    directory.mkdir(exist_ok=True)
+    defaults = {
+        "base": "tiny",
+        "data": write_rows(directory / "rows.jsonl", rows),
+        "output_dir": directory / "run",
+        "num_heads": 3,
+        "max_steps": 12,
+        "tokens_per_batch": 1024,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "logging_steps": 1,
+        "held_out_fraction": 0.1,
+    }
+    words = [word for key, value in (defaults | options).items() for word in (f"--{key}", str(value))]
+    configuration = read_configuration(words)
+    RunDirectory(configuration.run.output_dir).check(configuration)
+    return configuration
+
+
+def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]]:
+    """The logged metrics by step, without what the clock decides."""
+    entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
+    entries = [entry for entry in entries if f"{name}/loss" in entry]
+    assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
+    kept = (name + "/", "learning_rate", "epoch")
+    return {
+        entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}
+        for entry in entries
+    }
+
+
+class Stopped(Exception):
+    """What a test raises to end a run early."""
+
+
+def stop_after(trainer: Trainer, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``trainer`` stop once it has done ``step`` steps, as a killed process does."""
+    do_step = trainer._step
+
+    def stopping(*args: Any) -> None:
+        if trainer.state.step == step:
+            raise Stopped
+        do_step(*args)
+
+    monkeypatch.setattr(trainer, "_step", stopping)
+    with pytest.raises(Stopped):
+        trainer.train()
