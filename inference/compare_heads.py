@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,14 @@ from torch import Tensor
 
 import medusa
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate_each
-from medusa.flags import ProgramOptions, not_negative_int, positive_int, positive_ints, program_parser
+from medusa.flags import (
+    PlotOptions,
+    add_plot_flag,
+    not_negative_int,
+    positive_int,
+    positive_ints,
+    program_parser,
+)
 from medusa.measurement.heads_comparison import (
     NUM_NODES,
     NamedHeads,
@@ -46,8 +52,9 @@ from medusa.programs import (
     exit_status,
     load_model,
     load_prompts,
-    log_console,
+    log_picture,
     report_json,
+    table_console,
     track,
 )
 
@@ -57,7 +64,7 @@ TABLE_WIDTH = 150
 """Where standard output is no terminal."""
 
 
-class HeadsOptions(ProgramOptions):
+class HeadsOptions(PlotOptions):
     """The flags, parsed."""
 
     others: list[str]
@@ -66,7 +73,6 @@ class HeadsOptions(ProgramOptions):
     max_rank: int
     rounds: int
     step_nodes: int
-    plot: Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,13 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="nodes of the trees that are timed (default: %(default)s)",
     )
-    group.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("runs/plots/compare_heads.png"),
-        metavar="FILE",
-        help="where the picture goes (default: %(default)s)",
-    )
+    add_plot_flag(parser, "compare_heads")
     options = parser.parse_args(arguments, namespace=HeadsOptions())
     return exit_status(lambda: compare(options), options.traceback)
 
@@ -140,11 +140,10 @@ def compare(options: HeadsOptions) -> None:
         times = measured_steps(model, compared, counts, options.step_nodes, track(chosen, "timing steps"))
     report = make_report(model, compared, counts, comparison_report(compared, counts, options.sizes, times))
     report |= {"step_nodes": options.step_nodes, "asked_about": what_is_asked(options)}
-    console = Console(highlight=False)
-    print_table(report, console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH))
+    print_table(report, table_console(TABLE_WIDTH))
     title = f"{options.base}, {report['asked_about']}, {report['num_tokens']} tokens"
     plot_heads(report["heads"], options.plot, title)
-    log_console().print(f"picture: {options.plot}", soft_wrap=True)
+    log_picture(options)
     report_json(report, options)
 
 

@@ -44,8 +44,6 @@ from medusa.prompts import Prompt, encode_messages, read_prompts
 from medusa.statistics import DecodingStatistics
 
 SECONDS_BETWEEN_LINES = 10.0
-TABLE_WIDTH = 118
-"""Where standard output is no terminal."""
 
 Item = TypeVar("Item")
 
@@ -55,10 +53,10 @@ def log_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def table_console() -> Console:
-    """Where programs print tables: standard output, as wide as the terminal where it is one."""
+def table_console(width: int = 118) -> Console:
+    """Where programs print tables: standard output, ``width`` columns wide where it is no terminal."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def log_picture(options: PlotOptions) -> None:

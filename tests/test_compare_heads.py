@@ -1,11 +1,9 @@
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import program
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_heads, chat_model, save_chat_model, wide_tree
 from tiny_training import chat_tokenizer, counting_rows, write_rows
 
@@ -27,16 +25,11 @@ from medusa.measurement.held_out import held_out_answers
 from medusa.training.options import DataOptions
 from medusa.training.preparation import load_data
 
-PROGRAM = Path(__file__).parent.parent / "inference" / "compare_heads.py"
 PROMPTS = [{"prompt": "Hello"}, {"prompt": "Count"}, {"prompt": "And on"}, {"prompt": "Once more"}]
 
 
 def compare_heads(arguments):
-    spec = importlib.util.spec_from_file_location("program_compare_heads", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.main(arguments)
+    return program("inference/compare_heads.py").main(arguments)
 
 
 def perfect_heads(num_heads=1):

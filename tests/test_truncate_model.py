@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +52,10 @@ def test_the_directory_is_a_model_that_drafts(tmp_path):
     )
 
 
-def test_training_lowers_the_divergence_from_the_base():
+def test_training_lowers_the_divergence_from_the_base(monkeypatch):
+    """The clock counts how often it is asked, so that a slow machine trains as long as a fast one."""
+    ticks = itertools.count()
+    monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 200))
     base = tiny_model("llama")
     copy = program.truncated(base, 1)
     rows = random_prompts(16, 24, seed=2)
@@ -62,7 +67,7 @@ def test_training_lowers_the_divergence_from_the_base():
         after = float(program.divergence(copy, base, rows))
     assert after < 0.7 * before
     assert made["first_kl"] == pytest.approx(float(before), rel=0.5)
-    assert made["steps"] > 5
+    assert made["steps"] > 100
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in base.parameters())
 
 

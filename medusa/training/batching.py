@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medusa.training.alignment import Alignment, align
 from medusa.training.documents import Documents
 
 MicroBatch = list[list[int]]
@@ -64,10 +65,14 @@ class PaddedBatch:
     """A micro-batch as the base model reads it."""
 
     input_ids: Tensor  # (B, T) long; padding is token 0
-    positions: (
-        Tensor  # (B, T) long; from 0 at the start of each document and at the padding behind packed ones
-    )
+    positions: Tensor  # (B, T) long; 0 where a document begins and where padding behind packed ones does
     is_label: Tensor  # (B, T) bool
+
+    def aligned(self, num_heads: int, column_of: Tensor | None = None) -> Alignment:
+        """See :func:`medusa.training.alignment.align`; sources count the B * T positions row by row."""
+        return align(
+            self.input_ids.flatten(), self.is_label.flatten(), self.positions.flatten(), num_heads, column_of
+        )
 
 
 def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:

@@ -42,14 +42,7 @@ class LiveStates:
             return torch.zeros(0, size, device=device), no_targets(self.num_heads).to(device)
         padded = collate(self.documents, batch)
         states = frozen_states(self.base, padded)
-        alignment = align(
-            padded.input_ids.flatten(),
-            padded.is_label.flatten(),
-            padded.positions.flatten(),
-            self.num_heads,
-            self.column_of,
-        )
-        return states.reshape(-1, size), alignment.to(device)
+        return states.reshape(-1, size), padded.aligned(self.num_heads, self.column_of).to(device)
 
 
 @dataclass(frozen=True)
@@ -65,20 +58,12 @@ class LiveFeatures:
         """Rows and their alignment, on the base's device. An empty batch has one token and no targets."""
         device = self.base.device
         padded = collate(self.documents, batch) if batch else one_token()
-        following = padded.input_ids.roll(-1, dims=1).to(
-            device
-        )  # what a row's last entry joins is never read
+        # What a row's last entry joins is never read.
+        following = padded.input_ids.roll(-1, dims=1).to(device)
         with torch.no_grad():
             next_embeddings = self.base.get_input_embeddings()(following)
         features = FeatureBatch(self.states(batch, padded), next_embeddings, padded.positions.to(device))
-        alignment = align(
-            padded.input_ids.flatten(),
-            padded.is_label.flatten(),
-            padded.positions.flatten(),
-            self.num_heads,
-            self.column_of,
-        )
-        return features, alignment.to(device)
+        return features, padded.aligned(self.num_heads, self.column_of).to(device)
 
     def states(self, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
         """The base's states (B, T, D) of a micro-batch, empty or not."""

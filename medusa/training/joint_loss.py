@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base import CausalLM, hidden_states
-from medusa.training.alignment import Alignment, align
+from medusa.training.alignment import Alignment
 from medusa.training.base_loss import BaseLoss, BaseSums, BaseTargets
 from medusa.training.batching import MicroBatch, collate
 from medusa.training.documents import Documents
@@ -58,10 +58,8 @@ class JointRows:
         """On the base's device. An empty batch is one token without targets, so that gradients are zeros."""
         device = self.base.device
         padded = collate(self.documents, batch) if batch else one_token()
-        tokens, is_label = padded.input_ids.flatten(), padded.is_label.flatten()
-        positions = padded.positions.flatten()
-        alignment = align(tokens, is_label, positions, self.num_heads, self.column_of)
-        own = align(tokens, is_label, positions, num_heads=0)  # the base has a column for every token
+        alignment = padded.aligned(self.num_heads, self.column_of)
+        own = padded.aligned(num_heads=0)  # the base has a column for every token
         targets = BaseTargets(own.sources[0].to(device), own.columns.to(device))
         rows = JointBatch(padded.input_ids.to(device), padded.positions.to(device), targets)
         return rows, alignment.to(device)
