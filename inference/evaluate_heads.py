@@ -1,19 +1,21 @@
 """How good are these heads? Decodes prompts with them, then asks each head about every token.
 
 Live decoding gives tokens per step and the acceptance rate by depth; reading the same answers again
-(teacher forcing) gives each head's top-k accuracy, whatever the tree. Prints a table, draws a PNG,
-and ends with one line of JSON.
+(teacher forcing) gives each head's top-k accuracy, whatever the tree. With --also-at the prompts are
+answered at other temperatures too. Prints a table, draws a PNG, and ends with one line of JSON.
 
     python inference/evaluate_heads.py
     python inference/evaluate_heads.py --base BASE --heads HEADS --prompts FILE --max-new-tokens 256
     python inference/evaluate_heads.py --temperature 0.7 --seed 3 --json result.json --plot result.png
+    python inference/evaluate_heads.py --prompts FILE --tree-nodes 64 --calibrate-on OTHER_FILE --also-at 1
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -22,7 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa.calibration import AnsweredTokens, RankCounts, calibrate
-from medusa.flags import PlotOptions, ProgramOptions, add_plot_flag, program_parser
+from medusa.flags import (
+    PlotOptions,
+    ProgramOptions,
+    TreeOptions,
+    add_plot_flag,
+    add_tree_flags,
+    not_negative_float,
+    program_parser,
+)
+from medusa.measurement.calibrating import use_tree_asked_for
 from medusa.measurement.plots import check_matplotlib, plot_evaluation
 from medusa.model import MedusaModel
 from medusa.programs import (
@@ -42,6 +53,12 @@ from medusa.statistics import DecodingStatistics
 TOP_KS = (1, 2, 3, 5, 10)
 
 
+class EvaluationOptions(PlotOptions, TreeOptions):
+    """The flags, parsed."""
+
+    also_at: list[float]
+
+
 class Evaluated(NamedTuple):
     """What one prompt showed."""
 
@@ -54,14 +71,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
     parser = program_parser(__doc__ or "")
     add_plot_flag(parser, "evaluate_heads")
-    options = parser.parse_args(arguments, namespace=PlotOptions())
+    add_tree_flags(parser)
+    parser.add_argument(
+        "--also-at",
+        type=not_negative_float,
+        nargs="+",
+        default=[],
+        metavar="T",
+        help="other temperatures to answer every prompt at, with the same tree",
+    )
+    options = parser.parse_args(arguments, namespace=EvaluationOptions())
     return exit_status(lambda: evaluate(options), options.traceback)
 
 
-def evaluate(options: PlotOptions) -> None:
+def evaluate(options: EvaluationOptions) -> None:
     """Measure, and print, draw and write what was found."""
     check_matplotlib()
     model = load_model(options)
+    use_tree_asked_for(model, options)
     prompts = load_prompts(options)
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
@@ -69,8 +96,13 @@ def evaluate(options: PlotOptions) -> None:
         evaluate_prompt(model, inputs, prompt.category, options)
         for prompt, inputs in track(pairs, "answering")
     ]
-    report = make_report(evaluated)
+    others = {
+        temperature: decoded_at(model, encoded, temperature, options) for temperature in options.also_at
+    }
+    report = make_report(evaluated, others)
     print_tables(report, table_console())
+    if others:
+        table_console().print(temperature_table(report, options.temperature))
     title = f"{options.heads}, {report['num_prompts']} prompts, temperature {options.temperature:g}"
     plot_evaluation(report, options.plot, title)
     log_picture(options)
@@ -87,16 +119,33 @@ def evaluate_prompt(
     return Evaluated(category, statistics, counts)
 
 
-def make_report(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
-    """The JSON object of this program."""
+def decoded_at(
+    model: MedusaModel, encoded: Sequence[dict[str, Any]], temperature: float, options: EvaluationOptions
+) -> list[DecodingStatistics]:
+    """How decoding of every prompt goes at another temperature."""
+    there = copy.copy(options)
+    there.temperature = temperature
+    label = f"answering at temperature {temperature:g}"
+    return [decode_prompt(model, inputs, there)[1] for inputs in track(encoded, label)]
+
+
+def make_report(
+    evaluated: Sequence[Evaluated], others: Mapping[float, Sequence[DecodingStatistics]]
+) -> dict[str, Any]:
+    """The JSON object of this program. ``share`` is in tokens per step of the temperature asked for first."""
     counts = reduce(add, (item.counts for item in evaluated))
     categories = sorted({item.category for item in evaluated})
     by_category = {
         category: summary([item.statistics for item in evaluated if item.category == category])
         for category in categories
     }
+    here = summary([item.statistics for item in evaluated])
+    also_at = [{"temperature": temperature, **summary(each)} for temperature, each in others.items()]
+    for entry in also_at:
+        entry["share"] = entry["tokens_per_step"] / here["tokens_per_step"]
     return {
-        **summary([item.statistics for item in evaluated]),
+        **here,
+        **({"also_at": also_at} if also_at else {}),
         "head_accuracy": {f"top{k}": [_known(rate) for rate in counts.top_k_accuracy(k)] for k in TOP_KS},
         "by_category": by_category,
     }
@@ -141,6 +190,17 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
     by_category.add_section()
     by_category.add_row("all", *_cells(report, len(accepted)), style="bold")
     console.print(by_category)
+
+
+def temperature_table(report: dict[str, Any], first: float) -> Table:
+    """One row a temperature, ``first`` first."""
+    table = Table(title="Live decoding by temperature", title_justify="left")
+    for name in ("temperature", "tokens", "tokens per step", "share"):
+        table.add_column(name, justify="right")
+    for entry in ({**report, "temperature": first, "share": 1.0}, *report["also_at"]):
+        cells = [f"{entry['temperature']:g}", str(entry["num_tokens"]), f"{entry['tokens_per_step']:.2f}"]
+        table.add_row(*cells, f"{entry['share']:.1%}")
+    return table
 
 
 def _cells(entry: dict[str, Any], max_depth: int) -> list[str]:

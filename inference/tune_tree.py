@@ -19,8 +19,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 import medusa
-from medusa.calibration import AnsweredTokens, RankCounts, calibrate
+from medusa.calibration import AnsweredTokens, RankCounts
 from medusa.checkpoint import load_heads, save_tree
 from medusa.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
+from medusa.measurement.calibrating import ranked
 from medusa.measurement.plots import check_matplotlib, plot_tree_sizes
 from medusa.measurement.tuning import (
     NUM_NODES,
@@ -47,7 +46,6 @@ from medusa.programs import (
     answered_tokens,
     encode_prompts,
     exit_status,
-    heads_of,
     load_model,
     load_prompts,
     log_console,
@@ -129,11 +127,7 @@ def tune(options: TuneOptions) -> None:
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
     rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering")]
-    heads = heads_of(model)
-    counted = [
-        calibrate(model.base, heads, [row], max_rank=options.max_rank) for row in track(rows, "ranking")
-    ]
-    counts = reduce(add, counted)
+    counts = ranked(model, rows, options.max_rank)
     tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
     chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
     num_nodes = options.num_nodes or chosen[min(chosen)]

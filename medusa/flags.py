@@ -56,6 +56,13 @@ class CutOptions(ProgramOptions):
     min_p: float | None
 
 
+class TreeOptions(ProgramOptions):
+    """The flags of programs that can decode with another tree than the heads', parsed."""
+
+    tree_nodes: int | None
+    calibrate_on: Path | None
+
+
 class PlotOptions(ProgramOptions):
     """The flags of programs that draw a picture, parsed."""
 
@@ -121,6 +128,25 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--limit", type=positive_int, metavar="N", help="take the first N prompts of the file")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the closing JSON line to FILE too")
+
+
+def add_tree_flags(parser: argparse.ArgumentParser) -> None:
+    """Another tree than the one that the heads come with."""
+    group = parser.add_argument_group("tree")
+    group.add_argument(
+        "--tree-nodes",
+        type=positive_int,
+        metavar="N",
+        help="decode with the best tree of N nodes, root included, on the conversations of --calibrate-on "
+        "(default: the heads' own tree)",
+    )
+    group.add_argument(
+        "--calibrate-on",
+        type=Path,
+        metavar="FILE",
+        help="what to choose that tree on: JSON lines as for --prompts, other ones; `messages` that end with "
+        "an answer are read as they are, everything else is answered first; 50 rows are plenty",
+    )
 
 
 def add_plot_flag(parser: argparse.ArgumentParser, name: str) -> None:

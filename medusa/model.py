@@ -155,6 +155,14 @@ class MedusaModel:
         tuned = chosen_for(self.tuned, batch_size)
         return self._default_tree if tuned is None else tuned
 
+    def use_tree(self, tree: CandidateTree) -> None:
+        """Decode with ``tree`` from here on, however many the rows: trees tuned for this place are let go.
+
+        Raises:
+            ValueError: the heads cannot fill it.
+        """
+        self._default_tree, self.tuned = self._checked_tree(tree), ()
+
     def generate(
         self,
         inputs: Tensor | None = None,

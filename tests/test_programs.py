@@ -106,6 +106,29 @@ def test_limit_takes_the_first_prompts_and_sampling_is_reproducible(setting, cap
     assert reports[0]["num_prompts"] == 2
 
 
+def test_evaluate_heads_takes_a_tree_of_another_size_and_more_temperatures(setting, capsys, tmp_path):
+    _, flags = setting
+    conversations = tmp_path / "conversations.jsonl"
+    messages = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one two three four"}]
+    rows = [{"messages": messages}, {"prompt": "And on"}]
+    conversations.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = [*flags, "--plot", str(tmp_path / "p.png")]
+    asked = ["--tree-nodes", "7", "--calibrate-on", str(conversations), "--also-at", "0", "1.3"]
+    assert program("evaluate_heads").main([*common, *asked]) == 0
+    printed = capsys.readouterr()
+    report = closing_json(printed.out)
+    assert "tree of 7 nodes" in printed.err
+    same, hot = report["also_at"]
+    assert (same["temperature"], same["share"]) == (0, 1.0)
+    assert {key: same[key] for key in same if key in report}.items() <= report.items()
+    assert hot["temperature"] == 1.3
+    assert hot["share"] == hot["tokens_per_step"] / report["tokens_per_step"]
+    assert "Live decoding by temperature" in printed.out
+
+    assert program("evaluate_heads").main([*common, "--tree-nodes", "7"]) == 1
+    assert "--tree-nodes and --calibrate-on go together" in capsys.readouterr().err
+
+
 def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, capsys, tmp_path):
     base, heads = save_chat_model(tmp_path)
     _, flags = setting

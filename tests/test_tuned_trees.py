@@ -95,6 +95,15 @@ def test_a_call_decodes_with_the_tree_of_its_batch_size_and_the_same_tokens():
         assert joined == out.sequences[:, 9:].tolist()
 
 
+def test_a_tree_that_a_program_asks_for_is_used_for_every_batch_size_instead_of_those_tuned_here():
+    model = MedusaModel(chat_base(), chat_heads(), wide_tree())
+    model = MedusaModel(model.base, model.heads, wide_tree(), tuned=tuned_trees(model.place))
+    model.use_tree(CHAIN(1))
+    assert [model.tree_for(rows) for rows in (1, 2, 64)] == [CHAIN(1)] * 3
+    with pytest.raises(ValueError, match="tree has depth 4, the heads are 3"):
+        model.use_tree(CHAIN(4))
+
+
 def test_writing_a_tree_alone_drops_the_tuned_ones_so_that_it_is_used(saved):
     save_tree(saved, CHAIN(2))
     assert load_heads(saved).tuned == ()
