@@ -142,17 +142,41 @@ def test_a_joint_run_leaves_heads_and_adapter_that_decode_as_the_adapted_model_d
     assert model.generate(ids, **options).tolist() == adapted.generate(ids, **options).tolist()
 
 
+@pytest.fixture(scope="module")
+def one_joint(workplace) -> Path:
+    """The run of one process that takes two micro-batches a step, heads alone and then with an adapter."""
+    arguments = ("--output_dir", "one_joint", "--gradient_accumulation_steps", "2", *JOINT)
+    done = launch(workplace, *arguments)
+    assert done.returncode == 0, done.stderr
+    return workplace / "one_joint"
+
+
 @pytest.mark.slow
-def test_two_processes_train_heads_and_adapter_like_one(workplace):
-    one = launch(workplace, "--output_dir", "one_joint", "--gradient_accumulation_steps", "2", *JOINT)
-    assert one.returncode == 0, one.stderr
-    two = launch(workplace, "--output_dir", "two_joint", *JOINT, launcher=accelerated("ddp"))
+@pytest.mark.parametrize("name", ["ddp", "zero2"])
+def test_two_processes_train_heads_and_adapter_like_one(workplace, one_joint, name):
+    environment = {"DS_ACCELERATOR": "cpu"} if name == "zero2" else {}
+    if name == "zero2":
+        pytest.importorskip("deepspeed")
+    run = f"{name}_joint"
+    two = launch(workplace, "--output_dir", run, *JOINT, launcher=accelerated(name), **environment)
     assert two.returncode == 0, two.stderr
     assert "2 x cpu" in two.stderr
-    assert losses(workplace / "two_joint") == pytest.approx(losses(workplace / "one_joint"), abs=1e-4)
-    ours, theirs = (load_heads(workplace / name / "heads").adapter for name in ("two_joint", "one_joint"))
-    for name, tensor in ours.weights.items():
-        torch.testing.assert_close(tensor, theirs.weights[name], rtol=0, atol=1e-4)
+    assert losses(workplace / run) == pytest.approx(losses(one_joint), abs=1e-4)
+    ours, theirs = (load_heads(path / "heads").adapter for path in (workplace / run, one_joint))
+    for key, tensor in ours.weights.items():
+        torch.testing.assert_close(tensor, theirs.weights[key], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_joint_run_under_zero_2_that_was_killed_goes_on_to_the_result_of_one_process(workplace, one_joint):
+    pytest.importorskip("deepspeed")
+    arguments = ("--output_dir", "zero2_killed", *JOINT, "--checkpoint_steps", "1")
+    options = {"launcher": accelerated("zero2"), "program": MORTAL, "DS_ACCELERATOR": "cpu"}
+    killed = launch(workplace, *arguments, **options, KILL_AT_STEP="5")
+    assert killed.returncode != 0
+    resumed = launch(workplace, *arguments, "--resume", **options)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(workplace / "zero2_killed") == pytest.approx(losses(one_joint), abs=1e-4)
 
 
 TWO_RANKS = ("--num_processes", "2", "--main_process_port", "0")

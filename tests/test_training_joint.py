@@ -264,6 +264,21 @@ def test_the_heads_are_trained_alone_first_and_the_adapter_from_its_time_on(tmp_
     assert entries[8]["train/base_divergence"] > 1e-5
 
 
+def test_the_adapter_s_moments_begin_with_the_second_stage(tmp_path, rows):
+    """The moments of heads and adapter after the first joint step, the fifth of all."""
+    trainer = new_trainer(tmp_path, rows, joint_warmup_fraction=0.5, max_steps=8)
+    do_step, steps = trainer._step, []
+
+    def watched(*args: Any) -> None:
+        do_step(*args)
+        moments = trainer.optimiser.state
+        steps.append([int(moments[group["params"][0]]["step"]) for group in trainer.optimiser.param_groups])
+
+    trainer._step = watched
+    trainer.train()
+    assert steps[3:] == [[4, 4], [5, 1], [6, 2], [7, 3], [8, 4]]
+
+
 def test_the_first_stage_gives_the_adapter_zero_gradients_rather_than_none(tmp_path, rows):
     """Every process of a distributed run must have a gradient for every parameter."""
     trainer = new_trainer(tmp_path, rows)

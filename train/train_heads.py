@@ -27,9 +27,11 @@ from medusa.adapter import peft_library
 from medusa.base import CausalLM
 from medusa.eagle import Heads
 from medusa.heads import MedusaHeads
+from medusa.measurement.plots import check_matplotlib
 from medusa.programs import exit_status, log_console
 from medusa.training import inspection, metrics, preparation, processes, result
 from medusa.training.configuration import TrainingConfiguration, read_configuration
+from medusa.training.curve import draw_training
 from medusa.training.joint_trainer import JointTrainer, base_report
 from medusa.training.lora import TrainedAdapter
 from medusa.training.run_directory import RunDirectory
@@ -42,6 +44,7 @@ def main() -> None:
     if configuration.run.inspect:
         return inspect(configuration)
     run.check(configuration)
+    check_matplotlib()
     if configuration.joint.joint:
         peft_library()
     accelerator = started(configuration)
@@ -81,6 +84,8 @@ def main() -> None:
                 console.print(base_report(measured), soft_wrap=True)
             what = "heads" if adapter is None else "heads and adapter"
             console.print(f"{what} written to {run.heads}", soft_wrap=True)
+            if draw_training(run.logged_metrics(), run.picture):
+                console.print(f"picture: {run.picture}", soft_wrap=True)
     finally:
         trainer.close()
 

@@ -22,6 +22,7 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
     """
     from medusa.training.options import DataOptions
     from medusa.training.preparation import load_data
+    from medusa.training.replay import answers_of
 
     (first, provenance), *others = provenances.items()
     options = DataOptions(**_data_options(first, provenance))
@@ -34,8 +35,7 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
             f"the run of {first!r} held out {recorded} answer tokens, {options.data} now gives {found}: the "
             "data have changed since; give --prompts instead of --held-out"
         )
-    documents = [data.held_out[index] for index in range(len(data.held_out))]
-    return [AnsweredTokens(each.tokens.tolist(), each.is_label.tolist()) for each in documents]
+    return answers_of(data.held_out)
 
 
 def _data_options(label: str, provenance: Mapping[str, Any]) -> dict[str, Any]:

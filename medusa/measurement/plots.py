@@ -162,7 +162,7 @@ def figure_of(
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.6 * sum(widths), height), layout="constrained")
-        axes = figure.subplots(1, len(widths), gridspec_kw={"width_ratios": list(widths)})
+        axes = figure.subplots(1, len(widths), squeeze=False, gridspec_kw={"width_ratios": list(widths)})[0]
         figure.suptitle(title, x=0.008, ha="left", fontsize=10, color="#5b6b78")
         yield axes
         path.parent.mkdir(parents=True, exist_ok=True)

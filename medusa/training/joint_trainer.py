@@ -26,9 +26,10 @@ from medusa.training.documents import Documents
 from medusa.training.joint_loss import JointLoss, JointRows, JointSums
 from medusa.training.lora import TrainedAdapter
 from medusa.training.loss import HeadsLoss
+from medusa.training.optimiser import new_optimiser
 from medusa.training.preparation import TrainingData
 from medusa.training.teacher import teacher_of
-from medusa.training.trainer import Source, Sums, Trainer, new_optimiser
+from medusa.training.trainer import Source, Sums, Trainer
 
 
 class JointTrainer(Trainer):
@@ -71,8 +72,12 @@ class JointTrainer(Trainer):
         self.state.adapter_steps += self.loss.is_joint
 
     def _begin_second_stage(self) -> None:
-        """The adapter's moments start here: the zeros of the first stage say nothing."""
-        for each in self.adapter.parameters.values():
+        """The adapter's moments start here: the zeros of the first stage say nothing.
+
+        They are filed under what the optimiser steps: under ZeRO-2 a part of the adapter, in one piece.
+        """
+        _, of_adapter = self.optimiser.param_groups
+        for each in of_adapter["params"]:
             self.optimiser.state.pop(each, None)
         self.console.print(
             f"step {self.state.step}: from here on the adapter is trained with the heads", soft_wrap=True

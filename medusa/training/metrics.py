@@ -29,7 +29,7 @@ def metrics_of(name: str, sums: LossSums) -> dict[str, float]:
 
 
 def one_line(name: str, metrics: Mapping[str, float]) -> str:
-    """The weighted loss and the hit rates by depth, and the base's perplexity where it is measured."""
+    """The weighted loss, the hit rates by depth, and what else is measured: tokens per step, perplexity."""
     if not metrics:
         return f"{name}: no labels"
     rates = {
@@ -37,8 +37,10 @@ def one_line(name: str, metrics: Mapping[str, float]) -> str:
         for key in ("top1", "top5")
     }
     line = f"{name}: loss {metrics[f'{name}/loss']:.3f}  top-1 {rates['top1']}  top-5 {rates['top5']}"
-    perplexity = metrics.get(f"{name}/base_perplexity")
-    return line if perplexity is None else f"{line}  base perplexity {perplexity:.3f}"
+    for key in ("tokens_per_step", "base_perplexity"):
+        if (value := metrics.get(f"{name}/{key}")) is not None:
+            line += f"  {key.replace('_', ' ')} {value:.3f}"
+    return line
 
 
 def table(name: str, metrics: Mapping[str, float]) -> Table:

@@ -261,6 +261,8 @@ class RunOptions:
     """Steps between log entries."""
     evaluation_steps: int | None = None
     """Steps between evaluations on held-out documents; one at the end always."""
+    replayed_documents: int = 32
+    """Held-out documents whose decoding each evaluation replays, for tokens per step; 0 for none."""
     checkpoint_steps: int | None = None
     """Steps between checkpoints; none without it."""
     keep_checkpoints: int = 2

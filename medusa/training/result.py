@@ -15,11 +15,12 @@ from typing import Any
 import medusa
 from medusa.adapter import Adapter
 from medusa.base import CausalLM
-from medusa.calibration import AnsweredTokens, calibrate
+from medusa.calibration import calibrate
 from medusa.checkpoint import HeadsCheckpoint, save_heads
 from medusa.eagle import Heads
 from medusa.training.configuration import TrainingConfiguration
 from medusa.training.documents import Documents
+from medusa.training.replay import answers_of
 from medusa.training.run_directory import RunState
 from medusa.tree import CandidateTree
 
@@ -31,11 +32,9 @@ def calibrated_tree(
 ) -> CandidateTree | None:
     """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
     is long enough to see every head guess."""
-    rows = [held_out[index] for index in range(len(held_out))]
-    long_enough = any(row.is_label.sum() > heads.num_heads + 1 for row in rows)
-    if not long_enough:
+    answers = answers_of(held_out)
+    if not any(sum(row.is_label) > heads.num_heads + 1 for row in answers):
         return None
-    answers = [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
     return calibrate(base, heads.eval(), answers).best_tree(num_nodes)
 
 

@@ -2,6 +2,7 @@
 
     config.yaml      the resolved configuration; --config reads it back
     metrics.jsonl    every log entry, one JSON object a line
+    training.png     what heads were worth on held-out documents, against the tokens they had seen
     checkpoints/     step-00000500/ ...: everything that --resume needs
     states/          hidden states of the frozen base, when they are cached
     heads/           the result
@@ -58,6 +59,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.picture = self.path / "training.png"
         self.checkpoints = self.path / "checkpoints"
         self.states = self.path / "states"
         self.heads = self.path / "heads"
@@ -81,6 +83,7 @@ class RunDirectory:
         if configuration.run.overwrite:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             self.metrics.unlink(missing_ok=True)
+            self.picture.unlink(missing_ok=True)
         partial = self.config.with_suffix(".partial")
         partial.write_text(configuration.as_yaml(), encoding="utf-8")
         os.replace(partial, self.config)
@@ -88,6 +91,11 @@ class RunDirectory:
     def append_metrics(self, entry: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+
+    def logged_metrics(self) -> list[dict[str, Any]]:
+        """Every log entry, in the order of writing."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        return [json.loads(line) for line in lines]
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the log entries that a resumed run writes again."""

@@ -8,7 +8,7 @@ of targets in the group, is known from the plan, so no process has to ask anothe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from medusa.base import CausalLM, output_embedding
 from medusa.eagle import EagleHead, Heads
 from medusa.training.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.configuration import TrainingConfiguration
+from medusa.training.curve import draw_training, is_stale
 from medusa.training.documents import Documents
 from medusa.training.eagle_loss import EagleLoss
 from medusa.training.failures import FiniteWatch, memory_advice
@@ -31,10 +32,11 @@ from medusa.training.joint_loss import JointRows, JointSums
 from medusa.training.loss import HeadsLoss, LossSums
 from medusa.training.metrics import metrics_of, one_line
 from medusa.training.objectives import needs_teacher
-from medusa.training.options import OptimisationOptions
+from medusa.training.optimiser import new_optimiser
 from medusa.training.preparation import TrainingData, column_of
 from medusa.training.processes import gathered_heads, micro_batch, prepare, share_of, whole_number
 from medusa.training.progress import ProgressLine
+from medusa.training.replay import replayed_metrics
 from medusa.training.run_directory import RunDirectory, RunState
 from medusa.training.saved_sums import as_numbers, from_numbers
 from medusa.training.schedule import schedule_of
@@ -114,7 +116,8 @@ class Trainer:
         return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
     def evaluate(self, source: Source) -> dict[str, float]:
-        """Loss, top-1 and top-5 of each head on the held-out documents; empty when there are none."""
+        """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
+        them would have had; empty when there are none."""
         self.watch.check(self.configuration)
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.batch_options())
         sums, embedding = self._no_sums(), output_embedding(self.base)
@@ -123,7 +126,13 @@ class Trainer:
             with torch.no_grad():
                 _, more = self.module(*source(batch), embedding, no_matter, self.teacher)
             sums = sums.plus(more)
-        return self._record("held_out", sums)
+        at_most = self.configuration.run.replayed_documents
+        heads = self.gathered_heads() if at_most else None
+        replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most)
+        metrics = self._record("held_out", sums, **replayed, num_tokens=self.state.num_tokens)
+        if self.accelerator.is_main_process and is_stale(self.run.picture):
+            draw_training(self.run.logged_metrics(), self.run.picture)
+        return metrics | replayed
 
     def checkpoint(self) -> None:
         """Write everything that a resumed run needs to go on as if it had not stopped.
@@ -233,6 +242,7 @@ class Trainer:
             "train",
             self.window,
             epoch=self.state.epoch,
+            num_tokens=self.state.num_tokens,
             minutes=self.state.seconds / 60,
             learning_rate=self.optimiser.param_groups[0]["lr"],
             tokens_per_second=tokens / seconds,
@@ -286,15 +296,3 @@ class Trainer:
 
     def _metrics_of(self, name: str, sums: Any) -> dict[str, float]:
         return metrics_of(name, sums)
-
-
-def new_optimiser(
-    groups: Sequence[Sequence[nn.Parameter]], options: OptimisationOptions
-) -> torch.optim.Optimizer:
-    """AdamW over what is trained of each group, in that order."""
-    return torch.optim.AdamW(
-        [{"params": [each for each in group if each.requires_grad]} for group in groups],
-        lr=options.learning_rate,
-        betas=(0.9, options.adam_beta2),
-        weight_decay=options.weight_decay,
-    )
