@@ -60,7 +60,7 @@ from medusa.programs import (
 
 ROWS_PER_PASS = 4
 """Answers that the base reads together."""
-TABLE_WIDTH = 150
+TABLE_WIDTH = 180
 """Where standard output is no terminal."""
 
 
@@ -215,36 +215,32 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"Heads on {report['num_answers']} answers, {report['num_tokens']} tokens",
         title_justify="left",
-        caption=f"against: tokens per step of {sizes[-1]} nodes over those of {report['against']}; "
-        f"draft, step: ms of decoding with {report['step_nodes']} nodes; training: ms of an optimisation "
-        "step, as recorded",
+        caption=f"against: tokens per step of {sizes[-1]} nodes over those of {report['against']}, and its "
+        f"95 % interval; draft, step: ms of decoding with {report['step_nodes']} nodes; training: ms of an "
+        "optimisation step, as recorded",
         caption_justify="left",
     )
-    table.add_column("heads")
+    table.add_column("heads", no_wrap=True)
     deepest = max(len(row["top1"]) for row in report["heads"])
     names = ["parameters", *(f"head {d + 1}" for d in range(deepest)), *(f"{size} nodes" for size in sizes)]
-    for name in (*names, "95 %", "against", "draft", "step", "training"):
-        table.add_column(name, justify="right")
+    for name in (*names, "against", "draft", "step", "training"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in report["heads"]:
         table.add_row(row["label"], *_cells(row, deepest, sizes))
     console.print(table)
 
 
 def _cells(row: dict[str, Any], deepest: int, sizes: Sequence[str]) -> list[str]:
-    largest, ratio = row["tokens_per_step"][sizes[-1]], row["against_first"][sizes[-1]]
+    ratio = row["against_first"][sizes[-1]]
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
     times = ("draft_milliseconds", "step_milliseconds", "training_milliseconds_per_step")
     return [
         f"{row['num_parameters'] / 1e6:.1f} M",
         *(_percent(rate) for rate in [*row["top1"], *[None] * deepest][:deepest]),
         *(f"{row['tokens_per_step'][size]['value']:.3f}" for size in sizes),
-        _interval(largest, 2),
-        f"{ratio['value']:.3f} ({_interval(ratio, 3)})",
-        *("-" if row[name] is None else f"{row[name]:.1f}" for name in times),
+        f"{ratio['value']:.3f}{interval}",
+        *("-" if row[name] is None else f"{row[name]:.4g}" for name in times),
     ]
-
-
-def _interval(found: dict[str, Any], digits: int) -> str:
-    return "-" if found["low"] is None else f"{found['low']:.{digits}f} to {found['high']:.{digits}f}"
 
 
 def _percent(rate: float | None) -> str:

@@ -45,9 +45,9 @@ def _plot_tokens_per_step(ax: Any, rows: Sequence[Mapping[str, Any]]) -> None:
                 note = f"{each['value']:.2f}"
                 ax.annotate(note, (end, place), (5, 0), **beside(INK, ha="left", va="center"))
     ax.set_xlim(1, 1 + (highest - 1) * 1.15 + 0.02)
-    ax.set_title("Tokens per step on answers that did not choose the tree")
-    ax.set_xlabel("1 is plain decoding; lines: 95 % intervals")
-    ax.legend(loc="lower right")
+    ax.set_title("Tokens per step")
+    ax.set_xlabel("1 is plain decoding; trees chosen on other answers; lines: 95 % intervals")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(sizes), borderaxespad=0.2)
 
 
 def _plot_top1(ax: Any, rows: Sequence[Mapping[str, Any]]) -> None:
