@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,8 @@ class MedusaHeads(TokenMapped):
             raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
         super().__init__(config.vocab_size, config.token_map_size, token_map)
         self.config = config
+        self.kept_with_weights: Any = None
+        """What a drafter has made of the weights; never saved."""
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)
@@ -190,8 +192,11 @@ class MedusaHeads(TokenMapped):
 
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
         if path_rows is not None:
-            hidden = hidden + F.linear(path_rows[..., : index + 1, :].flatten(-2), self.paths[index])
+            hidden = hidden + self._read_path(index, path_rows[..., : index + 1, :].flatten(-2))
         return self.blocks[index](hidden)
+
+    def _read_path(self, index: int, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.paths[index])
 
     def _typed(self, hidden: Tensor) -> Tensor:
         return hidden.to(next(self.blocks.parameters()).dtype)

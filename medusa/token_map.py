@@ -56,10 +56,14 @@ class TokenMapped(nn.Module):
 
 @runtime_checkable
 class ScoresSome(Protocol):
-    """An output embedding with a quicker way to score a few tokens, for drafts, than its own rows."""
+    """An output embedding with quicker products for drafts than its own rows, and its own precision."""
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
         """What scores ``token_ids`` (V',) long alone, (..., D) -> (..., V'); None where it has none."""
+        ...
+
+    def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+        """What multiplies with a drafting module's own weight (out, in) as quickly; None likewise."""
         ...
 
 
@@ -70,7 +74,7 @@ class _MappedRows:
         # Views, since moving or casting a model swaps the data of its parameters and keeps the objects.
         weight, bias = _weight_and_bias(output_embedding)
         self.sources = [each.detach() for each in (weight, token_map, bias) if each is not None]
-        self.versions = [_version(each) for each in (weight, token_map, bias) if each is not None]
+        self.versions = [version_of(each) for each in (weight, token_map, bias) if each is not None]
         self.kind = type(output_embedding)
         self.quick = (
             output_embedding.scorer_of(token_map) if isinstance(output_embedding, ScoresSome) else None
@@ -95,14 +99,15 @@ class _MappedRows:
             kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
             for kept, now in zip(self.sources, current, strict=True)
         )
-        return same_data and self.versions == [_version(each) for each in current]
+        return same_data and self.versions == [version_of(each) for each in current]
 
 
 def _weight_and_bias(output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
     return embedding_weight(output_embedding), cast("Tensor | None", getattr(output_embedding, "bias", None))
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Grows with every write to ``tensor``; 0 for tensors of inference mode, which do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

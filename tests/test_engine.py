@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import new_cache, prefill, verify
+from medusa.drafters.quick_heads import quick_heads
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, activation_steps, int8_view, missing_for_int8
 from medusa.engine.norms import OneCallNorm, one_call_norm
@@ -299,6 +300,43 @@ def test_a_model_whose_weights_are_quantised_already_runs_as_loaded():
     assert prepared_base(quantised, "auto") is quantised
     with pytest.raises(ValueError, match="plain weights, and this model's are quantised already"):
         prepared_base(quantised, "int8")
+
+
+def drawn_heads(**options):
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, **options))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return heads
+
+
+@needs_int8
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("reads_path", [True, False])
+@torch.no_grad()
+def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, reads_path):
+    heads, base = drawn_heads(reads_path=reads_path, num_layers=2), tiny_model("llama")
+    embedding = prepared_base(base, engine).get_output_embeddings()
+    quick = quick_heads(heads, embedding)
+    hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
+    exact, near = (each(hidden, base.get_output_embeddings(), path) for each in (heads, quick))
+    assert 0 < (near - exact).abs().max() < 0.1 * exact.abs().max()
+    assert {id(p) for p in quick.parameters()} == {id(p) for p in heads.parameters()}
+    assert quick_heads(heads, base.get_output_embeddings()) is heads
+    assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
+
+
+@needs_int8
+@torch.no_grad()
+def test_quick_heads_are_kept_until_a_weight_changes_and_not_by_a_copy():
+    heads, embedding = drawn_heads(reads_path=True), packed(tiny_model("llama")).get_output_embeddings()
+    quick = quick_heads(heads, embedding)
+    assert quick_heads(heads, embedding) is quick and type(quick.blocks[0][0].linear) is not torch.nn.Linear
+    assert type(heads.blocks[0][0].linear) is torch.nn.Linear
+    assert quick_heads(copy.deepcopy(heads), embedding) is not quick
+    heads.paths[1].mul_(2)
+    assert quick_heads(heads, embedding) is not quick
+    assert quick_heads(heads.double(), embedding) is heads
 
 
 @needs_int8

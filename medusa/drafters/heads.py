@@ -13,6 +13,7 @@ from medusa.drafters import Draft, DraftContext, Drafter
 from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
+from medusa.drafters.quick_heads import quick_heads
 from medusa.eagle import EagleHead, Heads
 from medusa.heads import MedusaHeads, embedding_weight
 from medusa.tree import CandidateTree, RankPath
@@ -36,7 +37,7 @@ class HeadsDrafter(LevelDrafter):
         self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = 1.5
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
-        self.heads, self.output_embedding = heads, output_embedding
+        self.heads, self.output_embedding = quick_heads(heads, output_embedding), output_embedding
         levels = self.levels if heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)

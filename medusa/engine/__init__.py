@@ -18,7 +18,7 @@
 
 In float32 and in int8 a tree gives the text that one token at a time gives on the same engine; in half
 precision the two may part where two tokens tie. Drafts cannot change the text, so under ``packed`` and
-``int8`` heads score the tokens of a token map in int8.
+``int8`` Medusa heads compute in int8, and score the tokens of a token map so.
 
 Both views compute layers that read one input as one product, norms in one call, and attention without
 repeating the keys that several heads share; see ``siblings``, ``norms`` and ``medusa.attention``.

@@ -113,6 +113,10 @@ class Int8Linear(Int8Product):
         """See :class:`medusa.token_map.ScoresSome`."""
         return int8_scorer(self, token_ids)
 
+    def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """See :class:`medusa.token_map.ScoresSome`."""
+        return Int8Product(weight, bias)
+
 
 def int8_scorer(output_embedding: nn.Module, token_ids: Tensor) -> Int8Product:
     """The rows of an output embedding for ``token_ids`` (V',) long alone, in int8."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base import CausalLM
-from medusa.engine.int8 import has_int8_products, int8_scorer
+from medusa.engine.int8 import Int8Product, has_int8_products, int8_scorer
 from medusa.engine.views import missing_for_plain_float32, view_of
 
 PACKED_ROWS = 16
@@ -62,3 +62,7 @@ class PackedLinear(PackedProduct):
         """In int8, which is read in a quarter of the time: drafts do not change the text, only its speed.
         See :class:`medusa.token_map.ScoresSome`."""
         return int8_scorer(self, token_ids) if has_int8_products() else None
+
+    def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+        """In int8, as :meth:`scorer_of`."""
+        return Int8Product(weight, bias) if has_int8_products() else None

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from medusa.token_map import version_of
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, within one module, of layers that read one input, in the order in which they are called. A layer
 that reads another one all the same gives the right result, only no sooner."""
@@ -64,7 +66,7 @@ class _JointProduct:
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Columns of layer ``index`` for input ``x`` (..., in)."""
-        held, version = self._held, 0 if x.is_inference() else x._version
+        held, version = self._held, version_of(x)
         if held is None or held[0] is not x or held[1] != version:
             held = (x, version, self.product(x).split(self.widths, dim=-1))
         self._held = None if index == len(self.widths) - 1 else held
