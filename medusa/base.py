@@ -2,7 +2,8 @@
 
 The hidden state that heads read is the exact input of the model's output embedding, whatever scaling
 or soft-capping the architecture adds after it. It is seen through a forward pre-hook that lives for
-one forward pass; nothing stays attached to the model.
+one forward pass (or, where passes are compiled or captured, one answer); nothing stays attached to the
+model.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ def output_embedding(base: CausalLM) -> nn.Module:
             "load it with AutoModelForCausalLM"
         )
     return module
+
+
+def home_device(base: CausalLM) -> torch.device:
+    """Where a decode step's own tensors live: beside the output embedding, wherever the layers are.
+
+    accelerate's hooks carry what a model sharded by ``device_map`` takes and gives from device to device.
+    """
+    return embedding_weight(output_embedding(base)).device
 
 
 def hidden_size(base: CausalLM) -> int:
@@ -96,7 +105,7 @@ def check_decodable(base: CausalLM) -> None:
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     """An empty cache for ``num_rows`` rows of ``base``."""
     config = base.config.get_text_config(decoder=True)
-    return TreeCache(num_rows, config.num_hidden_layers, base.device)
+    return TreeCache(num_rows, config.num_hidden_layers, home_device(base))
 
 
 def hidden_states(
@@ -109,9 +118,9 @@ def hidden_states(
 
     Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T).
     """
-    with _seen_hidden(base, lambda hidden: hidden[:, :0]) as seen:
+    with seen_hidden(base, lambda hidden: hidden[:, :0]) as seen:
         base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-    return seen[0]
+    return seen.last
 
 
 def verify(
@@ -128,26 +137,33 @@ def verify(
     row's committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to
     some of them, (B, S, V). The cache then holds the pass's keys and values, uncommitted.
     """
-    config = base.config.get_text_config(decoder=True)
-    nodes = slice(first_node, first_node + tokens.shape[1])
-    cache.begin(tokens.shape[1], first_node)
-    windows, dtype = layer_windows(config), mask_dtype(config, base.dtype)
-    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
 
     def wanted(hidden: Tensor) -> Tensor:
         if select is None:
             return hidden
         return hidden.gather(1, select.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[2]))
 
-    with _seen_hidden(base, wanted) as seen:
-        output = base(
-            input_ids=tokens,
-            attention_mask=grouped_masks(masks, config),
-            position_ids=node_positions(cache.lengths, topology, context_length(base), nodes),
-            past_key_values=cache,
-            use_cache=True,
-        )
-    return seen[0], output.logits
+    with seen_hidden(base, wanted) as seen:
+        output = base(**tree_inputs(base, tokens, topology, cache, first_node))
+    return seen.last, output.logits
+
+
+def tree_inputs(
+    base: CausalLM, tokens: Tensor, topology: TreeTopology, cache: TreeCache, first_node: int = 0
+) -> dict[str, Any]:
+    """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``."""
+    config = base.config.get_text_config(decoder=True)
+    nodes = slice(first_node, first_node + tokens.shape[1])
+    cache.begin(tokens.shape[1], first_node)
+    windows, dtype = layer_windows(config), mask_dtype(config, base.dtype)
+    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
+    return {
+        "input_ids": tokens,
+        "attention_mask": grouped_masks(masks, config),
+        "position_ids": node_positions(cache.lengths, topology, context_length(base), nodes),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
 
 
 def prefill(
@@ -180,14 +196,23 @@ def prefill(
     return torch.cat(hidden, dim=1), logits
 
 
-@contextmanager
-def _seen_hidden(base: CausalLM, keep: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
-    """Records the output embedding's input, and lets only ``keep`` of it through to the logits."""
-    seen: list[Tensor] = []
+class SeenHidden:
+    """What :func:`seen_hidden` has seen."""
 
-    def look(_module: nn.Module, args: tuple) -> tuple:
-        seen.append(args[0])
-        return (keep(args[0]), *args[1:])
+    last: Tensor
+    """(B, T, D): the hidden states of the last forward pass."""
+
+
+@contextmanager
+def seen_hidden(
+    base: CausalLM, keep: Callable[[Tensor], Tensor] = lambda hidden: hidden
+) -> Iterator[SeenHidden]:
+    """Records what the output embedding reads, and lets only ``keep`` of it through to the logits."""
+    seen = SeenHidden()
+
+    def look(module: nn.Module, args: tuple) -> tuple:
+        seen.last = args[0].to(embedding_weight(module).device)
+        return (keep(seen.last), *args[1:])
 
     handle = output_embedding(base).register_forward_pre_hook(look)
     try:

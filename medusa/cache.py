@@ -100,6 +100,43 @@ class TreeCache(Cache):
         self.longest = int(self.lengths.max())
 
 
+class FixedTreeCache(TreeCache):
+    """A cache that every pass reads to its last slot, so that no shape depends on how long the rows are.
+
+    Tensors stay where they are until :meth:`reserve`, and nothing here asks the device for a number, so a
+    pass may be compiled or captured. ``longest`` is that of the last :meth:`load`.
+    """
+
+    def load(self, source: TreeCache) -> None:
+        """Hold what ``source`` has committed, which must fit the reserved slots."""
+        self.longest = source.longest
+        self.lengths.copy_(source.lengths)
+        for layer, theirs in zip(self.tree_layers, source.tree_layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(theirs.entries[0], theirs.entries[1])
+                layer.reserve(self.num_slots)
+            for entries, given in zip(layer.entries, theirs.entries, strict=True):
+                entries[:, :, : source.longest] = given[:, :, : source.longest]
+
+    def reserve(self, num_slots: int) -> None:
+        """Have every pass read ``num_slots`` slots; buffers that are shorter grow, and so move."""
+        self.num_slots = num_slots
+        for layer in self.tree_layers:
+            layer.reserve(num_slots)
+
+    def begin(self, num_nodes: int, first_node: int = 0) -> None:
+        nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
+        self.slots = self.lengths[:, None] + nodes
+
+    def commit(self, path: Tensor, num_kept: Tensor) -> None:
+        """As :meth:`TreeCache.commit`, and all L entries move unless the pass was a chain."""
+        if self.slots.shape[1] > path.shape[1]:
+            in_order = torch.arange(path.shape[1], device=path.device)
+            for layer in self.tree_layers:
+                layer.move(self.lengths[:, None] + path, self.lengths[:, None] + in_order)
+        self.lengths.add_(num_kept)
+
+
 class TreeCacheLayer(CacheLayerMixin):
     """Keys and values of one attention layer."""
 

@@ -48,28 +48,28 @@ def decode(
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
     clock = PhaseClock(statistics)
 
-    state, first = _begin(base, drafter, request)
+    state, first = begin(base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
-    yield _finish_step(state, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
+    yield finish_step(state, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
 
     while state.rows:
         clock.start()
-        draft, noise = _draft(state, drafter, base)
+        draft, noise = draft_of(state, drafter, base)
         clock.lap("draft")
         hidden, logits = verify(base, draft.tokens, draft.topology, state.cache)
         clock.lap("verify")
-        acceptance = _accept(state, draft, logits, noise)
+        acceptance = acceptance_of(state, draft, logits, noise)
         new_tokens, depths = _emitted(acceptance, draft)
         clock.lap("accept")
         state.commit(acceptance, hidden)
-        result = _finish_step(state, drafter, answers, new_tokens, depths, False)
+        result = finish_step(state, drafter, answers, new_tokens, depths, False)
         clock.lap("commit")
         kept = [len(new) - 1 for new in result.tokens if new]
         statistics.record_step(kept, draft.topology.max_depth)
         yield result
 
 
-def _begin(base: CausalLM, drafter: Drafter, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
+def begin(base: CausalLM, drafter: Drafter, request: DecodeRequest) -> tuple[DecodeState, list[int]]:
     """Prefill; the state to go on from and each row's first token."""
     drafter.begin(len(request.lengths))
     cache = new_cache(base, len(request.lengths))
@@ -102,7 +102,7 @@ def _sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:
     return kind
 
 
-def _draft(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft, Tensor | None]:
+def draft_of(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft, Tensor | None]:
     """The step's candidates, and the noise (B, L, V) that chooses after every depth."""
     noise = None if state.sampled else state.noise(drafter.max_depth + 1, vocab_size(base))
     context = DraftContext(
@@ -121,7 +121,7 @@ def _draft(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft,
     return drafter.draft(context), noise
 
 
-def _accept(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
+def acceptance_of(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
     """Which candidates the base agrees with."""
     scores = _scores(state, draft, logits, prefix_lengths=state.lengths - 1)
     if state.sampled is not None:
@@ -153,7 +153,7 @@ def _scores(state: DecodeState, draft: Draft, logits: Tensor, prefix_lengths: Te
         return logits.float()
     paths = NodePaths(
         prefix=state.tokens,
-        prefix_lengths=prefix_lengths.tolist(),
+        prefix_lengths=prefix_lengths,
         padding=list(request.padding) or [0] * len(logits),
         tokens=draft.tokens,
         topology=draft.topology,
@@ -168,10 +168,15 @@ def _emitted(acceptance: Acceptance, draft: Draft) -> tuple[list[list[int]], lis
     counts = acceptance.num_accepted.tolist()
     tokens = acceptance.tokens(draft.tokens).tolist()
     new_tokens = [row[: count + 1] for row, count in zip(tokens, counts, strict=True)]
-    return new_tokens, [[*range(1, count + 1), 0] for count in counts]
+    return new_tokens, [depths_of(count) for count in counts]
 
 
-def _finish_step(
+def depths_of(num_accepted: int) -> list[int]:
+    """The depth of the guess behind each token of a step that accepted so many; the last is no guess."""
+    return [*range(1, num_accepted + 1), 0]
+
+
+def finish_step(
     state: DecodeState,
     drafter: Drafter,
     answers: list[list[int]],

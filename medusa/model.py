@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.adapter import apply_adapter, check_carries, folded
 from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.decoding import StepResult, decode
+from medusa.decoding import StepResult
 from medusa.drafters import Drafter
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
@@ -26,7 +26,9 @@ from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.hardware import device_name
 from medusa.heads import check_heads_fit, embedding_weight
 from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
+from medusa.static_decoding import decode_as
 from medusa.statistics import DecodingStatistics
+from medusa.stepping import StepKind, Steppers, check_step
 from medusa.tree import CandidateTree
 from medusa.tuned_trees import Place, TunedTree, at_place, chosen_for
 
@@ -53,6 +55,7 @@ class MedusaModel:
         tokenizer: Any = None,
         engine: Engine = "eager",
         tuned: Sequence[TunedTree] = (),
+        step: StepKind = "general",
     ):
         check_decodable(base)
         self.base = base
@@ -61,6 +64,10 @@ class MedusaModel:
         is_eager = resolved_engine(base, engine) == "eager"
         self.runner = prepared_base(base if is_eager else folded(base), engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
+        self.step: StepKind = step
+        """How decode steps are run, unless a call says otherwise."""
+        self._steppers = Steppers(self.runner)
+        check_step(step, self.runner)
         self.heads = heads
         self.tokenizer = tokenizer
         if heads is not None:
@@ -81,6 +88,7 @@ class MedusaModel:
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
         engine: Engine = "auto",
+        step: StepKind = "general",
         **base_kwargs: Any,
     ) -> MedusaModel:
         """Load a base model and its heads, and the adapter that the heads were trained with, if any.
@@ -95,6 +103,7 @@ class MedusaModel:
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own, when ``base`` is a path or a hub id.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
+            step: how decode steps are run (see :mod:`medusa.stepping`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
 
         Raises:
@@ -120,15 +129,15 @@ class MedusaModel:
             check_heads_fit(heads.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
             (apply_adapter if is_ours else check_carries)(base, heads.adapter)
         if heads is None:
-            return cls(base, None, tree, tokenizer, engine)
+            return cls(base, None, tree, tokenizer, engine, step=step)
         if not isinstance(heads, HeadsCheckpoint):
             raise TypeError(
                 f"heads must be a path, a hub id or a HeadsCheckpoint, got {type(heads).__name__}; "
                 "MedusaModel(base, heads) takes the modules themselves"
             )
         if tree is not None:
-            return cls(base, heads.heads, tree, tokenizer, engine)
-        return cls(base, heads.heads, heads.tree, tokenizer, engine, heads.tuned)
+            return cls(base, heads.heads, tree, tokenizer, engine, step=step)
+        return cls(base, heads.heads, heads.tree, tokenizer, engine, heads.tuned, step)
 
     @property
     def device(self) -> torch.device:
@@ -171,6 +180,7 @@ class MedusaModel:
         tree: CandidateTree | None = None,
         drafter: Drafter | None = None,
         acceptance: str = "exact",
+        step: StepKind | None = None,
         streamer: BaseStreamer | None = None,
         **kwargs: Any,
     ) -> Tensor | MedusaOutput:
@@ -185,6 +195,7 @@ class MedusaModel:
             drafter: another source of candidates for this call.
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.verification``).
+            step: how steps are run, for this call; the tokens are the same.
             streamer: gets the tokens as they are accepted, several at a time; batch size 1.
             kwargs: as in ``transformers`` (``max_new_tokens``, ``do_sample``, ``temperature``,
                 ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``stop_strings``, ...).
@@ -194,7 +205,13 @@ class MedusaModel:
             ``return_dict_in_generate=True``.
         """
         decoding_method = functools.partial(
-            self.decode, seed=seed, tree=tree, drafter=drafter, acceptance=acceptance, streamer=streamer
+            self.decode,
+            seed=seed,
+            tree=tree,
+            drafter=drafter,
+            acceptance=acceptance,
+            step=step,
+            streamer=streamer,
         )
         check_arguments(kwargs)
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
@@ -208,10 +225,14 @@ class MedusaModel:
         tree: CandidateTree | None = None,
         drafter: Drafter | None = None,
         acceptance: str = "exact",
+        step: StepKind | None = None,
         statistics: DecodingStatistics | None = None,
         **kwargs: Any,
     ) -> Iterator[StepResult]:
-        """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes."""
+        """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
+
+        Steps that are not ``"general"`` come in bursts: on a GPU the host looks every few of them.
+        """
 
         def prepared(model: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
             return {"input_ids": input_ids, **rest}
@@ -220,7 +241,8 @@ class MedusaModel:
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
         arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
         request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
-        return decode(self.runner, self._drafter(tree, drafter, len(request.tokens)), request, statistics)
+        chosen = self._drafter(tree, drafter, len(request.tokens))
+        return decode_as(step or self.step, self._steppers, chosen, request, statistics)
 
     def decode(
         self,
@@ -233,6 +255,7 @@ class MedusaModel:
         tree: CandidateTree | None = None,
         drafter: Drafter | None = None,
         acceptance: str = "exact",
+        step: StepKind | None = None,
         **prepared: Any,
     ) -> Tensor | MedusaOutput:
         """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``."""
@@ -248,11 +271,11 @@ class MedusaModel:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         chosen = self._drafter(tree, drafter, len(input_ids))
-        for step in decode(self.runner, chosen, request, statistics):
-            for answer, new in zip(answers, step.tokens, strict=True):
+        for result in decode_as(step or self.step, self._steppers, chosen, request, statistics):
+            for answer, new in zip(answers, result.tokens, strict=True):
                 answer.extend(new)
             if streamer is not None:
-                streamer.put(torch.tensor(step.tokens[0]))
+                streamer.put(torch.tensor(result.tokens[0]))
         if streamer is not None:
             streamer.end()
         sequences = joined_sequences(input_ids, answers, request.pad_id)

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from medusa.base import CausalLM, context_length
+from medusa.base import CausalLM, context_length, home_device
 from medusa.sampling import check_processors, row_seeds
 from medusa.state import DecodeRequest
 from medusa.verification import all_rules
@@ -61,18 +61,18 @@ def decode_request(
     """
     _check_supported(generation_config, acceptance, model_inputs)
     check_processors(logits_processor, len(input_ids))
-    tokens, padding = _without_padding(input_ids.to(base.device), attention_mask)
+    tokens, padding = _without_padding(input_ids.to(home_device(base)), attention_mask)
     _check_positions(model_inputs.get("position_ids"), padding, input_ids.shape[1])
     processors = _for_unpadded_rows(logits_processor, padding, generation_config)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
-    lengths = tokens.shape[1] - torch.tensor(padding, device=base.device)
+    lengths = tokens.shape[1] - torch.tensor(padding, device=tokens.device)
     _check_context(base, int(lengths.max()), max_new_tokens)
     do_sample = generation_config.do_sample
     return DecodeRequest(
         tokens=tokens,
         lengths=lengths,
         max_new_tokens=max_new_tokens,
-        seeds=row_seeds(seed, len(tokens), base.device) if do_sample else None,
+        seeds=row_seeds(seed, len(tokens), tokens.device) if do_sample else None,
         temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
         processors=processors,
         criteria=_other_criteria(stopping_criteria),

@@ -97,7 +97,8 @@ class NodePaths:
 
     prefix: Tensor
     """(B, S) long: each row's tokens before the root token, its length in ``prefix_lengths``."""
-    prefix_lengths: list[int]
+    prefix_lengths: Tensor
+    """(B,) long."""
     padding: list[int]
     """How much left padding each row's prompt had in the user's batch."""
     tokens: Tensor
@@ -109,12 +110,17 @@ class NodePaths:
 
     def input_ids(self, row: int, nodes: Tensor, depth: int, padded: bool) -> Tensor:
         """The sequences that end in ``nodes`` of one row, all at ``depth``: (M, length) long."""
-        before = self.prefix[row, : self.prefix_lengths[row]]
+        before = self.prefix[row, : self._prefix_lengths[row]]
         if padded:
             before = torch.cat([before.new_full((self.padding[row],), self.pad_id), before])
         lineage = self.topology.lineage[row if self.topology.lineage.shape[0] > 1 else 0]
         path = self.tokens[row][lineage[nodes, : depth + 1]]  # (M, depth + 1)
         return torch.cat([before.expand(len(nodes), -1), path], dim=1)
+
+    @functools.cached_property
+    def _prefix_lengths(self) -> list[int]:
+        """On the host, asked for only by a processor that reads a path."""
+        return self.prefix_lengths.tolist()
 
 
 def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: NodePaths) -> Tensor:

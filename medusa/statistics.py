@@ -29,7 +29,9 @@ class DecodingStatistics:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """decode_seconds by phase, as the host sees it."""
+    """decode_seconds by phase, as the host sees it; zero where a step runs as a whole."""
+    setup_seconds: float = 0.0
+    """Compiling and capturing steps, once for each size; not in decode_seconds."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +79,7 @@ class DecodingStatistics:
             prefill_seconds=self.prefill_seconds + other.prefill_seconds,
             decode_seconds=self.decode_seconds + other.decode_seconds,
             phase_seconds={name: self.phase_seconds[name] + other.phase_seconds[name] for name in PHASES},
+            setup_seconds=self.setup_seconds + other.setup_seconds,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,6 +96,7 @@ class DecodingStatistics:
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "phase_seconds": dict(self.phase_seconds),
+            "setup_seconds": self.setup_seconds,
         }
 
     def _reached(self, depth: int) -> int:
@@ -116,6 +120,12 @@ class PhaseClock:
         elapsed, self.last = self.now() - self.last, self.now()
         self.statistics.phase_seconds[phase] += elapsed
         self.statistics.decode_seconds += elapsed
+
+    def lap_whole(self, setup_seconds: float = 0.0) -> None:
+        """As :meth:`lap`, of steps that have no phases; ``setup_seconds`` of it were spent on setting up."""
+        elapsed, self.last = self.now() - self.last, self.now()
+        self.statistics.setup_seconds += setup_seconds
+        self.statistics.decode_seconds += elapsed - setup_seconds
 
     def prefill_done(self, num_rows: int) -> None:
         self.statistics.prefill_seconds += self.now() - self.last

@@ -46,12 +46,25 @@ class TokenMapped(nn.Module):
             return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
         return self._mapped(output_embedding).score(features)
 
+    def gather_rows(self, output_embedding: nn.Module) -> None:
+        """Have the rows of the mapped tokens at hand: for code that is compiled or captured."""
+        if self.token_map is not None:
+            self._mapped(output_embedding)
+
+    def gathered_rows(self) -> list[Tensor]:
+        """The tensors that :meth:`gather_rows` holds, and replaces when the weights have changed."""
+        return [] if self._mapped_rows is None else self._mapped_rows.gathered()
+
     def _mapped(self, output_embedding: nn.Module) -> _MappedRows:
         """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
         assert self.token_map is not None
-        if self._mapped_rows is None or not self._mapped_rows.are_of(output_embedding, self.token_map):
-            self._mapped_rows = _MappedRows(output_embedding, self.token_map)
-        return self._mapped_rows
+        kept = self._mapped_rows
+        # Compiled code cannot ask where tensors lie; what runs before it, gather_rows, has asked.
+        if kept is None or not (
+            torch.compiler.is_compiling() or kept.are_of(output_embedding, self.token_map)
+        ):
+            kept = self._mapped_rows = _MappedRows(output_embedding, self.token_map)
+        return kept
 
 
 @runtime_checkable
@@ -90,6 +103,9 @@ class _MappedRows:
         """Features (..., D) -> (..., V')."""
         features = features.to(self.sources[0].dtype)
         return F.linear(features, self.rows, self.bias) if self.quick is None else self.quick(features)
+
+    def gathered(self) -> list[Tensor]:
+        return [] if self.quick is not None else [each for each in (self.rows, self.bias) if each is not None]
 
     def are_of(self, output_embedding: nn.Module, token_map: Tensor) -> bool:
         """Whether nothing has moved, been cast or written to since."""

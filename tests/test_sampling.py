@@ -38,7 +38,7 @@ def node_paths(rows: tuple[int, ...] = (0, 1), seed: int = 0) -> NodePaths:
     generator = torch.Generator().manual_seed(seed)
     return NodePaths(
         prefix=prefix,
-        prefix_lengths=[len(tokens) for tokens in PREFIXES],
+        prefix_lengths=torch.tensor([len(tokens) for tokens in PREFIXES]),
         padding=PADDING,
         tokens=torch.randint(0, VOCAB - 1, (2, TREE.num_nodes), generator=generator),
         topology=TREE.topology(),

@@ -98,12 +98,37 @@ def test_steps_are_timed_only_while_every_row_decodes():
     class Model:
         device = torch.device("cpu")
 
-        def stream(self, **arguments):
+        def stream(self, statistics, **arguments):
             for number, taken in seconds.items():
                 clock[0] += taken
+                statistics.num_passes = number
                 yield Step([[1], [2]] if number < 4 else [[1], []])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
         found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2)
+    assert found == {1: 3.0}
+
+
+def test_steps_that_come_in_bursts_are_timed_from_burst_to_burst():
+    """A stand-in that gives three steps of 3 seconds at a time, and sets up for 50 in the second burst."""
+    clock = [0.0]
+
+    class Step:
+        tokens = ([1],)
+
+    class Model:
+        device = torch.device("cpu")
+
+        def stream(self, statistics, **arguments):
+            yield Step()
+            for burst in range(1, 10):
+                clock[0] += 9.0 + 50.0 * (burst == 2)
+                statistics.setup_seconds += 50.0 * (burst == 2)
+                statistics.num_passes += 3
+                yield from [Step()] * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
+        found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2, num_steps=4)
     assert found == {1: 3.0}

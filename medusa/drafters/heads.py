@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,21 @@ class HeadsDrafter(LevelDrafter):
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
             for level in levels
         ]  # per level (M, level + 1): the nodes from the root to each node; for heads that read their path
+
+    @property
+    def static_key(self) -> Hashable:
+        """See :class:`medusa.static_step.StaticDrafter`."""
+        return self.tree, self.beta, self.heads
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tree.num_nodes
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.heads.parameters(), *self.heads.gathered_rows()]
+
+    def begin(self, num_rows: int) -> None:
+        self.heads.gather_rows(self.output_embedding)
 
     def _ranked(self, context: DraftContext) -> Draft:
         if self.heads.config.reads_path:

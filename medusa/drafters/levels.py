@@ -37,6 +37,7 @@ class LevelDrafter(StatelessDrafter):
         if tree.depth < 1:
             raise ValueError("tree must be at least 1 deep, got the root alone; decode plainly instead")
         self.tree, self.beta = tree, beta
+        self._widths = tree.width_by_depth
         self.topology: TreeTopology = tree.topology(device)
         depths = [len(path) for path in tree.paths]
         starts = [depths.index(d) for d in range(tree.depth + 1)] + [tree.num_nodes]
@@ -79,7 +80,7 @@ class LevelDrafter(StatelessDrafter):
             noise = context.noise[:, None, depth - 1]
             noise = noise if self.token_map is None else noise[..., self.token_map]
             logits = logits.float() * (self.beta / context.temperature) + noise
-        columns = logits.topk(self.tree.width_by_depth[depth - 1], dim=-1).indices
+        columns = logits.topk(self._widths[depth - 1], dim=-1).indices
         return columns if self.token_map is None else self.token_map[columns]
 
     def _sampled(self, context: DraftContext) -> Draft:

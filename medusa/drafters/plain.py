@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from medusa.drafters import Draft, DraftContext, StatelessDrafter
 from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
 from medusa.tree import TreeTopology
@@ -16,6 +18,11 @@ class PlainDrafter(StatelessDrafter):
     """Proposes nothing."""
 
     max_depth = 0
+    static_key = ()
+    num_nodes = 1
+
+    def tensors(self) -> list[Tensor]:
+        return []
 
     def draft(self, context: DraftContext) -> Draft:
         return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))

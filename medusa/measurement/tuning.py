@@ -18,6 +18,8 @@ import numpy as np
 from medusa.calibration import RankCounts
 from medusa.hardware import wait_for
 from medusa.model import MedusaModel
+from medusa.static_decoding import DEFAULT_STEPS_UNSEEN
+from medusa.statistics import DecodingStatistics
 from medusa.tree import CandidateTree
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -162,21 +164,27 @@ def _step_seconds(
     """Mean seconds of the steps after the first, while all rows decode; None where there is none.
 
     The first step pays for what is set up once for a shape, and a loop that looks at its tokens every few
-    steps gives them out in bursts: hence a mean over a stretch.
+    steps gives them out in bursts: hence a mean over a stretch, from one burst to another.
     """
-    budget = 1 + (1 + num_steps) * (tree.depth + 1)
-    steps = model.stream(**batch, tree=tree, max_new_tokens=budget, do_sample=False)
+    most_steps = 1 + num_steps + 2 * DEFAULT_STEPS_UNSEEN  # so that no burst is cut short by the budget
+    budget = 1 + most_steps * (tree.depth + 1)
+    counted = DecodingStatistics()
+    steps = model.stream(**batch, tree=tree, max_new_tokens=budget, do_sample=False, statistics=counted)
     next(steps)
-    began, num_timed, seconds = 0.0, -1, None
+    began, num_before, num_seen, seconds = 0.0, 0, 0, None
     for step in steps:
-        wait_for(model.device)
-        now = time.perf_counter()
         if not all(step.tokens):
             break
-        num_timed += 1
-        began = now if num_timed == 0 else began
-        seconds = (now - began) / num_timed if num_timed else None
-        if num_timed == num_steps:
+        if counted.num_passes == num_seen:
+            continue  # came together with the step before
+        num_seen = counted.num_passes
+        wait_for(model.device)
+        now = time.perf_counter() - counted.setup_seconds
+        if not num_before:
+            began, num_before = now, num_seen
+            continue
+        seconds = (now - began) / (num_seen - num_before)
+        if num_seen - num_before >= num_steps:
             break
     return seconds
 
