@@ -10,6 +10,7 @@ from typing import get_args
 import torch
 
 from medusa.engine import Engine
+from medusa.stepping import StepKind
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
@@ -34,6 +35,7 @@ class ProgramOptions(argparse.Namespace):
     json: Path | None
     device: str
     engine: Engine
+    step: StepKind
     dtype: str | None
     traceback: bool
 
@@ -113,6 +115,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="packed: weights packed once for this CPU, in float32, for twice the memory; int8: faster, with "
         "linear layers in int8, which is another model with a text of its own; eager: as loaded; "
         "auto: packed where it applies (default: %(default)s)",
+    )
+    group.add_argument(
+        "--step",
+        choices=get_args(StepKind),
+        default="general",
+        help="static: decode steps of fixed shapes, which never wait for the host; compiled: those by "
+        "torch.compile, with --engine eager; captured: those as CUDA graphs. For the heads and plain "
+        "decoding, the tokens are the same (default: %(default)s)",
     )
     group.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 

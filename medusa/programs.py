@@ -79,8 +79,9 @@ def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
     base.to(device)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     adapter = _adapt(base, options)
+    heads_given = options.heads if with_heads else None
     model = MedusaModel.from_pretrained(
-        base, options.heads if with_heads else None, tokenizer=tokenizer, engine=options.engine
+        base, heads_given, tokenizer=tokenizer, engine=options.engine, step=options.step
     )
     heads = f"{model.heads.num_heads} heads, tree of {model.tree.num_nodes}" if model.heads else "no heads"
     if adapter is not None:

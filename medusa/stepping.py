@@ -38,7 +38,7 @@ from medusa.static_step import StaticDrafter, StaticState, static_step
 
 StepKind = Literal["general", "static", "compiled", "captured"]
 """See the table above."""
-MAX_KEPT = 4
+MAX_KEPT = 16
 """Settings whose graphs a model keeps."""
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
@@ -126,7 +126,7 @@ class CapturedStepper(Stepper):
         graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self._graphs.values()), None)
         with (
             torch.cuda.device(self.base.device),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
         ):
             self._run(static_step, 1)
         return graph

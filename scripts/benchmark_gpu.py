@@ -1,14 +1,17 @@
-"""What a decode step costs on a graphics card: at 1 node and at 64, on every engine, against its limits.
+"""What a decode step costs on a graphics card: at 1 node and at 64, however it is run, against its limits.
 
 Takes SmolLM2 and randomly initialised Llama models of known shapes (the weights do not matter to time), with
 random heads, and times decode steps as `inference/tune_tree.py` does: sizes interleaved, medians over rounds,
-the first step and the prefill left out, the device waited for. overhead is the step time at N nodes over the
-one at 1. f_hw is the least time the device needs for the step over the time it took; bandwidth and arithmetic
-are measured first, by a sum over a large buffer and a large matrix product. Engines that cannot run are
-listed with the reason. Prints a table and ends with one line of JSON. Run it with nothing else running.
+the first step and the prefill left out, the device waited for. `--step` says how steps are run: by the
+general loop, with static shapes, compiled, captured as a CUDA graph; set-up is what the first answer spends
+on compiling or capturing. overhead is the step time at N nodes over the one at 1 node. f_hw is the least time
+the device needs for the step over the time it took; bandwidth and arithmetic are measured first, by a sum
+over a large buffer and a large matrix product. What cannot run is listed with the reason. Prints a table and
+ends with one line of JSON. Run it with nothing else running.
 
     python scripts/benchmark_gpu.py
     python scripts/benchmark_gpu.py --shapes llama-8b --context-lengths 128,4096 --batch-sizes 1,8
+    python scripts/benchmark_gpu.py --step general static compiled captured --shapes smollm2
     python scripts/benchmark_gpu.py --device cpu --dtype float32 --shapes tiny
 """
 
@@ -38,6 +41,9 @@ from medusa.measurement.roofline import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
 from medusa.programs import exit_status, log_console, report_json, track
+from medusa.static_decoding import DEFAULT_STEPS_UNSEEN
+from medusa.statistics import DecodingStatistics
+from medusa.stepping import StepKind
 from medusa.tree import CandidateTree, best_tree, independent_path_values
 
 NUM_HEADS = 4
@@ -80,6 +86,7 @@ class StepOptions(argparse.Namespace):
     dtype: str
     shapes: list[str]
     engines: list[Engine]
+    step: list[StepKind]
     base: str
     nodes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
@@ -109,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--engines", nargs="+", choices=engines, default=engines, help="engines to take (default: all)"
+    )
+    parser.add_argument(
+        "--step",
+        nargs="+",
+        choices=get_args(StepKind),
+        default=["general", "captured"],
+        help="how to run steps (default: general captured)",
     )
     parser.add_argument(
         "--base", default=str(EMBEDDED_BASE), metavar="MODEL", help="the model called smollm2 (%(default)s)"
@@ -144,12 +158,13 @@ def benchmark(options: StepOptions) -> None:
     skipped: dict[str, str] = {}
     for shape in options.shapes:
         base = base_of(shape, options, device, dtype)
-        for engine in options.engines:
+        for engine, step in product(options.engines, options.step):
             try:
-                rows += list(timed_steps(shape, base, engine, rates, options))
-            # An engine that lacks something must not cost the others their figures; the report says why.
+                rows += list(timed_steps(shape, base, engine, step, rates, options))
+            # What lacks something must not cost the others their figures; the report says why.
             except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
-                skipped[f"{shape}, {engine}"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                skipped[f"{shape}, {engine}, {step}"] = reason
         del base
         gc.collect()
     report = {
@@ -183,15 +198,16 @@ def base_of(shape: str, options: StepOptions, device: torch.device, dtype: torch
 
 
 def timed_steps(
-    shape: str, base: CausalLM, engine: Engine, rates: DeviceRates, options: StepOptions
+    shape: str, base: CausalLM, engine: Engine, step: StepKind, rates: DeviceRates, options: StepOptions
 ) -> Iterator[dict[str, Any]]:
     """Step time, overhead and f_hw at every size, for every batch size and context length."""
     heads = MedusaHeads(HeadsConfig(hidden_size(base), vocab_size(base), num_heads=NUM_HEADS)).to(base.dtype)
-    model = MedusaModel(base, heads, engine=engine)
+    model = MedusaModel(base, heads, engine=engine, step=step)
     trees = {size: tree_of(size) for size in {1, *options.nodes}}
     for batch_size, context in product(options.batch_sizes, options.context_lengths):
         inputs = [random_prompts(base, batch_size, context)] * (1 + options.rounds)
-        label = f"{shape}, {engine}, {batch_size} x {context}"
+        label = f"{shape}, {engine}, {step}, {batch_size} x {context}"
+        setups = {size: setup_seconds(model, tree, inputs[0]) for size, tree in trees.items()}
         seconds = measure_step_seconds(model, trees, track(inputs, label), num_steps=options.steps)
         for size, taken in seconds.items():
             cached = context + options.steps / 2
@@ -199,6 +215,7 @@ def timed_steps(
             yield {
                 "shape": shape,
                 "engine": engine,
+                "step": step,
                 "batch_size": batch_size,
                 "context_length": context,
                 "num_nodes": size,
@@ -206,7 +223,17 @@ def timed_steps(
                 "floor_milliseconds": 1000 * floor,
                 "overhead": taken / seconds[1],
                 "f_hw": floor / taken,
+                "setup_seconds": setups[size],
             }
+
+
+def setup_seconds(model: MedusaModel, tree: CandidateTree, batch: Mapping[str, Any]) -> float:
+    """What a first short answer spends on compiling or capturing."""
+    counted = DecodingStatistics()
+    num_tokens = 2 * DEFAULT_STEPS_UNSEEN
+    for _ in model.stream(**batch, tree=tree, max_new_tokens=num_tokens, do_sample=False, statistics=counted):
+        pass
+    return counted.setup_seconds
 
 
 def tree_of(num_nodes: int) -> CandidateTree:
@@ -230,19 +257,21 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         f"Decode steps on {report['device']}, {report['dtype']}: {read:.0f} GB/s, {multiplied:.2f} TFLOP/s"
     )
     table = Table(title=title, title_justify="left")
-    for name in ("shape", "engine"):
+    for name in ("shape", "engine", "step"):
         table.add_column(name, no_wrap=True)
-    for name in ("rows", "context", "nodes", "ms per step", "floor, ms", "overhead", "f_hw"):
+    for name in ("rows", "context", "nodes", "ms per step", "floor, ms", "overhead", "f_hw", "set-up, s"):
         table.add_column(name, justify="right")
     for row in report["rows"]:
         table.add_row(
             row["shape"],
             row["engine"],
+            row["step"],
             *(str(row[key]) for key in ("batch_size", "context_length", "num_nodes")),
             f"{row['step_milliseconds']:.2f}",
             f"{row['floor_milliseconds']:.2f}",
             f"{row['overhead']:.2f}",
             f"{row['f_hw']:.2f}",
+            f"{row['setup_seconds']:.1f}",
         )
     console.print(table)
     for name, reason in report["skipped"].items():

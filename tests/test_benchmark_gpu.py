@@ -22,8 +22,11 @@ def test_a_tiny_shape_is_timed_on_a_processor_on_every_engine_that_runs(script, 
     printed = capsys.readouterr()
     report = json.loads(printed.out.splitlines()[-1])
     assert report == json.loads(report_file.read_text())
-    engines = {row["engine"] for row in report["rows"]} | {name.split(", ")[1] for name in report["skipped"]}
-    assert engines == {name for name in script.get_args(script.Engine) if name != "auto"}
+    ran = {(row["engine"], row["step"]) for row in report["rows"]}
+    skipped = {tuple(name.split(", ")[1:]) for name in report["skipped"]}
+    engines = [name for name in script.get_args(script.Engine) if name != "auto"]
+    assert ran | skipped == set(script.product(engines, ["general", "captured"]))
+    assert "needs a model on a CUDA device" in report["skipped"]["tiny, eager, captured"]
     eager = [row for row in report["rows"] if row["engine"] == "eager"]
     assert [(row["num_nodes"], row["batch_size"], row["context_length"]) for row in eager] == [
         (1, 1, 128),
@@ -41,12 +44,13 @@ def test_a_tiny_shape_is_timed_on_a_processor_on_every_engine_that_runs(script, 
 
 def test_an_engine_that_cannot_run_is_listed_with_its_reason(script, capsys):
     flags = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--steps", "1", "--nodes", "2"]
-    assert (
-        script.main([*flags, "--engines", "eager", "packed"]) == 0
-    )  # packed wants float32, this is bfloat16
+    flags += ["--engines", "eager", "packed", "--step", "static"]
+    assert script.main(flags) == 0  # packed wants float32, this is bfloat16
     printed = capsys.readouterr().out
-    assert "tiny, packed did not run: engine='packed' needs" in printed
-    assert list(json.loads(printed.splitlines()[-1])["skipped"]) == ["tiny, packed"]
+    assert "tiny, packed, static did not run: engine='packed' needs" in printed
+    report = json.loads(printed.splitlines()[-1])
+    assert list(report["skipped"]) == ["tiny, packed, static"]
+    assert {row["step"] for row in report["rows"]} == {"static"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -79,7 +83,7 @@ def test_auto_is_one_of_the_engines_that_are_timed(script):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_tiny_shape_is_timed_on_a_graphics_card(script, capsys):
     assert script.main(["--shapes", "tiny", "--rounds", "2", "--steps", "4"]) == 0
-    assert {row["num_nodes"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]} == {
-        1,
-        64,
-    }
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert {row["num_nodes"] for row in rows} == {1, 64}
+    assert {row["step"] for row in rows} == {"general", "captured"}
+    assert all((row["setup_seconds"] > 0) == (row["step"] == "captured") for row in rows)
