@@ -64,10 +64,10 @@ class MedusaModel:
         is_eager = resolved_engine(base, engine) == "eager"
         self.runner = prepared_base(base if is_eager else folded(base), engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
+        check_step(step, self.runner)
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
         self._steppers = Steppers(self.runner)
-        check_step(step, self.runner)
         self.heads = heads
         self.tokenizer = tokenizer
         if heads is not None:
@@ -230,9 +230,7 @@ class MedusaModel:
         **kwargs: Any,
     ) -> Iterator[StepResult]:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
-
-        Steps that are not ``"general"`` come in bursts: on a GPU the host looks every few of them.
-        """
+        With another ``step`` than "general", steps come in bursts on a GPU."""
 
         def prepared(model: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
             return {"input_ids": input_ids, **rest}
