@@ -65,9 +65,22 @@ def _plot_tokens_per_step(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
 
 def _token_axis(ax: Any, seen: Sequence[int]) -> None:
     """Logarithmic: a curve that rises as a line gains as much by every doubling of the data."""
+    lowest, highest = seen[0] / 1.1, seen[-1] * (seen[-1] / seen[0]) ** 0.3
+    marks = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
+    marks = [mark for mark in marks if lowest <= mark <= highest]
     ax.set_xscale("log")
-    ax.set_xlim(seen[0] / 1.1, seen[-1] * (seen[-1] / seen[0]) ** 0.3)
+    ax.set_xticks(marks, [_short(mark) for mark in marks])
+    ax.minorticks_off()
+    ax.set_xlim(lowest, highest)
     ax.set_xlabel("training tokens seen, epochs added up")
+
+
+def _short(number: int) -> str:
+    """500k, 2M."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number // size}{unit}"
+    return str(number)
 
 
 def _after(color: str) -> dict[str, Any]:
