@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import medusa
-from medusa.calibration import AnsweredTokens, RankCounts, calibrate_each
+from medusa.calibration import AnsweredTokens, RankCounts
 from medusa.flags import (
     PlotOptions,
     add_plot_flag,
@@ -34,6 +32,7 @@ from medusa.flags import (
     positive_ints,
     program_parser,
 )
+from medusa.measurement.calibrating import ranked_each
 from medusa.measurement.heads_comparison import (
     NUM_NODES,
     NamedHeads,
@@ -166,13 +165,8 @@ def ranked(
 ) -> list[RankCounts]:
     """What each set of heads thinks of the answers; the base reads them once."""
     by_length = sorted(rows, key=lambda row: len(row.token_ids))
-    starts = range(0, len(rows), ROWS_PER_PASS)
-    batches = [by_length[start : start + ROWS_PER_PASS] for start in starts]
     sets = [each.checkpoint.heads.to(model.device).eval() for each in compared]
-    found = [
-        calibrate_each(model.base, sets, batch, max_rank=max_rank) for batch in track(batches, "ranking")
-    ]
-    return [reduce(add, each) for each in zip(*found, strict=True)]
+    return ranked_each(model, sets, by_length, max_rank, ROWS_PER_PASS)
 
 
 def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from medusa.calibration import AnsweredTokens, RankCounts, calibrate
+from medusa.calibration import AnsweredTokens, RankCounts, calibrate_each
+from medusa.eagle import Heads
 from medusa.flags import TreeOptions
 from medusa.model import MedusaModel
 from medusa.programs import answered_tokens, encode_prompts, heads_of, log_console, track
@@ -15,10 +16,22 @@ from medusa.prompts import read_prompts
 
 def ranked(model: MedusaModel, rows: Sequence[AnsweredTokens], max_rank: int) -> RankCounts:
     """The ranks of the tokens of ``rows``, counted with a progress bar."""
-    heads = heads_of(model)
-    return reduce(
-        add, (calibrate(model.base, heads, [row], max_rank=max_rank) for row in track(rows, "ranking"))
-    )
+    return ranked_each(model, [heads_of(model)], rows, max_rank)[0]
+
+
+def ranked_each(
+    model: MedusaModel,
+    sets: Sequence[Heads],
+    rows: Sequence[AnsweredTokens],
+    max_rank: int,
+    rows_per_pass: int = 1,
+) -> list[RankCounts]:
+    """:func:`ranked` for several sets of heads; the base reads the rows once, ``rows_per_pass`` together."""
+    batches = [rows[start : start + rows_per_pass] for start in range(0, len(rows), rows_per_pass)]
+    found = [
+        calibrate_each(model.base, sets, batch, max_rank=max_rank) for batch in track(batches, "ranking")
+    ]
+    return [reduce(add, each) for each in zip(*found, strict=True)]
 
 
 def use_tree_asked_for(model: MedusaModel, options: TreeOptions, max_rank: int = 16) -> None:
