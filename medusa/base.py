@@ -3,13 +3,14 @@
 The hidden state that heads read is the exact input of the model's output embedding, whatever scaling
 or soft-capping the architecture adds after it. It is seen through a forward pre-hook that lives for
 one forward pass (or, where passes are compiled or captured, one answer); nothing stays attached to the
-model.
+model. Heads that fuse layers also read what comes out of some decoder layers, seen in the same way: hidden
+states are then (..., (1 + L) * D), the last state first.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +71,33 @@ def context_length(base: CausalLM) -> int | None:
     return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def decoder_layers(base: CausalLM) -> nn.ModuleList:
+    """The model's decoder layers, first to last."""
+    count = base.config.get_text_config(decoder=True).num_hidden_layers
+    for module in base.modules():  # outer modules come first
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(base).__name__} has no list of its {count} decoder layers: none can be read")
+
+
+def _decoder_layer(base: CausalLM, number: int) -> nn.Module:
+    layers = decoder_layers(base)
+    if not 1 <= number <= len(layers):
+        raise ValueError(
+            f"fused_layers must be in [1, {len(layers)}], the decoder layers of {base.name_or_path!r}, "
+            f"got {number}"
+        )
+    return layers[number - 1]
+
+
+def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """Hidden states (..., (1 + W) * D) with the layers ``wanted``, out of those with the layers ``given``."""
+    if list(given) == list(wanted):
+        return hidden
+    last, *below = hidden.unflatten(-1, (1 + len(given), -1)).unbind(-2)
+    return torch.cat([last, *(below[list(given).index(layer)] for layer in wanted)], dim=-1)
+
+
 def check_decodable(base: CausalLM) -> None:
     """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
     name, config = type(base).__name__, base.config.get_text_config(decoder=True)
@@ -113,12 +141,14 @@ def hidden_states(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    layers: Sequence[int] = (),
 ) -> Tensor:
     """What the output embedding would read, (B, T, D), for input_ids (B, T) long; no logits are computed.
 
-    Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T).
+    Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T); ``layers`` are those
+    of :func:`seen_hidden`.
     """
-    with seen_hidden(base, lambda hidden: hidden[:, :0]) as seen:
+    with seen_hidden(base, lambda hidden: hidden[:, :0], layers) as seen:
         base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
     return seen.last
 
@@ -130,12 +160,14 @@ def verify(
     cache: TreeCache,
     select: Tensor | None = None,
     first_node: int = 0,
+    layers: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """One forward pass over nodes of a tree: hidden states (B, M, D) and logits (B, M, V).
 
     tokens (B, M) long are the nodes ``first_node`` to ``first_node + M`` of trees that hang below each
     row's committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to
-    some of them, (B, S, V). The cache then holds the pass's keys and values, uncommitted.
+    some of them, (B, S, V). ``layers`` are those of :func:`seen_hidden`. The cache then holds the pass's keys
+    and values, uncommitted.
     """
 
     def wanted(hidden: Tensor) -> Tensor:
@@ -143,7 +175,7 @@ def verify(
             return hidden
         return hidden.gather(1, select.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[2]))
 
-    with seen_hidden(base, wanted) as seen:
+    with seen_hidden(base, wanted, layers) as seen:
         output = base(**tree_inputs(base, tokens, topology, cache, first_node))
     return seen.last, output.logits
 
@@ -167,7 +199,12 @@ def tree_inputs(
 
 
 def prefill(
-    base: CausalLM, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
+    base: CausalLM,
+    tokens: Tensor,
+    lengths: Tensor,
+    cache: TreeCache,
+    chunk: int = 512,
+    layers: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Commit the tokens that ``cache`` lacks; hidden states (B, T', D) and logits (B, V) after the last.
 
@@ -186,7 +223,7 @@ def prefill(
         num_new = missing.clamp(max=width)
         last = (num_new - 1).clamp(min=0)[:, None]
         chain = TreeTopology.chain(width, tokens.device)
-        part_hidden, part_logits = verify(base, part, chain, cache, select=last)
+        part_hidden, part_logits = verify(base, part, chain, cache, select=last, layers=layers)
         cache.commit_prefix(num_new)
         logits = (
             torch.where((num_new > 0)[:, None], part_logits[:, 0], logits) if hidden else part_logits[:, 0]
@@ -199,23 +236,46 @@ def prefill(
 class SeenHidden:
     """What :func:`seen_hidden` has seen."""
 
-    last: Tensor
-    """(B, T, D): the hidden states of the last forward pass."""
+    def __init__(self, num_layers: int):
+        self.parts = [torch.empty(0)] * (1 + num_layers)
+        """(B, T, D) each: what the output embedding read last, what each layer gave last."""
+
+    @property
+    def last(self) -> Tensor:
+        """(B, T, D): the hidden states of the last forward pass; (B, T, (1 + L) * D) with L layers."""
+        last, *below = self.parts
+        return torch.cat([last, *(each.to(last) for each in below)], dim=-1) if below else last
 
 
 @contextmanager
 def seen_hidden(
-    base: CausalLM, keep: Callable[[Tensor], Tensor] = lambda hidden: hidden
+    base: CausalLM,
+    keep: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    layers: Sequence[int] = (),
 ) -> Iterator[SeenHidden]:
-    """Records what the output embedding reads, and lets only ``keep`` of it through to the logits."""
-    seen = SeenHidden()
+    """Records what the output embedding reads, and lets only ``keep`` of it through to the logits.
+
+    ``layers`` asks for the states after that many decoder layers too, 1 the first: each stands behind the
+    last state, in this order.
+    """
+    seen = SeenHidden(len(layers))
 
     def look(module: nn.Module, args: tuple) -> tuple:
-        seen.last = args[0].to(embedding_weight(module).device)
-        return (keep(seen.last), *args[1:])
+        seen.parts[0] = args[0].to(embedding_weight(module).device)
+        return (keep(seen.parts[0]), *args[1:])
 
-    handle = output_embedding(base).register_forward_pre_hook(look)
+    def look_at(index: int) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: tuple, output: Any) -> None:
+            seen.parts[index] = output[0] if isinstance(output, tuple) else output
+
+        return note
+
+    modules = [_decoder_layer(base, layer) for layer in layers]
+    handles = [output_embedding(base).register_forward_pre_hook(look)]
+    for index, module in enumerate(modules, start=1):
+        handles.append(module.register_forward_hook(look_at(index)))
     try:
         yield seen
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

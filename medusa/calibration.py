@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base import hidden_states, output_embedding
+from medusa.base import hidden_states, layers_of, output_embedding
 from medusa.eagle import EagleHead, Heads, drafted_features
 from medusa.tree import CandidateTree, RankPath, best_tree, grown_path_values
 
@@ -208,12 +208,14 @@ def calibrate_each(
 ) -> list[RankCounts]:
     """:func:`calibrate` for several sets of heads on the same rows, which the base then reads once."""
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
+    layers = sorted({layer for heads in sets for layer in heads.reads_layers})
     answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
     for start in range(0, len(ordered), batch_size):
         indices, batch = zip(*ordered[start : start + batch_size], strict=True)
-        ids, states = _states(base, batch)
+        ids, states = _states(base, batch, layers)
         for heads, found in zip(sets, answers, strict=True):
-            ranks = _batch_ranks(base, heads, batch, ids, states, max_rank)
+            theirs = layers_of(states, layers, heads.reads_layers)
+            ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
             for index, of_row in zip(indices, ranks, strict=True):
                 found[index] = of_row
     counts = [RankCounts(tuple(ranks for row in found for ranks in row), max_rank) for found in answers]
@@ -222,11 +224,13 @@ def calibrate_each(
     return counts
 
 
-def _states(base: PreTrainedModel, rows: Sequence[AnsweredTokens]) -> tuple[Tensor, Tensor]:
-    """The tokens (B, T) long of ``rows`` and the base's hidden states (B, T, D)."""
+def _states(
+    base: PreTrainedModel, rows: Sequence[AnsweredTokens], layers: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The tokens (B, T) long of ``rows`` and the base's hidden states (B, T, (1 + L) * D)."""
     # Padding stands on the right, where no token of a row sees it.
     ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
-    return ids, hidden_states(base, ids.to(base.device))
+    return ids, hidden_states(base, ids.to(base.device), layers=layers)
 
 
 def _batch_ranks(
@@ -274,8 +278,8 @@ def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
 def _true_ranks(
     base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
 ) -> Tensor:
-    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
-    read, or the states (P, K, D) that an EAGLE-style head predicted."""
+    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, (1 + L) * D) and path (P, K) long that
+    Medusa heads read, or the states (P, K, D) that an EAGLE-style head predicted."""
     unembedding = output_embedding(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
@@ -284,7 +288,7 @@ def _true_ranks(
         if isinstance(heads, EagleHead):
             logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
         else:
-            logits = heads(part, unembedding, behind)
+            logits = heads(heads.fuse(part), unembedding, behind)
         guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
         is_right = guesses.cpu() == tokens[..., None]
         found = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)

@@ -56,7 +56,7 @@ def decode(
         clock.start()
         draft, noise = draft_of(state, drafter, base)
         clock.lap("draft")
-        hidden, logits = verify(base, draft.tokens, draft.topology, state.cache)
+        hidden, logits = verify(base, draft.tokens, draft.topology, state.cache, layers=drafter.reads_layers)
         clock.lap("verify")
         acceptance = acceptance_of(state, draft, logits, noise)
         new_tokens, depths = _emitted(acceptance, draft)
@@ -73,7 +73,7 @@ def begin(base: CausalLM, drafter: Drafter, request: DecodeRequest) -> tuple[Dec
     """Prefill; the state to go on from and each row's first token."""
     drafter.begin(len(request.lengths))
     cache = new_cache(base, len(request.lengths))
-    hidden, logits = prefill(base, request.tokens, request.lengths, cache)
+    hidden, logits = prefill(base, request.tokens, request.lengths, cache, layers=drafter.reads_layers)
     last = request.lengths[:, None] - 1
     state = DecodeState(
         rows=list(range(len(request.lengths))),

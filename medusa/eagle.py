@@ -90,6 +90,11 @@ class EagleHead(TokenMapped):
         """The depths it is made for, as many as that many Medusa heads reach."""
         return self.config.max_depth
 
+    @property
+    def reads_layers(self) -> tuple[int, ...]:
+        """None: it reads the last state alone."""
+        return ()
+
     @torch.no_grad()
     def set_scales(self, features: Tensor, embeddings: Tensor) -> None:
         """Measure in what unit the base's features and embeddings (..., D) come: their root mean square."""

@@ -3,9 +3,11 @@
 Head d (d = 1 .. K) reads the hidden state that the base model's own output embedding reads at
 position t and scores the token at t + d + 1. A head is residual blocks followed by an
 unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
-sequentially dependent (Hydra, arXiv 2402.05109). This module knows nothing of trees, caches or files.
+sequentially dependent (Hydra, arXiv 2402.05109). It may read the states of earlier layers beside the last
+(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads.
+This module knows nothing of trees, caches or files.
 
-Shapes: D hidden, V vocabulary, K heads, V' scored tokens (V, or fewer with a token map).
+Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or fewer with a token map).
 """
 
 from __future__ import annotations
@@ -44,8 +46,19 @@ class HeadsConfig:
     """V' of token_map."""
     reads_path: bool = False
     """Whether head d also reads the d tokens between its hidden state's own and the one it scores."""
+    fused_layers: tuple[int, ...] = ()
+    """The heads also read the base's states after that many of its decoder layers, 1 the first."""
 
     def __post_init__(self) -> None:
+        layers = tuple(self.fused_layers)  # a list, where it comes from a file
+        if any(not isinstance(layer, int) or layer < 1 for layer in layers) or layers != tuple(
+            sorted(set(layers))
+        ):
+            raise ValueError(
+                "fused_layers must be different numbers of layers from 1 up, in ascending order, got "
+                f"{list(layers)}"
+            )
+        object.__setattr__(self, "fused_layers", layers)
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -110,10 +123,23 @@ class MedusaHeads(TokenMapped):
                 nn.Parameter(torch.zeros(config.hidden_size, depth * config.hidden_size))
                 for depth in range(1, config.num_heads + 1)
             )
+        if config.fused_layers:
+            width = len(config.fused_layers) * config.hidden_size
+            self.fusion = nn.Linear(width, config.hidden_size, bias=False)
+            nn.init.zeros_(self.fusion.weight)  # untrained, the heads see the last state alone
+            self.register_buffer("layer_scale", torch.ones(width))
+
+    layer_scale: Tensor
+    """(L * D,): the size of each dimension of the states of the fused layers; they are read in this unit."""
 
     @property
     def num_heads(self) -> int:
         return self.config.num_heads
+
+    @property
+    def reads_layers(self) -> tuple[int, ...]:
+        """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
+        return self.config.fused_layers
 
     def initialise_from(self, output_embedding: nn.Module) -> None:
         """Start ``full`` heads from the base's unembedding (V, D), each as the base's own LM head."""
@@ -121,6 +147,25 @@ class MedusaHeads(TokenMapped):
             with torch.no_grad():
                 for rows in self.unembed:
                     rows.copy_(embedding_weight(output_embedding))
+
+    @torch.no_grad()
+    def set_layer_scale(self, hidden: Tensor) -> None:
+        """Measure the unit of the fused layers in the base's states (..., (1 + L) * D): the root mean square.
+
+        Some dimensions of a residual stream are a hundred times the others.
+        """
+        below = hidden[..., self.config.hidden_size :].float().flatten(0, -2)
+        size = below.square().mean(0).sqrt()
+        self.layer_scale.copy_(torch.where(size > 0, size, 1.0))
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """What all heads read, (..., D), of what the base gives: (..., (1 + L) * D), the last state first."""
+        if not self.config.fused_layers:
+            return hidden
+        hidden, size = self._typed(hidden), self.config.hidden_size
+        last, below = hidden[..., :size], hidden[..., size:] / self.layer_scale
+        below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
+        return last + self.fusion(below)
 
     def features(self, hidden: Tensor, path_rows: Tensor | None = None) -> Tensor:
         """What each head's unembedding reads: hidden (..., D) -> (..., K, D).
@@ -131,7 +176,7 @@ class MedusaHeads(TokenMapped):
         return torch.stack([self._features_of(k, hidden, path_rows) for k in range(self.num_heads)], dim=-2)
 
     def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
-        """Logits of every head: hidden (..., D) -> (..., K, V').
+        """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').
 
         Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
         ``path`` (..., K) long, the K tokens after the hidden state's own, is for heads that read it.
@@ -139,7 +184,7 @@ class MedusaHeads(TokenMapped):
         they do not change the order of a head's guesses.
         """
         rows = self.rows_of_path(path, output_embedding)
-        return self.project(self.features(self._typed(hidden), rows), output_embedding)
+        return self.project(self.features(hidden, rows), output_embedding)
 
     def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
         """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
@@ -155,13 +200,13 @@ class MedusaHeads(TokenMapped):
     def logits_of(
         self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
     ) -> Tensor:
-        """Logits of the head at ``index`` (from 0) alone: hidden (..., D) -> (..., V').
+        """Logits of the head at ``index`` (from 0) alone: hidden (..., D), :meth:`fuse`'d -> (..., V').
 
         ``path`` (..., index + 1) long are the tokens after the hidden state's own, for heads that read them.
         Reads the parameters of that head and of no other, so training can go head by head and never
         hold the logits of all.
         """
-        features = self._features_of(index, self._typed(hidden), self.rows_of_path(path, output_embedding))
+        features = self._features_of(index, hidden, self.rows_of_path(path, output_embedding))
         if self.config.unembedding == "full":
             return F.linear(features, self.unembed[index])
         logits = self.unembedded(features, output_embedding)
@@ -191,6 +236,7 @@ class MedusaHeads(TokenMapped):
         return F.rms_norm(rows, rows.shape[-1:])
 
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
+        hidden = self._typed(hidden)
         if path_rows is not None:
             hidden = hidden + self._read_path(index, path_rows[..., : index + 1, :].flatten(-2))
         return self.blocks[index](hidden)

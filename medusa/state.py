@@ -61,12 +61,12 @@ class DecodeState:
     lengths: Tensor
     """(B,) long: tokens of each row, root token included."""
     hidden: Tensor
-    """(B, D): the state that chose the root token."""
+    """(B, D): the state that chose the root token, with those of the layers that the drafter reads."""
     cache: TreeCache
     request: DecodeRequest
     """Narrowed to ``rows``."""
     features: Tensor | None = None
-    """(B, S, D): the hidden state at every committed position, if the drafter wants it."""
+    """(B, S, D): the same at every committed position, if the drafter wants it."""
     sampled: DraftKind | None = None
     """How the drafter draws candidates; None when it ranks them."""
     rule_state: Any = None

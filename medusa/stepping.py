@@ -57,7 +57,7 @@ class Stepper:
         return 0.0
 
     def _run(self, step: Callable[..., None], num_steps: int) -> None:
-        with seen_hidden(self.base) as seen:
+        with seen_hidden(self.base, layers=self.drafter.reads_layers) as seen:
             for _ in range(num_steps):
                 step(self.base, self.drafter, self.state, seen)
 

@@ -81,6 +81,14 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
+READING: dict[str, dict] = {
+    "state alone": {},
+    "path too": {"reads_path": True},
+    "layers too": {"fused_layers": (1, 2)},
+    "path and layer": {"reads_path": True, "fused_layers": (1,)},
+}
+"""What heads read, as parts of their configuration."""
+
 _models: dict[str, PreTrainedModel] = {}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import (
@@ -55,6 +57,7 @@ from medusa.base import (
     context_length,
     hidden_size,
     hidden_states,
+    layers_of,
     new_cache,
     output_embedding,
     prefill,
@@ -191,6 +194,30 @@ def test_hidden_states_are_what_the_output_embedding_reads_and_no_logits_are_com
     assert widths == [0]
     with torch.no_grad():
         assert not hidden_states(base, ids).requires_grad
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_states_of_layers_stand_behind_the_last_one(architecture):
+    base, ids = tiny_model(architecture), random_prompts(2, 40)
+    after = copy.deepcopy(base)(input_ids=ids, output_hidden_states=True).hidden_states  # [n]: after n layers
+    with_layer = hidden_states(base, ids, layers=(1,))
+    torch.testing.assert_close(with_layer, torch.cat([hidden_states(base, ids), after[1]], -1), **TOLERANCE)
+    last, second, first = hidden_states(base, ids, layers=(2, 1)).chunk(3, dim=-1)
+    torch.testing.assert_close(torch.cat([last, first], -1), with_layer, **TOLERANCE)
+    both = hidden_states(base, ids, layers=(1, 2))
+    torch.testing.assert_close(layers_of(both, (1, 2), (2,)), torch.cat([last, second], -1), **TOLERANCE)
+    cache, lengths = new_cache(base, 2), torch.tensor([40, 17])
+    decoded, _ = prefill(base, ids, lengths, cache, chunk=9, layers=(1,))
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(decoded[row, :length], with_layer[row, :length], **TOLERANCE)
+
+
+def test_layers_that_the_base_has_not_are_refused():
+    with pytest.raises(
+        ValueError, match=r"fused_layers must be in \[1, 2\], the decoder layers of .*, got 3"
+    ):
+        hidden_states(tiny_model("llama"), random_prompts(1, 3), layers=(1, 3))
 
 
 @torch.no_grad()

@@ -98,6 +98,10 @@ def test_one_pass_of_the_base_serves_every_set_of_heads():
     ]
     torch.manual_seed(5)
     sets = [chat_heads(), perfect_heads(2), EagleHead(EagleConfig(HIDDEN_SIZE, VOCAB_SIZE, 4)).eval()]
+    for layers in ((1,), (2,)):
+        fusing = MedusaHeads(HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, 2, fused_layers=layers)).eval()
+        torch.nn.init.normal_(fusing.fusion.weight)
+        sets.append(fusing)
     passes = []
     handle = base.register_forward_pre_hook(lambda *_: passes.append(1))
     together = calibrate_each(base, sets, rows, batch_size=2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    READING,
     SLIDING_WINDOW,
     VOCAB_SIZE,
     OracleDrafter,
@@ -142,9 +143,9 @@ def test_random_heads_give_plain_output(tree, seed, temperature):
     assert with_heads.tolist() == model.generate(prompts, **options, tree=PLAIN).tolist()
 
 
-@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
+@pytest.mark.parametrize("reading", READING)
 @pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
-def test_every_kind_of_heads_gives_plain_output(unembedding, reads_path):
+def test_every_kind_of_heads_gives_plain_output(unembedding, reading):
     base = tiny_model("qwen3")
     ids = list(range(3, 40)) if unembedding == "token_map" else None
     config = HeadsConfig(
@@ -154,7 +155,7 @@ def test_every_kind_of_heads_gives_plain_output(unembedding, reads_path):
         unembedding=unembedding,
         rank=4,
         token_map_size=len(ids) if ids else None,
-        reads_path=reads_path,
+        **READING[reading],
     )
     heads = MedusaHeads(config, token_map=ids)
     for parameter in heads.parameters():
@@ -183,6 +184,33 @@ def test_heads_that_read_their_path_know_what_follows_it():
     )
     assert out.sequences[0].tolist() == [(5 + i) % size for i in range(34)]
     assert out.statistics.acceptance_rate == [1.0, 1.0, 1.0]
+
+
+def test_heads_that_fuse_a_layer_read_it_at_the_state_that_chose_the_root():
+    """A base that counts, and a head that adds one to what the layer gave, whatever the last state is."""
+    size = 48
+    heads = MedusaHeads(HeadsConfig(size, size, num_heads=1, fused_layers=(1,)))
+    heads.fusion.weight.data = 1000 * torch.eye(size).roll(1, dims=0)
+    tree = CandidateTree.from_paths([(), (0,), (1,)])
+    out = MedusaModel(counting_model(size), heads, tree=tree).generate(
+        torch.tensor([[5], [9]]), max_new_tokens=33, do_sample=False, return_dict_in_generate=True
+    )
+    for row, first in zip(out.sequences.tolist(), (5, 9), strict=True):
+        assert row == [(first + i) % size for i in range(34)]
+    assert out.statistics.acceptance_rate == [1.0]
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_heads_that_fuse_layers_give_plain_output_on_every_architecture(architecture, engine):
+    base = tiny_model(architecture)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, reads_path=True, fused_layers=(1, 2)))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model = MedusaModel(base, heads, tree=BUSHY.subtree(3), engine=engine)
+    batch, options = left_padded(random_prompts(2, 11), [11, 6]), {"max_new_tokens": 15, "do_sample": False}
+    with_heads = model.generate(**batch, **options)
+    assert with_heads.tolist() == model.generate(**batch, **options, tree=PLAIN).tolist()
 
 
 def test_heads_that_know_the_future_are_right_at_every_depth():

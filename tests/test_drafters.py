@@ -77,6 +77,14 @@ def path_heads_drafter(base, tree=BUSHY):
     return HeadsDrafter(heads, base.get_output_embeddings(), tree)
 
 
+def fusing_heads_drafter(base, *layers: int):
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=layers))
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        torch.nn.init.normal_(heads.fusion.weight)
+    return HeadsDrafter(heads, base.get_output_embeddings(), BUSHY)
+
+
 DRAFTERS = {
     "heads": heads_drafter,
     "path-reading heads": path_heads_drafter,
@@ -87,6 +95,9 @@ DRAFTERS = {
     "eagle": eagle_drafter,
     "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
     "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
+    "union of readers": lambda base: UnionDrafter(
+        [eagle_drafter(base), fusing_heads_drafter(base, 1, 2), fusing_heads_drafter(base, 2)]
+    ),
 }
 
 
@@ -106,6 +117,35 @@ def test_a_drafter_gives_plain_output_greedy_and_sampled(name, architecture):
             plain = model.generate(**batch, **options, max_new_tokens=25)
             drafted = model.generate(**batch, **options, max_new_tokens=25, drafter=drafter)
             assert drafted.tolist() == plain.tolist()
+
+
+def test_in_a_union_every_drafter_reads_its_own_layers():
+    base, batch = tiny_model("llama"), left_padded(random_prompts(2, 20), [20, 7])
+    ways = {
+        "heads": lambda: fusing_heads_drafter(base, 2),
+        "heads of two": lambda: fusing_heads_drafter(base, 1, 2),
+        "eagle": lambda: eagle_drafter(base),
+    }
+    seen = {name: [] for name in ways}
+
+    def watched(name, drafter):
+        draft = drafter.draft
+        drafter.draft = lambda context: seen[name].append(draft(context)) or seen[name][-1]
+        return drafter
+
+    alone = {}
+    for name, make in ways.items():
+        seen[name].clear()
+        answer = MedusaModel(base).generate(
+            **batch, max_new_tokens=2, do_sample=False, drafter=watched(name, make())
+        )
+        alone[name] = seen[name][0].tokens.tolist()
+        seen[name].clear()
+    union = UnionDrafter([watched(name, make()) for name, make in ways.items()])
+    together = MedusaModel(base).generate(**batch, max_new_tokens=2, do_sample=False, drafter=union)
+    assert together.tolist() == answer.tolist()
+    assert {name: drafts[0].tokens.tolist() for name, drafts in seen.items()} == alone
+    assert len({str(tokens) for tokens in alone.values()}) == 3
 
 
 def test_a_perfect_draft_model_is_always_accepted():

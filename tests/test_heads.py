@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import READING
 from torch import nn
 
 from medusa import HeadsConfig, MedusaHeads
@@ -47,17 +48,18 @@ HIDDEN = torch.randn(2, 5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(
 PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
+@pytest.mark.parametrize("reading", READING)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
-def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reads_path):
+def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reading):
     embedding = output_embedding(bias=bias and unembedding != "full")
-    heads = heads_of(unembedding, reads_path=reads_path)
+    heads = heads_of(unembedding, **READING[reading])
     heads.initialise_from(embedding)
     expected = embedding(HIDDEN)
     if unembedding == "token_map":
         expected = expected[..., MAP]
-    logits = heads(HIDDEN, embedding, PATH)
+    below = torch.randn(2, 5, len(heads.reads_layers) * HIDDEN_SIZE)
+    logits = heads(heads.fuse(torch.cat([HIDDEN, below], -1)), embedding, PATH)
     assert logits.shape == (2, 5, NUM_HEADS, expected.shape[-1])
     for k in range(NUM_HEADS):
         torch.testing.assert_close(logits[:, :, k], expected)
@@ -241,3 +243,23 @@ def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
 def test_heads_that_read_their_path_ask_for_it():
     with pytest.raises(ValueError, match=r"read the tokens of their path .*: pass path"):
         heads_of("shared", reads_path=True)(HIDDEN, output_embedding())
+
+
+def test_fused_layers_are_read_at_unit_size_whatever_the_size_of_their_dimensions():
+    heads = heads_of("shared", fused_layers=(2, 5))
+    torch.manual_seed(0)
+    below = torch.randn(200, 2 * HIDDEN_SIZE)
+    sizes = torch.logspace(-2, 3, 2 * HIDDEN_SIZE)
+    heads.set_layer_scale(torch.cat([torch.zeros(200, HIDDEN_SIZE), below * sizes], -1))
+    torch.testing.assert_close(heads.layer_scale, sizes * below.square().mean(0).sqrt())
+    heads.fusion.weight.data.normal_()
+    hidden = torch.cat([torch.ones(200, HIDDEN_SIZE), below * sizes], -1)
+    unit = (below / below.square().mean(0).sqrt()).unflatten(-1, (2, HIDDEN_SIZE))
+    unit = unit / unit.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(heads.fuse(hidden), 1 + unit.flatten(-2) @ heads.fusion.weight.T)
+
+
+@pytest.mark.parametrize("layers", [(0,), (3, 2), (2, 2), ("1",), (1.0,)], ids=str)
+def test_layers_that_cannot_be_fused_are_refused(layers):
+    with pytest.raises(ValueError, match=r"fused_layers must be different numbers of layers from 1 up"):
+        config_of("shared", fused_layers=layers)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    READING,
     SLIDING_WINDOW,
     VOCAB_SIZE,
     counting_model,
@@ -101,9 +102,9 @@ def test_every_shape_of_tree_gives_it(tree, attention):
 
 
 @pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
+@pytest.mark.parametrize("reading", READING)
 @pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
-def test_every_kind_of_heads_gives_it(unembedding, reads_path, sampled):
+def test_every_kind_of_heads_gives_it(unembedding, reading, sampled):
     base = tiny_model("qwen3")
     ids = list(range(3, 40)) if unembedding == "token_map" else None
     config = HeadsConfig(
@@ -113,7 +114,7 @@ def test_every_kind_of_heads_gives_it(unembedding, reads_path, sampled):
         unembedding=unembedding,
         rank=4,
         token_map_size=len(ids) if ids else None,
-        reads_path=reads_path,
+        **READING[reading],
     )
     torch.manual_seed(0)
     heads = MedusaHeads(config, token_map=ids)

@@ -35,6 +35,7 @@ def drafter_of(kind: str, base, map_is_loaded: bool = True):
         unembedding="token_map" if ids else "shared",
         token_map_size=len(ids) if ids else None,
         reads_path=kind in ("heads that read their path", "both"),
+        fused_layers=(1, 2) if kind == "both" else (),
     )
     heads = MedusaHeads(config, token_map=ids if map_is_loaded else None)
     return HeadsDrafter(heads.eval(), output_embedding(base), TREE)
@@ -71,7 +72,7 @@ def on_a_card(base, drafter, device: str) -> StaticState:
     request = DecodeRequest(
         lengths.new_zeros(2, 9), lengths, 30, eos_ids=frozenset({3}), **sampling(2, device)
     )
-    hidden = torch.empty(2, config.hidden_size, device=device)
+    hidden = torch.empty(2, (1 + len(drafter.reads_layers)) * config.hidden_size, device=device)
     rows = DecodeState([0, 1], request.tokens, lengths, hidden, cache, request)
     state = StaticState.like(rows, num_steps=4)
     state.reserve(256)
@@ -112,7 +113,7 @@ def test_a_step_moves_nothing_between_host_and_device(kind):
             drafter = drafter_of(kind, base, map_is_loaded=False)
         drafter.begin(2)
         state = on_a_card(base, drafter, CARD)
-        with seen_hidden(base) as seen, HostTraffic() as traffic:
+        with seen_hidden(base, layers=drafter.reads_layers) as seen, HostTraffic() as traffic:
             for _ in range(2):
                 static_step(base, drafter, state, seen)
         assert traffic.found == []
@@ -159,6 +160,6 @@ def test_a_step_runs_on_a_model_sharded_over_devices(kind, last):
         state = on_a_card(base, drafter, last)
         for layer, device in zip(state.cache.tree_layers, ("cpu", CARD), strict=True):
             layer.entries = [entries.to(device) for entries in layer.entries]
-        with seen_hidden(base) as seen:
+        with seen_hidden(base, layers=drafter.reads_layers) as seen:
             for _ in range(2):
                 static_step(base, drafter, state, seen)

@@ -32,9 +32,10 @@ def traced_as_often_as_not_at_all(architecture: str, kind: str, sampled: bool) -
         for lengths in ([40, 17], [21, 90]):
             state, expected = (prefilled(base, drafter, lengths, **options) for _ in range(2))
             for _ in range(3):
-                with seen_hidden(base) as seen, torch._dynamo.config.patch(error_on_recompile=True):
+                seen_by = seen_hidden(base, layers=drafter.reads_layers)
+                with seen_by as seen, torch._dynamo.config.patch(error_on_recompile=True):
                     step(base, drafter, state, seen)
-                with seen_hidden(base) as seen:
+                with seen_hidden(base, layers=drafter.reads_layers) as seen:
                     static_step(base, drafter, expected, seen)
             assert torch.equal(state.rows.lengths, expected.rows.lengths)
             for row, length in enumerate(state.rows.lengths.tolist()):

@@ -197,7 +197,7 @@ def accelerated(name: str) -> tuple[str, ...]:
 
 # Three micro-batches a step are an odd number for two processes: one of them has nothing to do at times.
 STEPS = ("--max_steps", "12", "--checkpoint_steps", "3", "--logging_steps", "1", "--tokens_per_batch", "700")
-STEPS += ("--unembedding", "full", "--learning_rate", "0.01", "--warmup_steps", "2")
+STEPS += ("--unembedding", "full", "--learning_rate", "0.01", "--warmup_steps", "2", "--fused_layers", "1")
 
 
 @pytest.fixture(scope="module")

@@ -148,13 +148,15 @@ def plain_loss(trainer: JointTrainer, batch: list[list[int]], num_targets: Tenso
         for layer in base.modules():
             if isinstance(layer, peft.tuners.lora.Linear):
                 layer._disable_adapters = False
-    hidden = hidden_states(base, padded.input_ids, position_ids=padded.positions)
+    layers = trainer.heads.reads_layers
+    hidden = hidden_states(base, padded.input_ids, position_ids=padded.positions, layers=layers)
+    read, hidden = trainer.heads.fuse(hidden), hidden[..., :32]
     options, total = trainer.configuration.joint, torch.zeros(())
     for row in range(len(padded.input_ids)):
         log_q = embedding(hidden[row]).log_softmax(-1)
         log_p = embedding(reference[row]).log_softmax(-1)
         path = torch.stack([padded.input_ids[row].roll(-depth) for depth in (1, 2, 3)], dim=1)
-        guesses = trainer.heads(hidden[row], embedding, path).log_softmax(-1)
+        guesses = trainer.heads(read[row], embedding, path).log_softmax(-1)
         for target in padded.is_label[row].nonzero().flatten().tolist():
             token = padded.input_ids[row, target]
             hard, soft = (
@@ -169,10 +171,16 @@ def plain_loss(trainer: JointTrainer, batch: list[list[int]], num_targets: Tenso
     return total
 
 
+@pytest.mark.parametrize("reading", [{}, {"fused_layers": [1]}], ids=["last state", "layer too"])
 @pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(tmp_path, rows, objective):
-    trainer = new_trainer(tmp_path, rows, base_objective=objective, heads_weight=0.3, block_elements=1000)
+def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(
+    tmp_path, rows, objective, reading
+):
+    options = {"base_objective": objective, "heads_weight": 0.3, "block_elements": 1000}
+    trainer = new_trainer(tmp_path, rows, **options, **reading)
     disturb(trainer.adapter)
+    if reading:
+        nn.init.normal_(trainer.heads.fusion.weight, std=0.2)
     for block in trainer.heads.blocks:
         nn.init.normal_(block[0].linear.weight, std=0.2)
     batch = [[0], [3], [5]]
@@ -183,7 +191,7 @@ def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(tmp
     expected = plain_loss(trainer, batch, num_targets)
     torch.testing.assert_close(loss, expected)
     parameters = list(trainer.loss.parameters())
-    assert len(parameters) == 3 * 3 + 2 * 14
+    assert len(parameters) == 3 * 3 + 2 * 14 + len(reading)
     theirs = torch.autograd.grad(expected, parameters)
     for ours, his in zip(torch.autograd.grad(loss, parameters), theirs, strict=True):
         torch.testing.assert_close(ours, his, rtol=1e-4, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import READING
 from torch import Tensor, nn
 
 from medusa import HeadsConfig, MedusaHeads
@@ -15,12 +16,10 @@ UNEMBEDDINGS = ("shared", "full", "low_rank", "token_map")
 OBJECTIVES = ("ce", "kl", "blend", "lk")
 
 
-def new_heads(unembedding: str, num_layers: int = 2, reads_path: bool = False) -> MedusaHeads:
+def new_heads(unembedding: str, num_layers: int = 2, **reading) -> MedusaHeads:
     """Heads with random weights everywhere."""
     size = {"token_map_size": MAPPED} if unembedding == "token_map" else {}
-    config = HeadsConfig(
-        HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, rank=4, reads_path=reads_path, **size
-    )
+    config = HeadsConfig(HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, rank=4, **reading, **size)
     heads = MedusaHeads(config, torch.randperm(VOCAB)[:MAPPED] if size else None)
     for parameter in heads.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -34,13 +33,13 @@ def new_embedding() -> nn.Linear:
 class Problem:
     """Two documents, 13 and 17 tokens, one behind the other, 60 % of their tokens labels."""
 
-    def __init__(self, unembedding: str = "shared", reads_path: bool = False):
+    def __init__(self, unembedding: str = "shared", **reading):
         torch.manual_seed(1)
-        self.heads, self.embedding = new_heads(unembedding, reads_path=reads_path), new_embedding()
+        self.heads, self.embedding = new_heads(unembedding, **reading), new_embedding()
         self.tokens = torch.randint(0, VOCAB, (30,))
         self.is_label = torch.rand(30) > 0.4
         self.positions = torch.cat([torch.arange(13), torch.arange(17)])
-        self.hidden = torch.randn(30, HIDDEN)
+        self.hidden = torch.randn(30, HIDDEN * (1 + len(self.heads.reads_layers)))
         self.num_scored = torch.tensor([9, 8, 7])
 
     @property
@@ -66,7 +65,7 @@ class Problem:
         """The same loss, target by target, as the definition says."""
         # Of position t the path is t + 1 .. t + K; past the end any token will do, no target follows it.
         path = torch.stack([self.tokens.roll(-depth) for depth in range(1, NUM_HEADS + 1)], dim=1)
-        logits, total = self.heads(self.hidden, self.embedding, path), torch.zeros(())
+        logits, total = self.heads(self.heads.fuse(self.hidden), self.embedding, path), torch.zeros(())
         for target in range(30):
             for depth in range(1, NUM_HEADS + 1):
                 source = target - 1 - depth
@@ -79,7 +78,7 @@ class Problem:
                 if column < 0:
                     continue
                 log_q = logits[source, depth - 1].log_softmax(-1)
-                log_p = self.teacher(self.hidden[target - 1 : target].detach())[0].log_softmax(-1)
+                log_p = self.teacher(self.hidden[target - 1 : target, :HIDDEN].detach())[0].log_softmax(-1)
                 hard, soft = -log_q[column], (log_p.exp() * (log_p - log_q)).sum()
                 loss = {
                     "ce": hard,
@@ -94,11 +93,11 @@ class Problem:
         return list(torch.autograd.grad(loss, [*self.heads.parameters(), self.hidden]))
 
 
-@pytest.mark.parametrize("reads_path", [False, True], ids=["state alone", "path too"])
+@pytest.mark.parametrize("reading", READING)
 @pytest.mark.parametrize("unembedding", UNEMBEDDINGS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_loss_and_gradients_are_those_of_the_definition(unembedding, objective, reads_path):
-    problem = Problem(unembedding, reads_path)
+def test_loss_and_gradients_are_those_of_the_definition(unembedding, objective, reading):
+    problem = Problem(unembedding, **READING[reading])
     problem.hidden.requires_grad_()
     expected = problem.naive(objective)
     loss, _ = problem.fused(objective)

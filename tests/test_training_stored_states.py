@@ -40,18 +40,18 @@ def documents_of(seed: int = 0) -> Documents:
     )
 
 
-def fill(directory: Path, documents: Documents, dtype: str = "float32") -> StoredStates:
+def fill(directory: Path, documents: Documents, dtype: str = "float32", layers=()) -> StoredStates:
     base = tiny_model("llama")
     line = ProgressLine("states", Console(quiet=True))
-    store_states(directory, base, documents, NUM_HEADS, dtype, BatchOptions(64), line)
+    store_states(directory, base, documents, NUM_HEADS, dtype, BatchOptions(64), line, layers)
     return StoredStates(directory, documents, NUM_HEADS, None, base.device)
 
 
-def losses(source: HiddenSource) -> torch.Tensor:
+def losses(source: HiddenSource, layers=()) -> torch.Tensor:
     """(2, K) sums of the KL objective, which reads the base's own rows as well."""
     base = tiny_model("llama")
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, NUM_HEADS))
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, NUM_HEADS, fused_layers=layers))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     module = HeadsLoss(heads, LossOptions("kl"))
@@ -63,12 +63,14 @@ def losses(source: HiddenSource) -> torch.Tensor:
     return torch.stack([sums.loss for sums in results])
 
 
+@pytest.mark.parametrize("layers", [(), (1, 2)], ids=["last state", "layers too"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 3e-3)])
-def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance):
+def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, layers):
     documents = documents_of()
-    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS))
+    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
     assert live.min() > 1
-    torch.testing.assert_close(losses(fill(tmp_path, documents, dtype)), live, rtol=tolerance, atol=tolerance)
+    stored = losses(fill(tmp_path, documents, dtype, layers), layers)
+    torch.testing.assert_close(stored, live, rtol=tolerance, atol=tolerance)
 
 
 def test_only_states_that_predict_a_label_are_stored(tmp_path):
@@ -108,13 +110,15 @@ def test_a_file_of_the_same_documents_is_used_again(tmp_path):
     assert (tmp_path / "states.bin").stat().st_mtime_ns == made
 
 
-@pytest.mark.parametrize("change", ["documents", "dtype"])
+@pytest.mark.parametrize("change", ["documents", "dtype", "layers"])
 def test_a_file_of_something_else_is_made_anew(tmp_path, change):
     fill(tmp_path, documents_of())
     documents = documents_of(seed=1 if change == "documents" else 0)
     dtype = "float16" if change == "dtype" else "float32"
-    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS))
-    torch.testing.assert_close(losses(fill(tmp_path, documents, dtype)), live, rtol=3e-3, atol=3e-3)
+    layers = (1,) if change == "layers" else ()
+    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
+    stored = losses(fill(tmp_path, documents, dtype, layers), layers)
+    torch.testing.assert_close(stored, live, rtol=3e-3, atol=3e-3)
 
 
 def test_a_file_that_was_not_finished_is_not_used(tmp_path, monkeypatch):

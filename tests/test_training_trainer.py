@@ -66,7 +66,9 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, r
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"unembedding": "token_map", "token_map_size": 20}, {"head_kind": "eagle"}], ids=str
+    "kind",
+    [{}, {"unembedding": "token_map", "token_map_size": 20}, {"head_kind": "eagle"}, {"fused_layers": [1]}],
+    ids=str,
 )
 def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_path, rows, kind):
     first = new_trainer(tmp_path, rows, max_steps=20, **kind)
@@ -80,6 +82,23 @@ def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_
     if "token_map_size" in kind:
         map_of_new_data = again.data.training.most_frequent_labels(20, 258)
         assert again.heads.token_map.tolist() == map_of_new_data.tolist() != theirs["token_map"].tolist()
+
+
+def test_heads_that_fuse_layers_begin_as_the_heads_without_that_they_start_from(tmp_path, rows):
+    first = new_trainer(tmp_path, rows, max_steps=20)
+    metrics = first.train()
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
+    again = new_trainer(tmp_path / "again", rows, start_from=given, fused_layers=[1, 2])
+    assert (again.heads.layer_scale != 1).all()
+    again.run.begin(again.configuration)
+    before = again.evaluate(again._source(again.data.held_out, "held-out"))
+    assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
+    again.train()
+    assert again.heads.fusion.weight.abs().max() > 0
+    fused = save_heads(HeadsCheckpoint(again.heads, base_model="tiny"), tmp_path / "fused")
+    third = new_trainer(tmp_path / "third", rows[:9], start_from=fused, fused_layers=[1, 2])
+    assert torch.equal(third.heads.layer_scale, again.heads.layer_scale)
 
 
 def test_heads_of_other_options_are_no_start(tmp_path, rows):

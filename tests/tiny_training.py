@@ -105,7 +105,9 @@ def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> T
         "logging_steps": 1,
         "held_out_fraction": 0.1,
     }
-    words = [word for key, value in (defaults | options).items() for word in (f"--{key}", str(value))]
+    words = []
+    for key, value in (defaults | options).items():
+        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     configuration = read_configuration(words)
     RunDirectory(configuration.run.output_dir).check(configuration)
     return configuration

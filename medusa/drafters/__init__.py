@@ -25,7 +25,7 @@ class DraftContext:
     root: Tensor
     """(B,) long: the base's own next token, not yet in its cache."""
     hidden: Tensor
-    """(B, D): the base's hidden state that chose ``root``."""
+    """(B, D): the base's hidden state that chose ``root``; (B, (1 + L) * D) with L of ``reads_layers``."""
     tokens: Tensor
     """(B, S) long: each row's tokens from column 0, root included."""
     lengths: Tensor
@@ -37,7 +37,7 @@ class DraftContext:
     temperature: float = 1.0
     """Of the sampling distribution; 1.0 when greedy."""
     features: Tensor | None = None
-    """(B, S, D): the base's hidden state at every committed position, if ``needs_features``."""
+    """(B, S, D), or as ``hidden``: the same at every committed position, if ``needs_features``."""
     sampled: DraftKind | None = None
     """Draw the candidates from the drafter's distribution, in this way; None: take the best ones."""
     seeds: Tensor | None = None
@@ -64,6 +64,8 @@ class Drafter(Protocol):
     """Whether the proposal after a text depends on that text alone, not on the step it was drafted in."""
     needs_features: bool
     """Whether :class:`DraftContext` must carry ``features``."""
+    reads_layers: tuple[int, ...]
+    """The decoder layers whose states it reads beside the last one (:func:`medusa.base.seen_hidden`)."""
 
     @property
     def max_depth(self) -> int:
@@ -87,6 +89,7 @@ class StatelessDrafter:
 
     context_only = True
     needs_features = False
+    reads_layers: tuple[int, ...] = ()
 
     def begin(self, num_rows: int) -> None:
         """Nothing is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ class HeadsDrafter(LevelDrafter):
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = quick_heads(heads, output_embedding), output_embedding
+        self.reads_layers = heads.reads_layers
         levels = self.levels if heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
@@ -59,6 +61,9 @@ class HeadsDrafter(LevelDrafter):
 
     def begin(self, num_rows: int) -> None:
         self.heads.gather_rows(self.output_embedding)
+
+    def draft(self, context: DraftContext) -> Draft:
+        return super().draft(replace(context, hidden=self.heads.fuse(context.hidden)))
 
     def _ranked(self, context: DraftContext) -> Draft:
         if self.heads.config.reads_path:

@@ -40,6 +40,7 @@ class WatchedDrafter:
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
         self.context_only, self.needs_features = drafter.context_only, drafter.needs_features
+        self.reads_layers = drafter.reads_layers
         self.depths: list[int] = []
         self.node_counts: list[int] = []
         self.seconds: list[float] = []

@@ -31,6 +31,8 @@ class QuickHeads(MedusaHeads):
         self._path_products = nn.ModuleList(
             _product(output_embedding, weight, None) for weight in getattr(self, "paths", ())
         )
+        if self.config.fused_layers:
+            self.fusion = _QuickLinear(self.fusion, output_embedding)
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self._path_products[index](rows)

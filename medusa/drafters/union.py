@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from medusa.base import layers_of
 from medusa.drafters import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.tree import TreeTopology
 
@@ -19,6 +21,7 @@ class UnionDrafter(StatelessDrafter):
             raise ValueError(f"a union takes at least two drafters, got {len(drafters)}")
         self.drafters = list(drafters)
         self.needs_features = any(drafter.needs_features for drafter in drafters)
+        self.reads_layers = tuple(sorted({layer for each in drafters for layer in each.reads_layers}))
 
     @property
     def max_depth(self) -> int:
@@ -33,9 +36,19 @@ class UnionDrafter(StatelessDrafter):
             drafter.keep_rows(rows)
 
     def draft(self, context: DraftContext) -> Draft:
-        drafts = [drafter.draft(context) for drafter in self.drafters]
+        drafts = [drafter.draft(self._as_read_by(drafter, context)) for drafter in self.drafters]
         tokens = torch.cat([drafts[0].tokens, *(draft.tokens[:, 1:] for draft in drafts[1:])], dim=1)
         return Draft(tokens, joined_topology([draft.topology for draft in drafts]))
+
+    def _as_read_by(self, drafter: Drafter, context: DraftContext) -> DraftContext:
+        """The context with the layers that ``drafter`` reads, and no others."""
+        if drafter.reads_layers == self.reads_layers:
+            return context
+        features = context.features
+        if features is not None:
+            features = layers_of(features, self.reads_layers, drafter.reads_layers)
+        hidden = layers_of(context.hidden, self.reads_layers, drafter.reads_layers)
+        return replace(context, hidden=hidden, features=features)
 
 
 def joined_topology(topologies: Sequence[TreeTopology]) -> TreeTopology:

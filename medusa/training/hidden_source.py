@@ -1,6 +1,7 @@
 """Where a micro-batch's hidden states come from: here, from the base model itself.
 
-A source gives states (P, D) and the :class:`Alignment` that points into them. The other source, a file
+A source gives states (P, (1 + L) * D), with those of L layers where heads fuse them, and the
+:class:`Alignment` that points into them. The other source, a file
 that the base filled once, is in ``stored_states.py``.
 """
 
@@ -35,13 +36,14 @@ class LiveStates:
     documents: Documents
     num_heads: int
     column_of: Tensor | None = None
+    layers: tuple[int, ...] = ()
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
-        device, size = self.base.device, hidden_size(self.base)
+        device, size = self.base.device, states_width(self.base, self.layers)
         if not batch:
             return torch.zeros(0, size, device=device), no_targets(self.num_heads).to(device)
         padded = collate(self.documents, batch)
-        states = frozen_states(self.base, padded)
+        states = frozen_states(self.base, padded, self.layers)
         return states.reshape(-1, size), padded.aligned(self.num_heads, self.column_of).to(device)
 
 
@@ -76,12 +78,16 @@ def one_token() -> PaddedBatch:
     return PaddedBatch(nothing, nothing, nothing.bool())
 
 
-def frozen_states(base: CausalLM, padded: PaddedBatch) -> Tensor:
-    """States (B, T, D) of a micro-batch, without gradients."""
+def frozen_states(base: CausalLM, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
+    """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
+    ids, positions = padded.input_ids.to(base.device), padded.positions.to(base.device)
     with torch.no_grad():
-        return hidden_states(
-            base, padded.input_ids.to(base.device), position_ids=padded.positions.to(base.device)
-        )
+        return hidden_states(base, ids, position_ids=positions, layers=layers)
+
+
+def states_width(base: CausalLM, layers: tuple[int, ...]) -> int:
+    """(1 + L) * D: the numbers of one token's states."""
+    return (1 + len(layers)) * hidden_size(base)
 
 
 def no_targets(num_heads: int) -> Alignment:

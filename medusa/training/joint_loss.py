@@ -81,6 +81,7 @@ class JointLoss(nn.Module):
         """Which stage this is; measuring, without gradients, is the same in both."""
         self._adapted = adapter
         self._base_loss, self._lambda_0 = base_loss, lambda_0
+        self._layers, self._size = heads_loss.heads.reads_layers, heads_loss.heads.config.hidden_size
 
     def forward(
         self,
@@ -109,21 +110,23 @@ class JointLoss(nn.Module):
         reference = self._without_adapter(rows) if is_compared else None
         hidden = self._with_adapter(rows)
         heads_loss, sums = self.heads_loss(hidden, alignment, output_embedding, num_scored[1:], teacher)
-        base_loss, base_sums = self._base_loss(hidden, reference, rows.targets, num_scored[0])
+        own = (hidden[:, : self._size], None if reference is None else reference[:, : self._size])
+        base_loss, base_sums = self._base_loss(*own, rows.targets, num_scored[0])
         return base_loss + self._lambda_0 * heads_loss, JointSums(sums, base_sums)
 
     def _with_adapter(self, rows: JointBatch) -> Tensor:
-        """States (P, D) of the adapted base."""
+        """States (P, (1 + L) * D) of the adapted base."""
         if not torch.is_grad_enabled():
-            return _states(self._adapted.base, rows)
+            return self._states(rows)
         with self._adapted.dropping_out():
-            return _states(self._adapted.base, rows)
+            return self._states(rows)
 
     def _without_adapter(self, rows: JointBatch) -> Tensor:
-        """States (P, D) of the base as it was, without gradients."""
+        """States (P, (1 + L) * D) of the base as it was, without gradients."""
         with torch.no_grad(), self._adapted.switched_off():
-            return _states(self._adapted.base, rows)
+            return self._states(rows)
 
-
-def _states(base: CausalLM, rows: JointBatch) -> Tensor:
-    return hidden_states(base, rows.input_ids, position_ids=rows.positions).flatten(0, 1)
+    def _states(self, rows: JointBatch) -> Tensor:
+        base = self._adapted.base
+        states = hidden_states(base, rows.input_ids, position_ids=rows.positions, layers=self._layers)
+        return states.flatten(0, 1)

@@ -164,13 +164,16 @@ class HeadsLoss(nn.Module):
         """The weighted loss, a scalar, and its sums.
 
         Args:
-            hidden: (P, D) states that ``alignment`` points into; gradients reach it when it wants them.
+            hidden: (P, (1 + L) * D) states that ``alignment`` points into, the last one first, then those of
+                the layers that the heads fuse; gradients reach it when it wants them.
             output_embedding: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
         teacher = self.options.checked_teacher(teacher)
-        work = _Work(self, alignment, output_embedding, num_scored, teacher)
+        last = hidden.detach()[:, : self.heads.config.hidden_size]
+        work = _Work(self, alignment, output_embedding, num_scored, teacher, last)
+        hidden = self.heads.fuse(hidden)
         parameters = list(self.heads.parameters())
         loss = _FusedLoss.apply(work, hidden, *parameters) if torch.is_grad_enabled() else work.run(hidden)
         return loss, work.sums
@@ -186,7 +189,9 @@ class _Work:
         output_embedding: nn.Module,
         num_scored: Tensor,
         teacher: Teacher | None,
+        last: Tensor,
     ):
+        self.last = last  # (P, D): what the base's own rows are made of
         self.heads, self.options = module.heads, module.options
         self.alignment, self.output_embedding, self.num_scored = alignment, output_embedding, num_scored
         self.teacher = teacher
@@ -201,7 +206,7 @@ class _Work:
         """The weighted loss as a scalar (); adds to ``gradients`` when they are wanted."""
         weights = self.options.target_weights(self.alignment, len(hidden), lambda: self._confidence(hidden))
         for block in self.blocks:
-            teacher_rows = self._teacher_rows(hidden, block)
+            teacher_rows = self._teacher_rows(block)
             for index in range(self.heads.num_heads):
                 is_scored = self.alignment.sources[index + 1, block] >= 0
                 columns = self.alignment.columns[block]
@@ -229,12 +234,12 @@ class _Work:
         path = self.alignment.path(index + 1, block) if self.heads.config.reads_path else None
         return self.heads.logits_of(index, states, self.output_embedding, path)
 
-    def _teacher_rows(self, hidden: Tensor, block: slice) -> TeacherRows | None:
+    def _teacher_rows(self, block: slice) -> TeacherRows | None:
         """The base's own rows for the targets of a block: the same for every head."""
         if self.teacher is None:
             return None
         with torch.no_grad():
-            return TeacherRows.of_logits(self.teacher(hidden[self.alignment.sources[0, block]]))
+            return TeacherRows.of_logits(self.teacher(self.last[self.alignment.sources[0, block]]))
 
     def _add_block(
         self,

@@ -83,9 +83,12 @@ class HeadOptions:
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra): far more guesses hit. false: the
     heads of the Medusa paper, which other engines can serve."""
+    fused_layers: list[int] | None = None
+    """The heads also read the base's states after these decoder layers, such as 8 16 24 of 30 (EAGLE-3): more
+    guesses hit, and stored states take as many times the room."""
     start_from: str | None = None
     """Heads to go on from, of the same options: a directory, a hub id or the name of heads that ship. A token
-    map is taken from the new data all the same."""
+    map is taken from the new data all the same; fused_layers may be added."""
 
     def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
         """The heads of these options on a base of these sizes."""
@@ -107,6 +110,7 @@ class HeadOptions:
             self.rank,
             self.token_map_size,
             self.reads_path,
+            tuple(self.fused_layers or ()),
         )
 
 

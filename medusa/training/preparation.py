@@ -21,7 +21,7 @@ from medusa.base import CausalLM, check_decodable, hidden_size, hidden_states, o
 from medusa.checkpoint import load_heads
 from medusa.eagle import EagleConfig, EagleHead, Heads
 from medusa.heads import HeadsConfig, MedusaHeads
-from medusa.training.batching import collate
+from medusa.training.batching import PaddedBatch, collate
 from medusa.training.configuration import ConfigurationError, TrainingConfiguration
 from medusa.training.documents import Document, Documents
 from medusa.training.filtering import filtered, held_out_indices, split
@@ -31,7 +31,7 @@ from medusa.training.reading import Example, check_sources, read_examples
 from medusa.training.rendering import RenderedText, Renderer, tokenise
 
 SCALE_DOCUMENTS = 16
-"""Documents in which the sizes of features are measured, for an EAGLE-style head."""
+"""Documents in which the sizes of states are measured: of features, of the layers that heads fuse."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,15 @@ def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Do
         heads.set_scales(*_features_and_embeddings(base, training))
     else:
         heads.initialise_from(output_embedding(base))
+    if isinstance(heads, MedusaHeads) and heads.reads_layers and not heads.fusion.weight.any():
+        heads.set_layer_scale(_some_states(base, training, heads.reads_layers))
     return heads.to(base.device, torch.float32).train()
 
 
 def start_from(heads: Heads, source: str) -> None:
     """Copy the weights of the heads in ``source`` into ``heads``, all but the token map.
+
+    Heads that fuse layers may start from heads that read the last state alone: they begin as those.
 
     Raises:
         ConfigurationError: those heads are of another configuration, or belong to an adapted base.
@@ -151,6 +155,8 @@ def start_from(heads: Heads, source: str) -> None:
             "base that carries it; start from heads of the base itself"
         )
     ours, theirs = asdict(heads.config), asdict(given.heads.config)
+    if isinstance(given.heads, MedusaHeads) and not given.heads.reads_layers:
+        ours["fused_layers"] = ()
     if ours != theirs:
         differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         raise ConfigurationError(
@@ -169,12 +175,23 @@ def _token_map(config: HeadsConfig | EagleConfig, training: Documents) -> torch.
 
 def _features_and_embeddings(base: CausalLM, training: Documents) -> tuple[torch.Tensor, torch.Tensor]:
     """The base's features and token embeddings (P, D) in some documents."""
+    padded, is_inside = _some_rows(training)
+    embeddings = base.get_input_embeddings()(padded.input_ids.to(base.device))
+    return frozen_states(base, padded)[is_inside], embeddings[is_inside]
+
+
+def _some_states(base: CausalLM, training: Documents, layers: tuple[int, ...]) -> torch.Tensor:
+    """The base's states (P, (1 + L) * D) in some documents."""
+    padded, is_inside = _some_rows(training)
+    return frozen_states(base, padded, layers)[is_inside]
+
+
+def _some_rows(training: Documents) -> tuple[PaddedBatch, torch.Tensor]:
+    """Documents spread over all, and which places (B, T) bool of them are not padding."""
     chosen = _spread(len(training), SCALE_DOCUMENTS)
     padded = collate(training, [[index] for index in chosen])
     lengths = torch.from_numpy(training.lengths[chosen])
-    is_inside = (torch.arange(padded.input_ids.shape[1]) < lengths[:, None]).to(base.device)
-    embeddings = base.get_input_embeddings()(padded.input_ids.to(base.device))
-    return frozen_states(base, padded)[is_inside], embeddings[is_inside]
+    return padded, torch.arange(padded.input_ids.shape[1]) < lengths[:, None]
 
 
 def column_of(heads: Heads) -> torch.Tensor | None:

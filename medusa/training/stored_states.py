@@ -3,7 +3,7 @@
 The base never changes, so neither do its states: the file holds those that some depth predicts a label
 from, or all for heads that read whole documents, and every later epoch does without the base's layers.
 
-    states.bin     (P, D) bits of the states, document after document
+    states.bin     (P, (1 + L) * D) bits of the states, document after document
     states.json    what they were made of; written last, so that a file without it is not used
 """
 
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa.base import CausalLM, hidden_size
+from medusa.base import CausalLM
 from medusa.files import read_json, write_json
 from medusa.training.alignment import Alignment, align, needed_states
 from medusa.training.batching import BatchOptions, MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.documents import Documents
-from medusa.training.hidden_source import LiveFeatures, frozen_states, no_targets
+from medusa.training.hidden_source import LiveFeatures, frozen_states, no_targets, states_width
 from medusa.training.progress import ProgressLine
 
 StateType = Literal["float32", "bfloat16", "float16"]
@@ -38,7 +38,7 @@ class StateFile:
     def __init__(self, directory: Path, documents: Documents, num_heads: int | None):
         header = read_json(directory / "states.json")
         self.dtype = getattr(torch, header["dtype"])
-        self.size = header["hidden_size"]
+        self.size = header["width"]
         self.starts = documents.starts
         self.needed = _needed(documents, num_heads)
         self.first = np.concatenate([[0], np.cumsum(self.needed)])  # of each position: states before it
@@ -50,7 +50,7 @@ class StateFile:
         return slice(self.starts[index], self.starts[index + 1])
 
     def of(self, indices: Iterable[int]) -> Tensor:
-        """The kept states (P, D) of the documents at ``indices``, one after the other."""
+        """The kept states (P, (1 + L) * D) of the documents at ``indices``, one after the other."""
         spans = [self.span(index) for index in indices]
         bits = np.concatenate([self.states[self.first[span.start] : self.first[span.stop]] for span in spans])
         return torch.from_numpy(bits).view(self.dtype)
@@ -103,9 +103,16 @@ class StoredFeatures(LiveFeatures):
         return states.to(self.base.device, self.base.dtype)
 
 
-def states_size(base: CausalLM, documents: Documents, num_heads: int | None, dtype: StateType) -> int:
+def states_size(
+    base: CausalLM,
+    documents: Documents,
+    num_heads: int | None,
+    dtype: StateType,
+    layers: tuple[int, ...] = (),
+) -> int:
     """Bytes that the states of ``documents`` take on disk."""
-    return int(_needed(documents, num_heads).sum()) * hidden_size(base) * getattr(torch, dtype).itemsize
+    width = states_width(base, layers)
+    return int(_needed(documents, num_heads).sum()) * width * getattr(torch, dtype).itemsize
 
 
 def store_states(
@@ -116,21 +123,24 @@ def store_states(
     dtype: StateType,
     options: BatchOptions,
     line: ProgressLine,
+    layers: tuple[int, ...] = (),
 ) -> None:
     """Write the states of ``documents`` into ``directory``, unless it holds exactly these already.
 
-    Those that ``num_heads`` heads and the base predict labels from, or all when it is None.
+    Those that ``num_heads`` heads and the base predict labels from, or all when it is None; ``layers`` are
+    those that the heads fuse.
 
     Raises:
         OSError: the disk has too little room; nothing was written.
     """
-    header = _header(base, documents, num_heads, dtype)
+    header = _header(base, documents, num_heads, dtype, layers)
     if (directory / "states.json").exists() and read_json(directory / "states.json") == header:
         line.say(f"hidden states in {directory} are those of this run")
         return
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "states.json").unlink(missing_ok=True)
-    size, room = states_size(base, documents, num_heads, dtype), shutil.disk_usage(directory).free
+    size = states_size(base, documents, num_heads, dtype, layers)
+    room = shutil.disk_usage(directory).free
     if size > room:
         raise OSError(
             f"cache_hidden_states needs {size / 2**30:.1f} GiB in {directory}, which has "
@@ -142,11 +152,11 @@ def store_states(
     first = np.concatenate([[0], np.cumsum(needed)])
     began, num_done = time.monotonic(), 0
     partial = directory / "states.bin.partial"
-    shape = (int(first[-1]), header["hidden_size"])
+    shape = (int(first[-1]), header["width"])
     stored = np.memmap(partial, mode="w+", shape=shape, dtype=_storage(getattr(torch, dtype)))
     for batch in plan_in_order(documents.lengths, options):
         padded = collate(documents, batch)
-        states = frozen_states(base, padded).to(getattr(torch, dtype)).cpu()
+        states = frozen_states(base, padded, layers).to(getattr(torch, dtype)).cpu()
         for row, (index,) in zip(states, batch, strict=True):
             span = slice(documents.starts[index], documents.starts[index + 1])
             wanted = torch.from_numpy(needed[span])
@@ -171,14 +181,17 @@ def _needed(documents: Documents, num_heads: int | None) -> np.ndarray:
     return needed_states(torch.from_numpy(documents.is_label), positions, num_heads).numpy()
 
 
-def _header(base: CausalLM, documents: Documents, num_heads: int | None, dtype: str) -> dict:
+def _header(
+    base: CausalLM, documents: Documents, num_heads: int | None, dtype: str, layers: tuple[int, ...]
+) -> dict:
     """What the file was made of: another header is another file."""
     return {
         "base_model": base.name_or_path,
         "base_dtype": str(base.dtype),
         "documents": documents.digest(),
         "num_heads": num_heads,
-        "hidden_size": hidden_size(base),
+        "layers": list(layers),
+        "width": states_width(base, layers),
         "dtype": dtype,
     }
 

@@ -216,8 +216,9 @@ class Trainer:
     def _source(self, documents: Documents, name: str) -> Source:
         num_heads, is_eagle = self.heads.num_heads, isinstance(self.heads, EagleHead)
         if not self.configuration.optimisation.cache_hidden_states or not len(documents):
-            live = LiveFeatures if is_eagle else LiveStates
-            return live(self.base, documents, num_heads, self.columns)
+            if is_eagle:
+                return LiveFeatures(self.base, documents, num_heads, self.columns)
+            return LiveStates(self.base, documents, num_heads, self.columns, self.heads.reads_layers)
         directory = self._stored(documents, name, None if is_eagle else num_heads)
         if is_eagle:
             file = StateFile(directory, documents, None)
@@ -230,7 +231,16 @@ class Trainer:
         if self.accelerator.is_main_process:
             batches = self.configuration.batch_options()
             with ProgressLine("hidden states", self.console) as line:
-                store_states(directory, self.base, documents, num_heads, options.cache_dtype, batches, line)
+                store_states(
+                    directory,
+                    self.base,
+                    documents,
+                    num_heads,
+                    options.cache_dtype,
+                    batches,
+                    line,
+                    self.heads.reads_layers,
+                )
         self.accelerator.wait_for_everyone()
         return directory
 
