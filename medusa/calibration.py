@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base import hidden_states, layers_of, output_embedding
+from medusa.base import CausalLM, hidden_states, layers_of, output_embedding
 from medusa.eagle import EagleHead, Heads, drafted_features
 from medusa.tree import CandidateTree, RankPath, best_tree, grown_path_values
 
@@ -224,9 +224,7 @@ def calibrate_each(
     return counts
 
 
-def _states(
-    base: PreTrainedModel, rows: Sequence[AnsweredTokens], layers: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _states(base: CausalLM, rows: Sequence[AnsweredTokens], layers: list[int]) -> tuple[Tensor, Tensor]:
     """The tokens (B, T) long of ``rows`` and the base's hidden states (B, T, (1 + L) * D)."""
     # Padding stands on the right, where no token of a row sees it.
     ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)

@@ -227,20 +227,11 @@ class Trainer:
 
     def _stored(self, documents: Documents, name: str, num_heads: int | None) -> Path:
         """Where the hidden states of ``documents`` are kept, once they are."""
-        directory, options = self.run.states / name, self.configuration.optimisation
+        directory, dtype = self.run.states / name, self.configuration.optimisation.cache_dtype
         if self.accelerator.is_main_process:
-            batches = self.configuration.batch_options()
+            batches, layers = self.configuration.batch_options(), self.heads.reads_layers
             with ProgressLine("hidden states", self.console) as line:
-                store_states(
-                    directory,
-                    self.base,
-                    documents,
-                    num_heads,
-                    options.cache_dtype,
-                    batches,
-                    line,
-                    self.heads.reads_layers,
-                )
+                store_states(directory, self.base, documents, num_heads, dtype, batches, line, layers)
         self.accelerator.wait_for_everyone()
         return directory
 
