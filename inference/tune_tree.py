@@ -3,13 +3,14 @@
 Reads answers (the model's own to the prompts, or those in the file), counts which guesses of the
 heads would have been right, builds the best tree of each size, times a decode step with each, and
 keeps the size with the most tokens per second: for each of --batch-sizes by itself, filed under this
-device, precision and engine. Size 1 is plain decoding and takes part. A model loaded here then uses the
-tree of its batch size; everywhere else the first one is the default. With --num-nodes nothing is timed:
-the best tree of that size is kept. Run it with nothing else running.
+device, precision, engine and --step. Size 1 is plain decoding and takes part. A model loaded here then uses
+the tree of its batch size. Everywhere else the directory's default tree is used, which the one of batch size
+1 replaces, unless the default was tuned at another place. With --num-nodes nothing is timed: the best tree of
+that size becomes the default, and those tuned here go. Run it with nothing else running.
 
     python inference/tune_tree.py
     python inference/tune_tree.py --heads HEADS --prompts FILE --limit 64 --max-new-tokens 256
-    python inference/tune_tree.py --batch-sizes 1,2,4,8,16 --engine eager
+    python inference/tune_tree.py --batch-sizes 1,2,4,8,16 --engine eager --step captured --device cuda
     python inference/tune_tree.py --num-nodes 64 --no-save
 """
 
@@ -28,10 +29,10 @@ from rich.table import Table
 
 import medusa
 from medusa.calibration import AnsweredTokens, RankCounts
-from medusa.checkpoint import load_heads, save_tree
 from medusa.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
 from medusa.measurement.calibrating import ranked
 from medusa.measurement.plots import check_matplotlib, plot_tree_sizes
+from medusa.measurement.tree_filing import file_asked_for, file_tuned
 from medusa.measurement.tuning import (
     NUM_NODES,
     TreeSize,
@@ -56,7 +57,7 @@ from medusa.programs import (
 )
 from medusa.prompts import padded_batch
 from medusa.tree import CandidateTree
-from medusa.tuned_trees import TunedTree, merged
+from medusa.tuned_trees import TunedTree
 
 Tables = Mapping[int, Sequence[TreeSize]]
 """What each size of tree gives and costs, by batch size."""
@@ -149,22 +150,21 @@ def save(
     report: dict[str, Any],
     options: TuneOptions,
 ) -> None:
-    """Write ``tree`` as the default, and the fastest one of each batch size for this place.
-
-    Trees tuned elsewhere stay. With --num-nodes those tuned here go, since they would hide the one asked for.
-    """
-    before = load_heads(options.heads).tuned
+    """Write the fastest tree of each batch size for this place, or ``tree`` of --num-nodes as the default."""
+    origin = {key: value for key, value in report.items() if key != "by_batch_size"}
     tuned = []
     for batch_size, table in tables.items():
         best = fastest(table)
         measured = {"num_nodes": best.num_nodes, **report["by_batch_size"][str(batch_size)]}
         measured |= {key: report[key] for key in ("num_threads", "medusa", "made")}
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
-        tuned.append(TunedTree(model.place, batch_size, fitting, measured))
-    kept = merged(before, tuned) if tables else [entry for entry in before if entry.place != model.place]
-    origin = {key: value for key, value in report.items() if key != "by_batch_size"}
-    path = save_tree(options.heads, tree, kept, **origin)
-    log_console().print(f"tree written to {path}", soft_wrap=True)
+        tuned.append(TunedTree(model.place, batch_size, fitting, measured, model.step))
+    if tuned:
+        said = file_tuned(options.heads, tuned, origin)
+    else:
+        said = file_asked_for(options.heads, tree, model.place, origin)
+    for sentence in said:
+        log_console().print(sentence, soft_wrap=True)
 
 
 def measure_sizes(
@@ -214,6 +214,7 @@ def make_report(
         "device": model.place.device,
         "dtype": model.place.dtype,
         "engine": model.place.engine,
+        "step": model.step,
         "num_threads": torch.get_num_threads(),
         "batch_size": options.batch_sizes[0],
         "base": options.base,
@@ -224,7 +225,7 @@ def make_report(
 
 def plot(report: dict[str, Any], chosen: Mapping[int, int], options: TuneOptions) -> None:
     """Draw one batch size in detail, or several against each other."""
-    title = f"{options.heads} on {report['device']}, {report['dtype']}, {report['engine']}"
+    title = f"{options.heads} on {place_in_words(report)}"
     if len(chosen) == 1:
         plot_tree_sizes(report["by_num_nodes"], report["num_nodes"], options.plot, title)
     else:
@@ -264,7 +265,8 @@ def print_table(entry: Mapping[str, Any], where: str, console: Console) -> None:
 
 def place_in_words(report: Mapping[str, Any]) -> str:
     """Where the report was measured."""
-    return f"{report['device']}, {report['dtype']}, {report['engine']}, {report['num_threads']} threads"
+    place = ", ".join(report[key] for key in ("device", "dtype", "engine"))
+    return f"{place}, {report['step']} steps, {report['num_threads']} threads"
 
 
 if __name__ == "__main__":

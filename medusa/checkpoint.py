@@ -58,6 +58,8 @@ class HeadsCheckpoint:
     """Trees for the places and batch sizes where they were timed; ``tree`` serves everywhere else."""
     adapter: Adapter | None = None
     """What the heads were trained together with: they belong to the base that carries it."""
+    tree_origin: Mapping[str, Any] = field(default_factory=dict)
+    """Where ``tree`` came from, in plain JSON values; empty where nobody said."""
 
 
 def save_heads(
@@ -92,7 +94,7 @@ def save_heads(
         }
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if checkpoint.tree is not None:
-            save_tree(partial, checkpoint.tree, checkpoint.tuned)
+            save_tree(partial, checkpoint.tree, checkpoint.tuned, **checkpoint.tree_origin)
         write_json(partial / PROVENANCE_FILE, checkpoint.provenance)
     return Path(directory)
 
@@ -118,7 +120,7 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
         for name, tensor in read_weights(directory / WEIGHTS_FILE, device).items()
     }
     heads = heads_holding(weights, raw, directory / CONFIG_FILE, directory / WEIGHTS_FILE)
-    tree, tuned = _read_trees(directory, heads.num_heads)
+    tree, tuned, tree_origin = _read_trees(directory, heads.num_heads)
     return HeadsCheckpoint(
         heads=heads,
         base_model=raw.get("base_model", ""),
@@ -126,6 +128,7 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
         provenance=read_json(directory / PROVENANCE_FILE) if (directory / PROVENANCE_FILE).exists() else {},
         tuned=tuned,
         adapter=_read_adapter(directory, raw, device),
+        tree_origin=tree_origin,
     )
 
 
@@ -210,18 +213,20 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
     return Adapter(config, weights, tuple(said["base_sample"]))
 
 
-def _read_trees(directory: Path, num_heads: int) -> tuple[CandidateTree | None, tuple[TunedTree, ...]]:
-    """The default tree and the tuned ones; None and none where there is no tree file."""
+def _read_trees(
+    directory: Path, num_heads: int
+) -> tuple[CandidateTree | None, tuple[TunedTree, ...], dict[str, Any]]:
+    """The default tree, the tuned ones, the default's origin; None and none where there is no tree file."""
     path = directory / TREE_FILE
     if not path.exists():
-        return None, ()
+        return None, (), {}
     raw = read_json(path)
     if "paths" not in raw:
         raise ValueError(f"{path} must hold 'paths', lists of ranks, got {sorted(raw)}")
     tree, tuned = tree_from_json(raw["paths"], str(path)), tuned_from_json(raw.get("tuned", []), str(path))
     for each in (tree, *(entry.tree for entry in tuned)):
         check_tree_fits(each, num_heads)
-    return tree, tuned
+    return tree, tuned, {key: value for key, value in raw.items() if key not in ("paths", "tuned")}
 
 
 def check_tree_fits(tree: CandidateTree, num_heads: int) -> None:

@@ -192,7 +192,12 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
         if tree is None
         else {"num_nodes": tree.num_nodes, "width_by_depth": tree.width_by_depth},
         "tuned_trees": [
-            {**asdict(entry.place), "batch_size": entry.batch_size, "num_nodes": entry.tree.num_nodes}
+            {
+                **asdict(entry.place),
+                "step": entry.step,
+                "batch_size": entry.batch_size,
+                "num_nodes": entry.tree.num_nodes,
+            }
             for entry in checkpoint.tuned
         ],
         "provenance": checkpoint.provenance,
@@ -221,7 +226,7 @@ def _in_words(name: str, value: Any) -> str:
 def _tuned_in_words(entries: list[dict[str, Any]]) -> str:
     lines = [
         f"{entry['num_nodes']} nodes at batch size {entry['batch_size']} on {entry['device']}, "
-        f"{entry['dtype']}, {entry['engine']}"
+        f"{entry['dtype']}, {entry['engine']}, {entry['step']} steps"
         for entry in entries
     ]
     return "\n".join(lines) or "none: the tree above serves everywhere; inference/tune_tree.py finds others"

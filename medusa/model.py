@@ -74,7 +74,7 @@ class MedusaModel:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
             heads.to(device=embedding_weight(output_embedding(base)).device).eval()
         self.tuned = at_place(tuned, self.place)
-        """The trees that were timed at this very place, by batch size."""
+        """The trees that were timed at this very place, by batch size, for every kind of step."""
         self._default_tree = self._checked_tree(tree)
         for entry in self.tuned:
             self._checked_tree(entry.tree)
@@ -154,14 +154,13 @@ class MedusaModel:
         dtype = str(self.base.dtype).removeprefix("torch.")
         return Place(device_name(self.device), dtype, resolved_engine(self.base, self.engine))
 
-    def tree_for(self, batch_size: int) -> CandidateTree:
-        """The candidate tree of a call with ``batch_size`` rows that names none itself.
+    def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
+        """The candidate tree of a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
 
-        The tree tuned on this device, in this precision, with this engine, for the nearest batch size at or
-        above (or the largest there is); where none was tuned here, the default tree. Whichever it is, the
-        tokens are the same.
+        The tree tuned on this device, in this precision, with this engine, as :func:`chosen_for` says; where
+        none was tuned here, the default tree. Whichever it is, the tokens are the same.
         """
-        tuned = chosen_for(self.tuned, batch_size)
+        tuned = chosen_for(self.tuned, batch_size, step or self.step)
         return self._default_tree if tuned is None else tuned
 
     def use_tree(self, tree: CandidateTree) -> None:
@@ -239,7 +238,7 @@ class MedusaModel:
         arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
         arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
         request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
-        chosen = self._drafter(tree, drafter, len(request.tokens))
+        chosen = self._drafter(tree, drafter, len(request.tokens), step)
         return decode_as(step or self.step, self._steppers, chosen, request, statistics)
 
     def decode(
@@ -268,7 +267,7 @@ class MedusaModel:
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        chosen = self._drafter(tree, drafter, len(input_ids))
+        chosen = self._drafter(tree, drafter, len(input_ids), step)
         for result in decode_as(step or self.step, self._steppers, chosen, request, statistics):
             for answer, new in zip(answers, result.tokens, strict=True):
                 answer.extend(new)
@@ -281,12 +280,14 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _drafter(self, tree: CandidateTree | None, drafter: Drafter | None, num_rows: int) -> Drafter:
+    def _drafter(
+        self, tree: CandidateTree | None, drafter: Drafter | None, num_rows: int, step: StepKind | None
+    ) -> Drafter:
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
             return drafter
-        tree = self.tree_for(num_rows) if tree is None else self._checked_tree(tree)
+        tree = self.tree_for(num_rows, step) if tree is None else self._checked_tree(tree)
         if self.heads is None or tree.depth == 0:
             return PlainDrafter()
         return drafter_of_heads(self.heads, self.runner, tree)

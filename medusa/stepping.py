@@ -12,12 +12,12 @@
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
-Compiling takes minutes for a large model, once for each batch size, tree and kind of sampling, and once
-more when the cache first outgrows its slots; what Inductor has compiled is kept on disk
+Compiling takes minutes for a large model, once for each tree and sampling setting, once more when the cache
+first outgrows its slots and when the number of rows first changes; what Inductor has compiled is kept on disk
 (``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes as long as a
 few steps, once for each batch size, tree, sampling setting and number of slots.
-``DecodingStatistics.setup_seconds`` says what either took. A graph writes to the tensors it was captured
-with, so a model keeps those of its last few settings, caches included.
+``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
+settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import pickle
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from types import FunctionType
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -39,7 +40,7 @@ from medusa.static_step import StaticDrafter, StaticState, static_step
 StepKind = Literal["general", "static", "compiled", "captured"]
 """See the table above."""
 MAX_KEPT = 16
-"""Settings whose graphs a model keeps."""
+"""Settings whose graphs a model keeps, and as many whose compiled steps."""
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
 
@@ -63,11 +64,18 @@ class Stepper:
 
 
 class CompiledStepper(Stepper):
-    """Runs them compiled, each in one piece."""
+    """Runs them as :func:`compiled_step` makes them."""
 
-    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int):
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        steps_unseen: int,
+        step: Callable[..., None],
+    ):
         super().__init__(base, drafter, rows, steps_unseen)
-        self._step = torch.compile(static_step, fullgraph=True)
+        self._step = step
 
     def run(self, num_steps: int) -> float:
         num_compiled, began = _num_compiled(), time.perf_counter()
@@ -76,6 +84,17 @@ class CompiledStepper(Stepper):
         setup_seconds = elapsed if _num_compiled() > num_compiled else 0.0
         self._run(self._step, num_steps - 1)
         return setup_seconds
+
+
+def compiled_step(backend: str = "inductor") -> Callable[..., None]:
+    """:func:`static_step` as ``backend`` of torch.compile makes it, in one piece, at its first calls.
+
+    Each is compiled from a code object of its own. torch counts compilations by code object and refuses the
+    ninth (``torch._dynamo.config.recompile_limit``): enough for the shapes of one tree and sampling setting,
+    where the sizes that change twice become symbols, but not for all the trees of a process.
+    """
+    own = FunctionType(static_step.__code__.replace(), static_step.__globals__, static_step.__name__)
+    return torch.compile(own, fullgraph=True, backend=backend)
 
 
 def _num_compiled() -> int:
@@ -138,35 +157,43 @@ class CapturedStepper(Stepper):
         return [tensor.data_ptr() for tensor in tensors]
 
 
-STEPPERS: dict[str, type[Stepper]] = {
-    "static": Stepper,
-    "compiled": CompiledStepper,
-    "captured": CapturedStepper,
-}
-
-
 class Steppers:
-    """The steppers of one base; those that hold graphs are kept for the calls to come."""
+    """The steppers of one base; what they compiled or captured is kept for the calls to come."""
 
-    def __init__(self, base: CausalLM):
+    def __init__(self, base: CausalLM, backend: str = "inductor"):
         self.base = base
-        self._kept: dict[Hashable, Stepper] = {}
+        self.backend = backend
+        """That of torch.compile."""
+        self._captured: dict[Hashable, CapturedStepper] = {}
+        self._compiled: dict[Hashable, Callable[..., None]] = {}
 
     @contextmanager
     def lent(
         self, kind: StepKind, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int
     ) -> Iterator[Stepper]:
         """A stepper for rows like these, for the caller alone until the context ends."""
-        key = (drafter.static_key, steps_unseen, _settings(rows))
-        kept = self._kept.pop(key, None) if kind == "captured" else None
-        stepper = STEPPERS[kind](self.base, drafter, rows, steps_unseen) if kept is None else kept
-        try:
-            yield stepper
-        finally:
-            if kind == "captured":
-                self._kept[key] = stepper
-                for oldest in list(self._kept)[:-MAX_KEPT]:
-                    del self._kept[oldest]
+        given = (self.base, drafter, rows, steps_unseen)
+        settings = (drafter.static_key, steps_unseen, _settings(rows))
+        if kind == "static":
+            yield Stepper(*given)
+        elif kind == "compiled":
+            step = self._compiled.pop(settings, None) or compiled_step(self.backend)
+            _keep(self._compiled, settings, step)
+            yield CompiledStepper(*given, step)
+        else:
+            key = (len(rows.rows), settings)
+            stepper = self._captured.pop(key, None) or CapturedStepper(*given)
+            try:
+                yield stepper
+            finally:
+                _keep(self._captured, key, stepper)
+
+
+def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    """Add ``value`` as the newest; the oldest beyond :data:`MAX_KEPT` go."""
+    kept[key] = value
+    for oldest in list(kept)[:-MAX_KEPT]:
+        del kept[oldest]
 
 
 def check_step(step: str, base: CausalLM) -> None:
@@ -208,7 +235,7 @@ def _is_sharded(base: CausalLM) -> bool:
 
 
 def _settings(rows: DecodeState) -> Hashable:
-    """What a captured graph holds fast of the rows it was captured for."""
+    """What a graph holds fast of the rows it was made for, besides how many they are."""
     request = rows.request
     processors = pickle.dumps(list(request.processors))
-    return len(rows.rows), request.seeds is None, request.temperature, request.eos_ids, processors
+    return request.seeds is None, request.temperature, request.eos_ids, processors

@@ -99,14 +99,15 @@ def test_info_says_what_a_heads_directory_holds(saved, capsys):
 
 
 def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
-    tuned = (TunedTree(Place("a card", "bfloat16", "eager"), 8, CandidateTree.chain(2)),)
+    tuned = (TunedTree(Place("a card", "bfloat16", "eager"), 8, CandidateTree.chain(2), step="captured"),)
     heads = save_heads(HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned), tmp_path / "heads")
     assert main(["info", "--json", str(heads)]) == 0
     place = {"device": "a card", "dtype": "bfloat16", "engine": "eager"}
     listed = json.loads(capsys.readouterr().out)["tuned_trees"]
-    assert listed == [{**place, "batch_size": 8, "num_nodes": 3}]
+    assert listed == [{**place, "step": "captured", "batch_size": 8, "num_nodes": 3}]
     assert main(["info", str(heads)]) == 0
-    assert "3 nodes at batch size 8" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "3 nodes at batch size 8 on a card, bfloat16, eager, captured steps" in printed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from tiny_chat import save_chat_model, wide_tree
 
 import medusa
 import medusa.hardware
-from medusa import load_heads, save_tree
+from medusa import CandidateTree, load_heads, save_tree
 from medusa.programs import exit_status, track
 from medusa.tuned_trees import Place, TunedTree
 
@@ -184,8 +184,19 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     assert loaded.tuned[2].tree.num_nodes == report["by_batch_size"]["3"]["chosen"]
     assert loaded.tuned[2].place == Place(report["device"], "float32", "eager")
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+    assert "default tree: now that of batch size 1" in printed.err
+    assert {entry.step for entry in loaded.tuned} == {"general"}
+    save_tree(heads, CandidateTree.chain(1), loaded.tuned, **loaded.tree_origin)
+    assert program("tune_tree").main([*own, "--batch-sizes", "2", "--step", "static"]) == 0
+    printed = capsys.readouterr()
+    assert closing_json(printed.out)["step"] == "static"
+    assert "default tree: left as it was (2 nodes): batch size 1 was not tuned" in printed.err
+    loaded = load_heads(heads)
+    assert loaded.tree == CandidateTree.chain(1)
+    assert [(entry.step, entry.batch_size) for entry in loaded.tuned[3:]] == [("static", 2)]
     assert program("tune_tree").main([*own, "--num-nodes", "3"]) == 0
     assert [entry.place.device for entry in load_heads(heads).tuned] == ["elsewhere"]
+    assert "tuned trees removed" in capsys.readouterr().err
 
 
 def test_tune_tree_takes_a_size_and_answers_from_the_file_without_timing(setting, capsys, tmp_path):

@@ -56,6 +56,29 @@ def test_every_architecture_is_traced_so(architecture, kind, sampled):
     traced_as_often_as_not_at_all(architecture, kind, sampled)
 
 
+def tokens_of_one_row(results):
+    return [token for step in results for token in step.tokens[0]]
+
+
+def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilations(monkeypatch):
+    """A dozen sizes of cache take two compilations, and every setting may have as many of its own."""
+    monkeypatch.setattr("medusa.static_decoding.SLOTS", 8)
+    base = tiny_model("llama")
+    steppers, drafter = Steppers(base, backend="eager"), drafter_of("plain", base)
+    torch._dynamo.reset()
+    setups = []
+    for options in ({}, {"eos_ids": frozenset({VOCAB_SIZE})}, {}):
+        request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 90, **options)
+        statistics = DecodingStatistics()
+        num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch._dynamo.config.patch(recompile_limit=2):
+            results = list(decode_static("compiled", steppers, drafter, request, statistics))
+        assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
+        setups.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before)
+        assert (statistics.setup_seconds > 0) is (setups[-1] > 0)
+    assert setups[0] == 2 and setups[1] in (1, 2) and setups[2] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
@@ -73,8 +96,7 @@ def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
         torch.manual_seed(0)
         results = list(decode_static("compiled", steppers, drafter, request, statistics, 4))
         setups.append(statistics.setup_seconds)
-        answers = [[t for step in steps for t in step.tokens[0]] for steps in (results, expected)]
-        assert answers[0] == answers[1]
+        assert tokens_of_one_row(results) == tokens_of_one_row(expected)
     assert setups[0] > 0 and setups[1] == 0
 
 
@@ -197,4 +219,4 @@ def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
                 do_sample=False,
                 step="captured",
             )
-    assert len(model_on_a_card._steppers._kept) == MAX_KEPT
+    assert len(model_on_a_card._steppers._captured) == MAX_KEPT

@@ -42,6 +42,48 @@ def test_entries_are_read_as_they_were_written(saved):
     assert loaded.tuned[:3] == tuned_trees()
 
 
+def test_an_entry_that_names_no_kind_of_step_is_of_general_steps(saved):
+    """Files were written so before entries had a kind of step."""
+    written = json.loads((saved / "tree.json").read_text())
+    assert {entry.pop("step") for entry in written["tuned"]} == {"general"}
+    (saved / "tree.json").write_text(json.dumps(written))
+    loaded = load_heads(saved)
+    assert loaded.tuned[:3] == tuned_trees()
+    model = MedusaModel.from_pretrained(chat_base(), loaded, engine="eager")
+    assert model.tree_for(1) == CHAIN(3)
+
+
+def test_where_a_tree_came_from_survives_another_saving(saved, tmp_path):
+    save_tree(saved, CHAIN(1), device="some card", num_positions=7)
+    loaded = load_heads(saved)
+    assert loaded.tree_origin == {"device": "some card", "num_positions": 7}
+    assert load_heads(save_heads(loaded, tmp_path / "again")).tree_origin == loaded.tree_origin
+
+
+def test_a_call_takes_the_tree_that_was_tuned_for_its_kind_of_step(tmp_path):
+    static = TunedTree(HERE, 1, CHAIN(1), step="static")
+    checkpoint = HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=(*tuned_trees(), static))
+    model = MedusaModel.from_pretrained(chat_base(), checkpoint, engine="eager")
+    assert model.tree_for(1).depth == 3 and model.tree_for(2).depth == 2
+    assert model.tree_for(1, "static").depth == model.tree_for(8, "static").depth == 1
+    assert model.tree_for(1, "compiled").depth == 3, "none was timed: general steps are the best guess"
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    for step, depth in (("general", 3), ("static", 1)):
+        out = model.generate(torch.arange(9)[None], **options, step=step)
+        assert len(out.statistics.accepted_histogram) == depth + 1
+        streamed = list(model.stream(torch.arange(9)[None], max_new_tokens=8, do_sample=False, step=step))
+        assert max(len(each.tokens[0]) for each in streamed) <= depth + 1
+    own = MedusaModel.from_pretrained(chat_base(), checkpoint, engine="eager", step="static")
+    assert own.tree.depth == 1
+
+
+def test_a_tree_tuned_for_another_kind_of_step_is_left_alone():
+    static = TunedTree(HERE, 1, CHAIN(1), step="static")
+    checkpoint = HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=(static,))
+    model = MedusaModel.from_pretrained(chat_base(), checkpoint, engine="eager")
+    assert model.tree == wide_tree()
+
+
 def test_a_file_of_one_tree_is_read_as_before(saved):
     (saved / "tree.json").write_text(json.dumps({"paths": [[], [0]], "num_nodes": 2}))
     loaded = load_heads(saved)
@@ -112,9 +154,9 @@ def test_writing_a_tree_alone_drops_the_tuned_ones_so_that_it_is_used(saved):
 
 def test_new_entries_replace_those_of_their_place_and_batch_size_only():
     old = (*tuned_trees(), TunedTree(ELSEWHERE, 1, CHAIN(1)))
-    new = [TunedTree(HERE, 1, ROOT)]
+    new = [TunedTree(HERE, 1, ROOT), TunedTree(HERE, 1, CHAIN(1), step="static")]
     together = merged(old, new)
-    assert len(together) == 4
+    assert len(together) == 5
     assert chosen_for([entry for entry in together if entry.place == HERE], 1) == ROOT
     assert TunedTree(ELSEWHERE, 1, CHAIN(1)) in together
 
@@ -130,11 +172,13 @@ GOOD = {"device": "d", "dtype": "float32", "engine": "eager", "batch_size": 1, "
         ([{**GOOD, "batch_size": 0}], r"tuned\[0\]: batch_size must be an int of at least 1, got 0"),
         ([{**GOOD, "batch_size": True}], r"batch_size must be an int of at least 1, got True"),
         ([{**GOOD, "device": ""}], r"device must be text that is not empty, got ''"),
+        ([{**GOOD, "step": 1}], r"step must be text that is not empty, got 1"),
         ([{**GOOD, "engine": None}], r"engine must be text that is not empty, got None"),
         ([{**GOOD, "paths": "0"}], r"tuned\[0\]: paths must be lists of ranks"),
         ([{**GOOD, "paths": [["0"]]}], r"paths must be lists of ranks"),
         ([{**GOOD, "paths": [[0, 1]]}], r"tuned\[0\]: every path needs its parent"),
         ([GOOD, {**GOOD, "paths": [[]]}], r"tuned\[1\] is a second entry for batch size 1 on d, float32"),
+        ([GOOD, {**GOOD, "step": "general"}], r"on d, float32, eager, general steps; keep one of them"),
         ([{**GOOD, "paths": [[0], [0, 0], [0] * 3, [0] * 4]}], "tree has depth 4, the heads are 3"),
         *(
             ([{key: GOOD[key] for key in GOOD if key != left_out}], rf"tuned\[0\] must hold '{left_out}'")
