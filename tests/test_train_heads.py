@@ -151,6 +151,22 @@ def one_joint(workplace) -> Path:
     return workplace / "one_joint"
 
 
+def test_a_launch_in_mixed_precision_stores_states_and_trains_in_it(workplace):
+    launcher = (*ACCELERATE, "--mixed_precision", "bf16")
+    arguments = ("--output_dir", "mixed", "--cache_hidden_states", "true", "--checkpoint_steps", "3")
+    done = launch(workplace, *arguments, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "bf16 products" in done.stderr
+    header = json.loads((workplace / "mixed" / "states" / "training" / "states.json").read_text())
+    assert header["arithmetic"] == "torch.bfloat16"
+    loaded = load_heads(workplace / "mixed" / "heads")
+    assert loaded.provenance["configuration"]["precision"] == "bf16"
+    assert all(each.dtype == torch.float32 for each in loaded.heads.parameters())
+    resumed = launch(workplace, *arguments, "--resume")
+    assert resumed.returncode == 1
+    assert "precision: 'bf16' -> 'fp32'" in resumed.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "zero2"])
 def test_two_processes_train_heads_and_adapter_like_one(workplace, one_joint, name):

@@ -40,6 +40,29 @@ def test_the_command_line_overrides_the_file(config, arguments):
     assert read_configuration([*config, *arguments]).optimisation.learning_rate == 5e-4
 
 
+@pytest.mark.parametrize(
+    ("launched", "given", "precision"),
+    [
+        (None, [], "fp32"),
+        ("no", [], "fp32"),
+        ("bf16", [], "bf16"),
+        ("bf16", ["--precision", "fp32"], "fp32"),
+        ("no", ["--precision", "bf16"], "bf16"),
+    ],
+)
+def test_the_launch_decides_the_precision_that_nobody_gives(monkeypatch, config, launched, given, precision):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launched is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert read_configuration([*config, *given]).optimisation.precision == precision
+
+
+def test_a_launch_in_float16_is_refused(monkeypatch, config):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ConfigurationError, match="mixed_precision must be no or bf16 here, got 'fp16'"):
+        read_configuration(config)
+
+
 def test_lists_and_switches_are_overridden_too(config):
     read = read_configuration([*config, "--data", "c.jsonl", "--packing", "false", "--resume"])
     assert read.data.data == ["c.jsonl"]

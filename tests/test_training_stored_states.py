@@ -14,6 +14,7 @@ from rich.console import Console
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base import output_embedding
+from medusa.files import read_json
 from medusa.training.batching import BatchOptions
 from medusa.training.documents import Document, Documents
 from medusa.training.hidden_source import HiddenSource, LiveFeatures, LiveStates
@@ -119,6 +120,18 @@ def test_a_file_of_something_else_is_made_anew(tmp_path, change):
     live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
     stored = losses(fill(tmp_path, documents, dtype, layers), layers)
     torch.testing.assert_close(stored, live, rtol=3e-3, atol=3e-3)
+
+
+def test_a_file_of_another_precision_is_made_anew(tmp_path):
+    documents = documents_of()
+    fill(tmp_path, documents)
+    in_float32 = (tmp_path / "states.bin").read_bytes()
+    with torch.autocast("cpu", torch.bfloat16):
+        fill(tmp_path, documents)
+    assert read_json(tmp_path / "states.json")["arithmetic"] == "torch.bfloat16"
+    assert (tmp_path / "states.bin").read_bytes() != in_float32
+    fill(tmp_path, documents)
+    assert (tmp_path / "states.bin").read_bytes() == in_float32
 
 
 def test_a_file_that_was_not_finished_is_not_used(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import (
     chat_tokenizer,
@@ -19,6 +20,7 @@ from tiny_training import (
     stop_after,
     tiny_base,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa import load_heads
 from medusa.checkpoint import HeadsCheckpoint, save_heads
@@ -132,10 +134,17 @@ def new_trainer_on_same(trainer: Trainer) -> dict[str, float]:
     return trainer.evaluate(trainer._source(trainer.data.training, "training"))
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
+@pytest.mark.parametrize(
+    ("cache", "precision"),
+    [(False, "fp32"), (True, "fp32"), (True, "bf16")],
+    ids=["live states", "stored states", "stored states in bf16"],
+)
 @pytest.mark.parametrize("stop", [5, 7])
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, rows, monkeypatch, cache, stop):
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    tmp_path, rows, monkeypatch, cache, precision, stop
+):
     options = {"cache_hidden_states": cache, "checkpoint_steps": 5, "evaluation_steps": 4, "logging_steps": 2}
+    options["precision"] = precision
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     whole = new_trainer(tmp_path / "whole", rows, **options)
@@ -280,6 +289,46 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path, rows):
     losses = [entry["train/loss"] for entry in history(trainer).values()]
     assert losses[-1] < losses[0] - 0.5
     assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
+@pytest.mark.parametrize("kind", [{"reads_path": True}, {"head_kind": "eagle"}], ids=str)
+def test_bfloat16_losses_are_those_of_float32_to_a_hundredth(tmp_path, rows, kind, cache):
+    runs = []
+    for precision in ("fp32", "bf16"):
+        AcceleratorState._reset_state(True)
+        options = {"precision": precision, "cache_hidden_states": cache, "objective": "kl", **kind}
+        trainer = new_trainer(tmp_path / precision, rows, **options)
+        trainer.train()
+        runs.append({step: entry["train/loss"] for step, entry in history(trainer).items()})
+    exact, rounded = runs
+    assert rounded != exact, "bf16 rounded nothing"
+    assert rounded == pytest.approx(exact, rel=1e-2)
+
+
+class Products(TorchDispatchMode):
+    """The types that matrix products run in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.types |= {each.dtype for each in args if isinstance(each, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_product_of_base_teacher_and_heads_has_the_precision_of_the_run(
+    tmp_path, rows, precision, cache
+):
+    options = {"cache_hidden_states": cache, "objective": "kl", "max_steps": 2, "held_out_fraction": 0}
+    trainer = new_trainer(tmp_path, rows, precision=precision, **options)
+    with Products() as products:
+        trainer.train()
+    assert products.types == {{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]}
 
 
 def test_a_time_limit_ends_the_run(tmp_path, rows):

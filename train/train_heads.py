@@ -61,6 +61,7 @@ def main() -> None:
     console.print(
         f"{configuration.heads.head_kind} heads for {heads.num_heads} tokens ahead, "
         f"{num_parameters:,} parameters, on {configuration.base.base} in {base.dtype}, "
+        f"{configuration.optimisation.precision} products, "
         f"{accelerator.num_processes} x {accelerator.device.type}",
         soft_wrap=True,
     )

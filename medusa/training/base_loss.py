@@ -19,7 +19,7 @@ from torch import Tensor
 
 from medusa.training.fused_blocks import FusedBlocks
 from medusa.training.loss import Teacher
-from medusa.training.objectives import TeacherRows, objective_named
+from medusa.training.objectives import TeacherRows, expected, objective_named
 
 BaseObjective = Literal["kl", "ce"]
 
@@ -133,7 +133,7 @@ def _compared(sums: BaseSums, log_q: Tensor, rows: TeacherRows, tokens: Tensor) 
     log_p = rows.log_probabilities
     return sums._replace(
         reference_cross_entropy=-log_p.gather(1, tokens[:, None]).sum(),
-        divergence=torch.einsum("cv,cv->", rows.probabilities, log_p - log_q),
+        divergence=expected(rows.probabilities, log_p - log_q).sum(),
         num_agreeing=(log_p.argmax(-1) == log_q.argmax(-1)).sum(),
         num_compared=_count_of(tokens),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,7 @@ _OF_THE_OTHER_KIND = {
     "medusa": ("num_attention_heads", "intermediate_size", "feature_weight"),
 }
 _OF_THE_OTHER_WEIGHTING = {"decay": ("dpace_smoothing",), "dpace": ("decay",)}
+_LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 FREE_TO_CHANGE = frozenset(
     ("num_epochs", "max_steps", "max_minutes", "block_elements", "cache_hidden_states")
 ) | {field.name for field in dataclasses.fields(RunOptions)}
@@ -173,13 +175,29 @@ def read_configuration(arguments: Sequence[str], description: str = "") -> Train
             _check_known(word[2:].partition("=")[0].replace("-", "_"), "command line")
     in_file = {} if chosen.config is None else _read_file(Path(chosen.config))
     given = _take_back(given, in_file)
+    launched = ["--precision", launched_precision()]
     from_file = [word for key, value in in_file.items() for word in _as_arguments(key, value, chosen.config)]
     *parsed, unused = _parser(description).parse_args_into_dataclasses(
-        [*from_file, *given], look_for_args_file=False, return_remaining_strings=True
+        [*launched, *from_file, *given], look_for_args_file=False, return_remaining_strings=True
     )
     if unused:
         raise ConfigurationError(f"{unused[0]!r} belongs to no key; write --key value, lists as --key a b")
     return TrainingConfiguration(*parsed[: len(GROUPS)])
+
+
+def launched_precision() -> str:
+    """The precision that ``accelerate launch`` was asked for; fp32 without it.
+
+    Raises:
+        ConfigurationError: one that is not trained in here.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in _LAUNCHED_PRECISIONS:
+        raise ConfigurationError(
+            f"accelerate launch --mixed_precision must be {' or '.join(_LAUNCHED_PRECISIONS)} here, got "
+            f"{asked!r}; launch with --mixed_precision bf16 or no"
+        )
+    return _LAUNCHED_PRECISIONS[asked]
 
 
 def changed_keys(earlier: dict[str, Any], now: TrainingConfiguration) -> list[str]:

@@ -47,6 +47,12 @@ def needs_teacher(name: ObjectiveName) -> bool:
     return name != "ce"
 
 
+def expected(probabilities: Tensor, values: Tensor) -> Tensor:
+    """(C,): the mean of values (C, V) under each row of probabilities (C, V); autocast does not round it."""
+    with torch.autocast(probabilities.device.type, enabled=False):
+        return torch.einsum("cv,cv->c", probabilities, values)
+
+
 def _cross_entropy(log_q: Tensor, columns: Tensor, _teacher: TeacherRows | None) -> tuple[Tensor, Tensor]:
     loss = -log_q.gather(1, columns[:, None])[:, 0]
     gradient = log_q.exp_()
@@ -58,7 +64,7 @@ def _divergence(log_q: Tensor, _columns: Tensor, teacher: TeacherRows | None) ->
     """KL(p || q) to the base's distribution p."""
     assert teacher is not None
     p = teacher.probabilities
-    loss = torch.einsum("cv,cv->c", p, teacher.log_probabilities - log_q)
+    loss = expected(p, teacher.log_probabilities - log_q)
     return loss, log_q.exp_().sub_(p)
 
 
@@ -69,7 +75,7 @@ def _blend(
     assert teacher is not None
     p, hard_weight = teacher.probabilities, 1 - kl_weight
     hard = -log_q.gather(1, columns[:, None])[:, 0]
-    soft = torch.einsum("cv,cv->c", p, teacher.log_probabilities - log_q)
+    soft = expected(p, teacher.log_probabilities - log_q)
     gradient = log_q.exp_().sub_(p, alpha=kl_weight)
     gradient.scatter_add_(1, columns[:, None], gradient.new_full((len(columns), 1), -hard_weight))
     return kl_weight * soft + hard_weight * hard, gradient

@@ -242,7 +242,8 @@ class OptimisationOptions:
     max_minutes: float | None = None
     """Minutes of optimisation; loading, caching hidden states and the last evaluation come on top."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the heads; their weights stay float32."""
+    """Arithmetic of matrix products, in the heads and in the base's pass; weights, losses and the optimiser
+    stay float32. Where nothing is given, what `accelerate launch --mixed_precision` says."""
     cache_hidden_states: bool = False
     """Compute the base's hidden states once, store them in output_dir, and train from there."""
     cache_dtype: StateType = "float32"

@@ -11,9 +11,9 @@ begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
@@ -25,6 +25,8 @@ from medusa.heads import MedusaHeads
 from medusa.training.batching import MicroBatch
 from medusa.training.configuration import ConfigurationError
 from medusa.training.options import OptimisationOptions, RunOptions
+
+T = TypeVar("T")
 
 ON_CPU = "accelerate launch --config_file configs/accelerate_ddp.yaml --num_processes N"
 
@@ -124,6 +126,12 @@ def share_of(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroB
     share = batches[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(batches) // accelerator.num_processes)
     return share + [[] for _ in range(most - len(share))]
+
+
+def read(source: Callable[[MicroBatch], T], batch: MicroBatch, accelerator: Accelerator) -> T:
+    """What ``source`` gives for ``batch``: in the run's precision where the base takes part."""
+    with accelerator.autocast():
+        return source(batch)
 
 
 @contextmanager

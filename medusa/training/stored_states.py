@@ -188,12 +188,19 @@ def _header(
     return {
         "base_model": base.name_or_path,
         "base_dtype": str(base.dtype),
+        "arithmetic": _arithmetic(base),
         "documents": documents.digest(),
         "num_heads": num_heads,
         "layers": list(layers),
         "width": states_width(base, layers),
         "dtype": dtype,
     }
+
+
+def _arithmetic(base: CausalLM) -> str:
+    """The type that the base's matrix products run in: autocast's where it is on."""
+    kind = base.device.type
+    return str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.dtype)
 
 
 def _storage(dtype: torch.dtype) -> type[np.generic]:

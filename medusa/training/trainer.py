@@ -34,7 +34,7 @@ from medusa.training.metrics import metrics_of, one_line
 from medusa.training.objectives import needs_teacher
 from medusa.training.optimiser import new_optimiser
 from medusa.training.preparation import TrainingData, column_of
-from medusa.training.processes import gathered_heads, micro_batch, prepare, share_of, whole_number
+from medusa.training.processes import gathered_heads, micro_batch, prepare, read, share_of, whole_number
 from medusa.training.progress import ProgressLine
 from medusa.training.replay import replayed_metrics
 from medusa.training.run_directory import RunDirectory, RunState
@@ -123,9 +123,9 @@ class Trainer:
         sums, embedding = self._no_sums(), output_embedding(self.base)
         no_matter = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)
         for batch in self._share(plan):
+            given = read(source, batch, self.accelerator)
             with torch.no_grad():
-                _, more = self.module(*source(batch), embedding, no_matter, self.teacher)
-            sums = sums.plus(more)
+                sums = sums.plus(self.module(*given, embedding, no_matter, self.teacher)[1])
         at_most = self.configuration.run.replayed_documents
         heads = self.gathered_heads() if at_most else None
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most)
@@ -176,7 +176,8 @@ class Trainer:
         mine = self._share(group)
         for number, batch in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
-                loss, sums = self.module(*source(batch), embedding, num_scored, self.teacher)
+                given = read(source, batch, self.accelerator)
+                loss, sums = self.module(*given, embedding, num_scored, self.teacher)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
             self.window = self.window.plus(sums)
@@ -230,7 +231,7 @@ class Trainer:
         directory, dtype = self.run.states / name, self.configuration.optimisation.cache_dtype
         if self.accelerator.is_main_process:
             batches, layers = self.configuration.batch_options(), self.heads.reads_layers
-            with ProgressLine("hidden states", self.console) as line:
+            with ProgressLine("hidden states", self.console) as line, self.accelerator.autocast():
                 store_states(directory, self.base, documents, num_heads, dtype, batches, line, layers)
         self.accelerator.wait_for_everyone()
         return directory
