@@ -28,6 +28,7 @@ import torch
 
 import medusa
 from medusa.calibration import RankCounts
+from medusa.engine import QUANTISED_BYTES
 from medusa.flags import (
     DrafterOptions,
     PlotOptions,
@@ -189,7 +190,9 @@ def measured_setting(
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
     seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
     timings = measure(working, setting, answering, track, seconds)
-    report = setting_report(timings, is_greedy, is_exact, is_same_model=model.place.engine != "int8")
+    report = setting_report(
+        timings, is_greedy, is_exact, is_same_model=model.place.engine not in QUANTISED_BYTES
+    )
     if counts is None and is_greedy and HEADS in working:
         counts = calibrated_counts(model, timings, setting)
     return (

@@ -116,8 +116,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Engine),
         default="auto",
         help="packed: weights packed once for this CPU, in float32, for twice the memory; int8: faster, with "
-        "linear layers in int8, which is another model with a text of its own; eager: as loaded; "
-        "auto: packed where it applies (default: %(default)s)",
+        "linear layers in int8, which is another model with a text of its own; int8_weights and int4_weights "
+        "(the quant extra): such models with activations as loaded, on any device and in bfloat16 on a CUDA "
+        "device; eager: as loaded; auto: packed where it applies (default: %(default)s)",
     )
     group.add_argument(
         "--step",

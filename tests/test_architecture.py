@@ -15,6 +15,7 @@ PROGRAMS = sorted(
 )
 PROGRAM_NAMES = {path.stem for path in PROGRAMS} | {"train", "inference", "scripts", "tests"}
 EXTRAS = {"accelerate", "datasets", "deepspeed", "fastapi", "gguf", "httpx", "matplotlib", "peft", "tqdm"} | {
+    "torchao",
     "uvicorn",
     "wandb",
 }

@@ -22,8 +22,7 @@ def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: P
     that leaves every bit as it is (see :mod:`medusa.engine.norms`), ``sdpa`` by
     :func:`medusa.attention.grouped_attention`. ``base`` is left as it is.
     """
-    shared = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-    view = copy.deepcopy(base, shared)
+    view = copy_sharing_parameters(base)
     for parent in list(view.modules()):
         others: dict[nn.Module, nn.Module] = {}
         for linears in sibling_linears(parent):
@@ -38,6 +37,11 @@ def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: P
     return view.eval()
 
 
+def copy_sharing_parameters(base: CausalLM) -> CausalLM:
+    """Modules of its own over the parameters and buffers of ``base``."""
+    return copy.deepcopy(base, {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())})
+
+
 def takes_other_attention(base: CausalLM) -> bool:
     """Whether ``base`` runs ``sdpa`` and lets it be exchanged for another implementation."""
     is_sdpa = base.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
@@ -49,6 +53,11 @@ def missing_for_plain_float32(base: CausalLM) -> str | None:
     devices = {parameter.device.type for parameter in base.parameters()}
     if base.dtype != torch.float32 or devices != {"cpu"}:
         return f"a float32 model on the CPU, got {base.dtype} on {', '.join(sorted(devices))}"
+    return missing_for_plain_weights(base)
+
+
+def missing_for_plain_weights(base: CausalLM) -> str | None:
+    """What an engine that takes weights into a form of its own lacks in ``base``; None when nothing."""
     if any(type(m) is nn.Linear and type(m.weight) is not nn.Parameter for m in base.modules()):
         return "plain weights, and this model's are quantised already"
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:

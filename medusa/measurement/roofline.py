@@ -12,6 +12,7 @@ from torch import Tensor
 from medusa.base import CausalLM, output_embedding
 from medusa.calibration import RankCounts
 from medusa.eagle import EagleHead
+from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates
 from medusa.heads import embedding_weight
 from medusa.model import MedusaModel
@@ -27,15 +28,23 @@ def step_floor_seconds(
 ) -> float:
     """The least time in which ``rates`` allow a step: N nodes for B rows of ``num_cached`` tokens each."""
     weights = read_weights(model.base)
-    # The int8 engine reads a byte a weight in its linear layers, whatever the base was loaded in.
-    is_int8 = "int8" in model.place.engine
-    stored = [weight.numel() if is_int8 and weight.dim() == 2 else weight.nbytes for weight in weights]
-    num_bytes = sum(stored) + num_rows * num_cached * cache_bytes(model.base)
+    num_bytes = sum(stored_bytes(model, weight) for weight in weights)
+    num_bytes += num_rows * num_cached * cache_bytes(model.base)
     num_operations = 2.0 * sum(weight.numel() for weight in weights) * num_nodes * num_rows
     if with_heads:
         head_bytes, head_operations = heads_cost(model)
         num_bytes, num_operations = num_bytes + head_bytes, num_operations + head_operations * num_rows
     return rates.floor_seconds(num_bytes, num_operations)
+
+
+def stored_bytes(model: MedusaModel, weight: Tensor) -> float:
+    """What a pass reads for a parameter of the base, as the engine holds it."""
+    engine = model.place.engine
+    is_float = weight.dim() != 2 or engine not in QUANTISED_BYTES
+    # Where weights alone are quantised, the output embedding is not.
+    if is_float or (engine != "int8" and weight is embedding_weight(output_embedding(model.base))):
+        return weight.nbytes
+    return QUANTISED_BYTES[engine] * weight.numel()
 
 
 def read_weights(base: CausalLM) -> list[Tensor]:
