@@ -89,6 +89,11 @@ READING: dict[str, dict] = {
 }
 """What heads read, as parts of their configuration."""
 
+BUSHY = CandidateTree.from_paths(
+    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 1)]
+)
+"""Branches at every depth, and deeper than most heads of tests guess."""
+
 _models: dict[str, PreTrainedModel] = {}
 
 

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from medusa.calibration import AnsweredTokens, RankCounts, calibrate, calibrate_
 from medusa.eagle import EagleConfig, EagleHead
 from medusa.measurement.heads_comparison import (
     NamedHeads,
+    StepTimes,
     against,
     comparison_report,
     measured_steps,
@@ -22,6 +24,7 @@ from medusa.measurement.heads_comparison import (
     training_cost,
 )
 from medusa.measurement.held_out import held_out_answers
+from medusa.statistics import DecodingStatistics
 from medusa.training.options import DataOptions
 from medusa.training.preparation import load_data
 
@@ -161,6 +164,25 @@ def test_steps_that_never_happen_cannot_be_timed():
     prompts = [{"input_ids": torch.arange(5)[None], "attention_mask": torch.ones(1, 5, dtype=torch.long)}]
     with pytest.raises(ValueError, match="no answer after the first lasted a step"):
         measured_steps(model, read_named_from_modules({"a": heads}), [counts], wide_tree().num_nodes, prompts)
+
+
+def test_sets_take_turns_at_going_first_and_the_first_round_only_warms_up(monkeypatch):
+    """A stand-in for decoding says what the first round took, 100 s a step, and the others, 1 s."""
+    model, order = chat_model(), []
+    named = read_named_from_modules({"a": chat_heads(), "b": perfect_heads(3)})
+
+    def generate(drafter, **_):
+        order.append("a" if drafter.heads is named[0].checkpoint.heads else "b")
+        seconds = 100.0 if len(order) <= 2 else 1.0
+        phases = {"draft": seconds / 4}
+        found = DecodingStatistics(num_passes=1, decode_seconds=seconds, phase_seconds=phases)
+        return SimpleNamespace(statistics=found)
+
+    monkeypatch.setattr(model, "generate", generate)
+    counts = [RankCounts((torch.zeros(30, 3, dtype=torch.int16),) * 2, max_rank=4)] * 2
+    times = measured_steps(model, named, counts, 3, [{}] * 3)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert times == {"a": StepTimes(draft=0.25, whole=1.0), "b": StepTimes(draft=0.25, whole=1.0)}
 
 
 def test_training_cost_comes_from_the_record():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    BUSHY,
     READING,
     SLIDING_WINDOW,
     VOCAB_SIZE,
@@ -22,9 +23,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.sampling import gumbel_noise
 
-BUSHY = CandidateTree.from_paths(
-    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 1)]
-)
 PLAIN = CandidateTree.chain(0)
 
 

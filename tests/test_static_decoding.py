@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    BUSHY,
     READING,
     SLIDING_WINDOW,
     VOCAB_SIZE,
@@ -28,9 +29,6 @@ from medusa.state import DecodeRequest
 from medusa.static_decoding import decode_static, rounded_slots
 from medusa.stepping import Steppers
 
-BUSHY = CandidateTree.from_paths(
-    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 1)]
-)
 TREES = [
     CandidateTree.chain(0),
     CandidateTree.chain(3),

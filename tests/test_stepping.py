@@ -9,7 +9,7 @@ from test_static_step import KINDS, TREE, drafter_of, prefilled, sampling
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import seen_hidden
-from medusa.decoding import decode
+from medusa.decoding import begin, decode
 from medusa.state import DecodeRequest
 from medusa.static_decoding import decode_static
 from medusa.static_step import static_step
@@ -77,6 +77,28 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
         setups.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before)
         assert (statistics.setup_seconds > 0) is (setups[-1] > 0)
     assert setups[0] == 2 and setups[1] in (1, 2) and setups[2] == 0
+
+
+def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_rows():
+    """Nothing is compiled here: that happens when a step first runs."""
+    base = tiny_model("llama")
+    steppers, drafter = Steppers(base), drafter_of("plain", base)
+
+    def step_for(num_rows, temperature):
+        request = DecodeRequest(
+            random_prompts(num_rows, 4), torch.full((num_rows,), 4), 9, temperature=temperature
+        )
+        rows, _ = begin(base, drafter, request)
+        with steppers.lent("compiled", drafter, rows, 1) as stepper:
+            return stepper._step
+
+    first = step_for(1, 0.5)
+    assert step_for(2, 0.5) is first is not step_for(1, 0.6)
+    for number in range(MAX_KEPT):
+        assert step_for(1, 0.5) is first, "it was used a moment ago"
+        step_for(1, 1.0 + number)
+    assert len(steppers._compiled) == MAX_KEPT
+    assert [step_for(1, 1.0 + number) for number in range(MAX_KEPT)] and step_for(1, 0.5) is not first
 
 
 @pytest.mark.slow

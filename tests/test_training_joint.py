@@ -14,6 +14,8 @@ from accelerate import Accelerator
 from conftest import tiny_model
 from rich.console import Console
 from tiny_training import (
+    accelerator_of,
+    assert_equal_weights,
     chat_tokenizer,
     configured,
     conversation,
@@ -59,19 +61,13 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
     base, documents = tiny_base(), preparation.load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     adapter = TrainedAdapter(base, configuration.joint, configuration.data.seed)
-    precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    accelerator = accelerator_of(configuration)
     return JointTrainer(configuration, accelerator, base, heads, documents, Console(quiet=True), adapter)
 
 
 def weights(trainer: JointTrainer) -> dict[str, Tensor]:
     """Of heads and adapter."""
     return {name: each.detach().clone() for name, each in trainer.loss.state_dict().items()}
-
-
-def assert_equal_weights(ours: JointTrainer, theirs: JointTrainer, **tolerance: float) -> None:
-    for name, tensor in weights(ours).items():
-        torch.testing.assert_close(tensor, weights(theirs)[name], **tolerance)
 
 
 def disturb(adapter: TrainedAdapter, std: float = 0.1) -> None:

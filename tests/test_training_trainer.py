@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import (
+    accelerator_of,
+    assert_equal_weights,
     chat_tokenizer,
     configured,
     conversation,
@@ -39,8 +40,7 @@ def rows() -> list[dict[str, Any]]:
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
     """A trainer on ``rows``; options as in the YAML file."""
     configuration = configured(directory, rows, **options)
-    precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
-    accelerator, base = Accelerator(cpu=True, mixed_precision=precision), tiny_base()
+    accelerator, base = accelerator_of(configuration), tiny_base()
     documents = preparation.load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     return Trainer(configuration, accelerator, base, heads, documents, Console(quiet=True))
@@ -48,11 +48,6 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.heads.state_dict().items()}
-
-
-def assert_equal_weights(ours: Trainer, theirs: Trainer, **tolerance: float) -> None:
-    for name, tensor in weights(ours).items():
-        torch.testing.assert_close(tensor, weights(theirs)[name], **tolerance)
 
 
 def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -111,6 +112,19 @@ def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> T
     configuration = read_configuration(words)
     RunDirectory(configuration.run.output_dir).check(configuration)
     return configuration
+
+
+def accelerator_of(configuration: TrainingConfiguration) -> Accelerator:
+    """On the CPU, in the precision asked for."""
+    precision = {"fp32": "no", "bf16": "bf16"}[configuration.optimisation.precision]
+    return Accelerator(cpu=True, mixed_precision=precision)
+
+
+def assert_equal_weights(ours: Trainer, theirs: Trainer, **tolerance: float) -> None:
+    """Of all that is trained."""
+    expected = theirs.loss.state_dict()
+    for name, tensor in ours.loss.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], **tolerance)
 
 
 def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]]:
