@@ -10,6 +10,7 @@ from test_static_step import KINDS, TREE, drafter_of, prefilled, sampling
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import seen_hidden
 from medusa.decoding import begin, decode
+from medusa.drafters.heads import drafter_of_heads
 from medusa.state import DecodeRequest
 from medusa.static_decoding import decode_static
 from medusa.static_step import static_step
@@ -110,12 +111,12 @@ def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
     request = DecodeRequest(
         random_prompts(2, 240), torch.tensor([240, 9]), 60, **(sampling(2) if sampled else {})
     )
-    expected = list(decode(base, drafter_of("both", base), request))
+    heads = drafter_of("both", base).heads
+    expected = list(decode(base, drafter_of_heads(heads, base, TREE), request))
     setups = []
     for _ in range(2):
         statistics = DecodingStatistics()
-        drafter = drafter_of("both", base)
-        torch.manual_seed(0)
+        drafter = drafter_of_heads(heads, base, TREE)  # a new one, as every call has
         results = list(decode_static("compiled", steppers, drafter, request, statistics, 4))
         setups.append(statistics.setup_seconds)
         assert tokens_of_one_row(results) == tokens_of_one_row(expected)
