@@ -7,8 +7,10 @@ from fake_endpoint import fake_endpoints
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
+from medusa.engine.int8 import missing_for_int8
+from medusa.files import read_json
 from medusa.prompts import read_prompts
-from medusa.training.answer_file import AnswerFile
+from medusa.training.answer_file import AnswerFile, configuration_path
 from medusa.training.answering import (
     Conversation,
     LocalAnswerer,
@@ -253,12 +255,29 @@ def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
     assert "7 prompts, 7 answered before" in said
 
 
+@pytest.mark.skipif(missing_for_int8(chat_base()) is not None, reason="this torch has no oneDNN")
+def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path, capsys):
+    base, _ = save_chat_model(tmp_path)
+    output = tmp_path / "rows.jsonl"
+    command = ["--base", base, "--prompts", str(prompts_file(tmp_path)), "--output", str(output)]
+    command += ["--max-new-tokens", "8", "--device", "cpu"]
+    assert program(PROGRAM).main([*command, "--engine", "int8"]) == 0
+    assert len(read_rows(output)) == 7
+    assert read_json(configuration_path(output))["engine"] == "int8"
+    assert program(PROGRAM).main([*command, "--engine", "eager"]) == 1
+    assert "was made with engine='int8' (now None)" in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
         (["--prompts", "bad.jsonl"], "bad.jsonl row 2 is not valid JSON"),
         (["--prompts", "fine.jsonl", "--endpoint", "http://x"], "--endpoint and --model go together"),
+        (
+            ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y", "--engine", "int8"],
+            "--engine int8 is for a base in this process",
+        ),
         (["--prompt-free", "3", "--endpoint", "http://x", "--model", "y"], "--prompt-free needs the model"),
         (["--prompts", "fine.jsonl", "--max-minutes", "0"], "nothing was answered; give more time"),
     ],

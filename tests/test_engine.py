@@ -10,6 +10,7 @@ from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.attention import FLOAT64_ATTENTION, GROUPED_ATTENTION
 from medusa.base import new_cache, prefill, verify
 from medusa.drafters.quick_heads import quick_heads
 from medusa.engine import prepared_base
@@ -284,6 +285,17 @@ def test_an_int8_view_is_near_the_base_and_leaves_it_alone():
     assert {id(p) for p in view.parameters()} == {id(p) for p in base.parameters()}
     assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
     assert base.config._attn_implementation == "sdpa"
+
+
+@needs_int8
+def test_an_int8_view_that_need_not_be_exact_runs_attention_in_float32():
+    base, ids = tiny_model("llama"), random_prompts(1, 20)
+    quick, exact = prepared_base(base, "int8", is_exact=False), prepared_base(base, "int8")
+    assert quick.config._attn_implementation == GROUPED_ATTENTION
+    assert exact.config._attn_implementation == FLOAT64_ATTENTION
+    with torch.no_grad():
+        logits = base(ids).logits
+        assert 0 < (logits - quick(ids).logits).abs().mean() < 0.15 * logits.std()
 
 
 def test_an_engine_says_what_it_lacks():

@@ -9,7 +9,8 @@
 Rows are appended as answers end. A run that was stopped goes on with the same command and loses only
 the answers under way. Prompt i gets the i-th temperature (in turn) and the noise stream seed + i, so
 the rows are the same whatever the batch size, the order, or the number of runs; only answers that a
-time limit cuts depend on the machine.
+time limit cuts depend on the machine. `--engine int8` is faster on a CPU and gives that up: its answers are
+the int8 model's, and where two of its tokens nearly tie they depend on the rows beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -27,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import medusa
-from medusa.engine import prepared_base
+from medusa.engine import QUANTISED_BYTES, Engine, prepared_base
 from medusa.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
 from medusa.programs import exit_status, log_console
 from medusa.prompts import Prompt, read_prompts
@@ -95,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
         help="directory or hub id (default: %(default)s)",
     )
     who.add_argument(
+        "--engine",
+        choices=get_args(Engine),
+        default="auto",
+        help="how the base is executed; those that quantise write other text (default: auto)",
+    )
+    who.add_argument(
         "--endpoint",
         metavar="URL",
         help="an OpenAI-compatible server instead, such as http://localhost:8000/v1",
@@ -156,6 +163,7 @@ def configuration(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
+        "engine": options.engine if options.engine in QUANTISED_BYTES else None,  # the others give one text
     }
 
 
@@ -164,6 +172,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             "--endpoint and --model go together: where the server is, and what it calls the model"
         )
+    if options.endpoint and options.engine != "auto":
+        raise ValueError(f"--engine {options.engine} is for a base in this process; --endpoint has its own")
     if options.endpoint and options.prompt_free:
         raise ValueError(
             "--prompt-free needs the model itself: a chat endpoint writes answers, not questions"
@@ -187,7 +197,7 @@ def load_answerer(options: argparse.Namespace) -> Answerer:
     transformers_logging.disable_progress_bar()
     dtype = options.dtype or ("float32" if torch.device(options.device).type == "cpu" else "auto")
     base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
-    base = prepared_base(base.to(options.device).eval(), "auto")
+    base = prepared_base(base.to(options.device).eval(), options.engine, is_exact=False)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     return LocalAnswerer(
         base, tokenizer, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops
