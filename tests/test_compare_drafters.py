@@ -52,7 +52,7 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     own = ["--exit-layer", 1, "--draft-model", base, "--rules", "exact", "typical", "block"]
     report, printed = compared(capsys, *flags, *own)
     pairs = by_pair(report)
-    names = ["draft-model", "heads", "early-exit", "low-precision", "suffix", "heads+suffix"]
+    names = ["draft-model", "dynamic-heads", "heads", "early-exit", "low-precision", "suffix", "heads+suffix"]
     assert list(pairs) == [
         ("plain", "exact"),
         *((n, r) for n in names for r in ("exact", "typical", "block")),

@@ -22,6 +22,7 @@ from medusa.drafters.choice import (
     source_named,
 )
 from medusa.drafters.draft_model import DraftModelDrafter
+from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.length import ChainRecord, StepCosts, best_draft_length
 from medusa.drafters.plain import PlainDrafter
@@ -72,6 +73,8 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
     kinds = {
         "plain": PlainDrafter,
         "heads": HeadsDrafter,
+        "dynamic-heads": DynamicHeadsDrafter,
+        "dynamic-heads+suffix": UnionDrafter,
         "draft-model": DraftModelDrafter,
         "early-exit": SelfDrafter,
         "low-precision": LowPrecisionDrafter,
@@ -145,6 +148,7 @@ def test_available_drafters_are_those_that_lack_nothing():
     found = available_drafters(model_with_heads(), everything)
     assert [name for name in found if name != "eagle"] == [
         "draft-model",
+        "dynamic-heads",
         "heads",
         "early-exit",
         "low-precision",

@@ -18,7 +18,10 @@ from transformers.generation.logits_process import (
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base import hidden_states
+from medusa.cache import TreeCache
+from medusa.drafters import DraftContext
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
+from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
@@ -85,9 +88,15 @@ def fusing_heads_drafter(base, *layers: int):
     return HeadsDrafter(heads, base.get_output_embeddings(), BUSHY)
 
 
+def dynamic(drafter: HeadsDrafter) -> DynamicHeadsDrafter:
+    return DynamicHeadsDrafter(drafter.heads, drafter.output_embedding, drafter.tree)
+
+
 DRAFTERS = {
     "heads": heads_drafter,
     "path-reading heads": path_heads_drafter,
+    "dynamic heads": lambda base: dynamic(heads_drafter(base)),
+    "dynamic path-reading heads": lambda base: dynamic(path_heads_drafter(base)),
     "draft-model": lambda base: DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, BUSHY),
     "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
     "low-precision": lambda base: LowPrecisionDrafter(low_precision(base), BUSHY),
@@ -117,6 +126,57 @@ def test_a_drafter_gives_plain_output_greedy_and_sampled(name, architecture):
             plain = model.generate(**batch, **options, max_new_tokens=25)
             drafted = model.generate(**batch, **options, max_new_tokens=25, drafter=drafter)
             assert drafted.tolist() == plain.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("make", [heads_drafter, path_heads_drafter], ids=["heads", "path-reading heads"])
+def test_a_dynamic_tree_holds_the_paths_that_the_heads_find_likeliest(make, sampled, monkeypatch):
+    """Against all paths written out; with so small a vocabulary no beam loses one."""
+    base, num_nodes = tiny_model("llama"), 9
+    sized = CandidateTree.from_paths([*((rank,) for rank in range(num_nodes - 3)), (0, 0), (0, 0, 0)])
+    monkeypatch.setattr("medusa.drafters.dynamic.MIN_BEAM", VOCAB_SIZE)
+    monkeypatch.setattr("medusa.drafters.dynamic.MAX_BEAM", VOCAB_SIZE)
+    drafter = dynamic(make(base, sized))
+    lengths = torch.tensor([5, 9])
+    hidden, root = torch.randn(2, 32), torch.tensor([7, 11])
+    noise = torch.randn(2, 4, VOCAB_SIZE) if sampled else None
+    context = DraftContext(root, hidden, random_prompts(2, 9), lengths, TreeCache(2, 1, "cpu"), noise, 0.7)
+    draft = drafter.draft(context)
+    assert draft.tokens.shape == (2, num_nodes)
+    topology = draft.topology
+    for row in range(2):
+        found = {}
+        for node in range(1, num_nodes):
+            lineage = topology.lineage[row, node, : topology.depths[row, node] + 1]
+            assert topology.parents[row, node] == lineage[-2] < node
+            found[tuple(draft.tokens[row, lineage].tolist())] = None
+        assert len(found) == num_nodes - 1
+        expected = likeliest_paths(drafter, context, row, num_nodes - 1)
+        assert set(found) == expected
+
+
+def likeliest_paths(drafter, context, row: int, count: int) -> set[tuple[int, ...]]:
+    """The ``count`` paths of the highest probability, searched best first."""
+    root = int(context.root[row])
+    frontier, taken = [(0.0, (root,))], []
+    while len(taken) <= count:
+        frontier.sort()
+        cost, path = frontier.pop(0)
+        taken.append(path)
+        if len(path) > drafter.tree.depth:
+            continue
+        logits = drafter.heads.logits_of(
+            len(path) - 1, context.hidden[row], drafter.output_embedding, torch.tensor(path)
+        )
+        if context.noise is not None:
+            noise = context.noise[row, len(path) - 1]
+            noise = noise if drafter.token_map is None else noise[drafter.token_map]
+            logits = drafter.beta / context.temperature * logits + noise
+        for column, value in enumerate(logits.log_softmax(-1).tolist()):
+            token = column if drafter.token_map is None else int(drafter.token_map[column])
+            frontier.append((cost - value, (*path, token)))
+    return set(taken[1:])
 
 
 def test_in_a_union_every_drafter_reads_its_own_layers():

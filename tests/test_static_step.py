@@ -13,6 +13,7 @@ from transformers.generation import logits_process as hf
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.base import home_device, new_cache, output_embedding, seen_hidden
 from medusa.decoding import begin
+from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
 from medusa.state import DecodeRequest, DecodeState
@@ -20,25 +21,26 @@ from medusa.static_step import StaticState, static_step
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 CARD = "meta"
-KINDS = ["plain", "heads", "heads that read their path", "heads with a token map", "both"]
+KINDS = ["plain", "heads", "heads that read their path", "heads with a token map", "both", "dynamic"]
 
 
 def drafter_of(kind: str, base, map_is_loaded: bool = True):
     """A drafter of random heads, or none; tensors without data have no map to check."""
     if kind == "plain":
         return PlainDrafter()
-    ids = list(range(3, 40)) if kind in ("heads with a token map", "both") else None
+    ids = list(range(3, 40)) if kind in ("heads with a token map", "both", "dynamic") else None
     config = HeadsConfig(
         32,
         VOCAB_SIZE,
         num_heads=3,
         unembedding="token_map" if ids else "shared",
         token_map_size=len(ids) if ids else None,
-        reads_path=kind in ("heads that read their path", "both"),
+        reads_path=kind in ("heads that read their path", "both", "dynamic"),
         fused_layers=(1, 2) if kind == "both" else (),
     )
     heads = MedusaHeads(config, token_map=ids if map_is_loaded else None)
-    return HeadsDrafter(heads.eval(), output_embedding(base), TREE)
+    drafter_type = DynamicHeadsDrafter if kind == "dynamic" else HeadsDrafter
+    return drafter_type(heads.eval(), output_embedding(base), TREE)
 
 
 def sampling(num_rows: int, device="cpu") -> dict:

@@ -72,16 +72,20 @@ class LevelDrafter(StatelessDrafter):
         return Draft(tokens, self.topology)
 
     def best_tokens(self, context: DraftContext, depth: int, logits: Tensor) -> Tensor:
-        """The tokens that logits (B, M, V') rank best at ``depth``, best first: (B, M, W) long.
+        """The tokens that logits (B, M, V') rank best at ``depth``, best first: (B, M, W) long."""
+        columns = self.scores(context, depth, logits).topk(self._widths[depth - 1], dim=-1).indices
+        return columns if self.token_map is None else self.token_map[columns]
+
+    def scores(self, context: DraftContext, depth: int, logits: Tensor) -> Tensor:
+        """What tokens at ``depth`` are ranked by, given their logits (B, M, V'): as many.
 
         The noise that will choose the token takes part when there is one (Gumbel coupling, arXiv 2408.07978).
         """
-        if context.noise is not None:
-            noise = context.noise[:, None, depth - 1]
-            noise = noise if self.token_map is None else noise[..., self.token_map]
-            logits = logits.float() * (self.beta / context.temperature) + noise
-        columns = logits.topk(self._widths[depth - 1], dim=-1).indices
-        return columns if self.token_map is None else self.token_map[columns]
+        if context.noise is None:
+            return logits
+        noise = context.noise[:, None, depth - 1]
+        noise = noise if self.token_map is None else noise[..., self.token_map]
+        return logits.float() * (self.beta / context.temperature) + noise
 
     def _sampled(self, context: DraftContext) -> Draft:
         def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:
