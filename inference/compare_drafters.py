@@ -30,7 +30,7 @@ from medusa.drafters.choice import (
     all_drafters,
     available_drafters,
     draft_sources,
-    part_names,
+    draft_with_heads,
     source_named,
 )
 from medusa.drafters.probe import Probe, probe_draft_length, verification_seconds, watched_answer
@@ -142,7 +142,7 @@ def compare(options: CompareOptions) -> None:
 def wants_heads(options: CompareOptions) -> bool:
     """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
     if options.drafters is not None:
-        return any("heads" in part_names(name) for name in options.drafters)
+        return any(draft_with_heads(name) for name in options.drafters)
     return options.heads != EMBEDDED_HEADS or options.base == str(EMBEDDED_BASE)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from medusa.drafters.choice import all_drafters, drafter_named
+from medusa.drafters.choice import all_drafters, draft_with_heads, drafter_named
 from medusa.flags import (
     CutOptions,
     DrafterOptions,
@@ -82,7 +82,7 @@ def compare(options: RuleOptions) -> None:
     """Answer everything under every rule, print the ratios and the report."""
     if options.temperature == 0:
         raise ValueError("--temperature must be above 0, got 0: greedily all rules are one")
-    model = load_model(options, with_heads="heads" in options.drafter)
+    model = load_model(options, with_heads=draft_with_heads(options.drafter))
     encoded = encode_prompts(model, load_prompts(options), options.max_new_tokens)
     only_chain = any(rule_named(rule).only_chains for rule in options.rules)
     drafter = drafter_named(options.drafter, model, drafter_settings(options), only_chain=only_chain)

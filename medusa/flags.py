@@ -19,7 +19,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
-DEFAULT_DRAFTER = "heads+suffix"
+DEFAULT_DRAFTER = "dynamic-heads+suffix"
 """Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
 EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -26,7 +26,7 @@ from medusa.base import context_length
 from medusa.calibration import AnsweredTokens
 from medusa.checkpoint import load_adapter
 from medusa.drafters import Drafter
-from medusa.drafters.choice import DrafterSettings, drafter_named, part_names
+from medusa.drafters.choice import DrafterSettings, draft_with_heads, drafter_named
 from medusa.eagle import Heads
 from medusa.files import write_json
 from medusa.flags import (
@@ -39,6 +39,7 @@ from medusa.flags import (
     PlotOptions,
     ProgramOptions,
 )
+from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.prompts import Prompt, encode_messages, read_prompts
 from medusa.statistics import DecodingStatistics
@@ -122,17 +123,18 @@ def drafts_with_heads(options: ChatOptions) -> bool:
     Raises:
         ValueError: there is no such drafter, or it comes with --plain.
     """
-    parts = part_names(options.drafter or DEFAULT_DRAFTER)
+    needs_heads = draft_with_heads(options.drafter or DEFAULT_DRAFTER)
     if options.plain and options.drafter is not None:
         raise ValueError(f"--plain guesses nothing, and --drafter {options.drafter} does; give one of them")
-    return not options.plain and "heads" in parts
+    return not options.plain and needs_heads
 
 
 def chosen_drafter(model: MedusaModel, options: ChatOptions) -> Drafter | None:
     """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
     if options.plain or options.drafter == "heads":
         return None
-    return drafter_named(options.drafter or DEFAULT_DRAFTER, model, drafter_settings(options))
+    default = DEFAULT_DRAFTER if isinstance(model.heads, MedusaHeads) else "heads+suffix"
+    return drafter_named(options.drafter or default, model, drafter_settings(options))
 
 
 def load_prompts(options: ProgramOptions, take_all: bool = False) -> list[Prompt]:

@@ -60,7 +60,7 @@ def test_generate_prints_the_answer_alone_on_standard_output(saved, capsys, monk
     assert capsys.readouterr().out == with_heads.out
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "heads", "heads+suffix"])
+@pytest.mark.parametrize("drafter", ["suffix", "heads", "heads+suffix", "dynamic-heads"])
 def test_another_drafter_gives_the_same_text(saved, capsys, drafter):
     assert main(["generate", *saved, "--max-new-tokens", "24", "--plain", "Hello Hello Hello"]) == 0
     expected = capsys.readouterr().out

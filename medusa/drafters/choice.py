@@ -125,6 +125,8 @@ class NamedDrafter:
     summary: str
     missing: Callable[[MedusaModel, DrafterSettings], str | None] = nothing_missing
     """What it needs and has not got, and the flag that gives it; None when it can work."""
+    needs_heads: bool = False
+    """Whether it drafts with the heads of the model, which must then be loaded."""
 
 
 def all_drafters() -> dict[str, NamedDrafter]:
@@ -140,6 +142,16 @@ def all_drafters() -> dict[str, NamedDrafter]:
                 raise ValueError(f"drafter names must differ, got {named.name!r} again in {found.name}")
             drafters[named.name] = named
     return drafters
+
+
+def draft_with_heads(name: str) -> bool:
+    """Whether the drafter called ``name``, or a part of the union, needs the heads of the model.
+
+    Raises:
+        ValueError: a part is unknown, named twice, or "plain".
+    """
+    known = all_drafters()
+    return any(known[part].needs_heads for part in part_names(name, known))
 
 
 def available_drafters(model: MedusaModel, settings: DrafterSettings) -> list[str]:

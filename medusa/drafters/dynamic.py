@@ -136,5 +136,6 @@ DRAFTERS = (
         dynamic_heads_source,
         "the heads, in a tree that takes another shape at every step",
         missing_medusa_heads,
+        needs_heads=True,
     ),
 )

@@ -125,4 +125,4 @@ def missing_heads(model: MedusaModel, settings: DrafterSettings) -> str | None:
     return "heads, and the model was loaded without; give --heads" if model.heads is None else None
 
 
-DRAFTERS = (NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads),)
+DRAFTERS = (NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads, True),)

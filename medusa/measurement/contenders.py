@@ -15,7 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from medusa.base import CausalLM
-from medusa.drafters.choice import DrafterSettings, all_drafters, draft_sources, part_names, source_named
+from medusa.drafters.choice import (
+    DrafterSettings,
+    all_drafters,
+    draft_sources,
+    draft_with_heads,
+    part_names,
+    source_named,
+)
 from medusa.model import MedusaModel
 from medusa.tree import CandidateTree
 
@@ -84,7 +91,7 @@ def default_names(model: MedusaModel) -> list[str]:
 
 def needs_heads(names: Iterable[str] | None) -> bool:
     """Whether to load heads for these contenders; by default they take part."""
-    return names is None or any(HEADS in name.split("+") for name in names)
+    return names is None or any(name not in THEIRS and draft_with_heads(name) for name in names)
 
 
 def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
