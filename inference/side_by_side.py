@@ -165,7 +165,7 @@ def answer_with_all(
         num_tokens, per_step = len(answers[name].tokens), answers[name].statistics.tokens_per_step
         price = f"{num_tokens} tokens in {answers[name].seconds:.1f} s, {per_step:.2f} per step"
         log.print(f"{name:>12}: {price}", style="dim")
-    return answers
+    return {name: answers[name] for name in names}  # the columns of every table are in this order
 
 
 def timed_answer(

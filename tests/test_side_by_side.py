@@ -70,3 +70,12 @@ def test_heads_are_needed_to_compare_with(compare, flags, capsys, tmp_path):
     missing = str(tmp_path / "no" / "such" / "heads")
     assert compare.main([*flags, "--heads", missing]) == 1
     assert f"no heads directory at '{missing}'" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_whoever_goes_first_the_answers_keep_one_order(compare, monkeypatch):
+    monkeypatch.setattr(
+        compare, "timed_answer", lambda *_, **__: compare.Answer([1], 1.0, compare.DecodingStatistics())
+    )
+    ways = {name: {} for name in ("plain", "with heads", "other")}
+    orders = [list(compare.answer_with_all(None, {}, None, ways, number)) for number in range(3)]
+    assert orders == [list(ways)] * 3
