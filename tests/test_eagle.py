@@ -159,16 +159,19 @@ def test_missing_and_left_over_tensors_are_named(saved):
 def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, architecture):
     base = tiny_model(architecture)
     model = MedusaModel.from_pretrained(base, saved)
-    assert isinstance(model._drafter(None, None, 1), EagleDrafter)
     assert model.tree == TREE
     named = drafter_named("heads", model)
+    assert isinstance(named, EagleDrafter)
     for lengths in ([9], [20, 1, 7]):
         batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
         for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
             arguments = {**batch, **options, "max_new_tokens": 12}
             plain = model.generate(**arguments, tree=CandidateTree.chain(0))
-            assert model.generate(**arguments).tolist() == plain.tolist()
-            assert model.generate(**arguments, drafter=named).tolist() == plain.tolist()
+            result = model.generate(**arguments, return_dict_in_generate=True)
+            assert result.sequences.tolist() == plain.tolist()
+            by_name = model.generate(**arguments, drafter=named, return_dict_in_generate=True)
+            assert by_name.sequences.tolist() == plain.tolist()
+            assert result.statistics.accepted_histogram == by_name.statistics.accepted_histogram
 
 
 def test_another_base_is_refused(saved):
