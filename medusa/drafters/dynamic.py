@@ -90,7 +90,8 @@ class DynamicHeadsDrafter(HeadsDrafter):
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         first = 0
         for depth in range(1, self.tree.depth + 1):
-            scores = self.scores(context, depth, self._logits_after(context, depth, paths)).float()
+            logits = self.logits_along(context, depth - 1, paths.shape[1], paths)
+            scores = self.scores(context, depth, logits).float()
             log_q, columns = scores.log_softmax(-1).topk(self._fanout, dim=-1)  # (B, M, R)
             tokens = (columns if self.token_map is None else self.token_map[columns]).flatten(1)
             values = (worth[..., None] + log_q.clamp(max=0)).flatten(1)
@@ -101,14 +102,6 @@ class DynamicHeadsDrafter(HeadsDrafter):
             beam, first = first + kept, first + values.shape[1]
         tokens, values, parents = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return tokens, values, parents
-
-    def _logits_after(self, context: DraftContext, depth: int, paths: Tensor) -> Tensor:
-        """What the head of ``depth`` says after each of paths (B, M, depth) long: logits (B, M, V')."""
-        hidden = context.hidden[:, None].expand(-1, paths.shape[1], -1)
-        if self.heads.config.reads_path:
-            return self.heads.logits_of(depth - 1, hidden, self.output_embedding, paths)
-        logits = self.heads.logits_of(depth - 1, context.hidden, self.output_embedding)  # (B, V')
-        return logits[:, None].expand(-1, paths.shape[1], -1)
 
 
 def dynamic_heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:

@@ -77,13 +77,18 @@ class HeadsDrafter(LevelDrafter):
 
     def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
         """The logits of the head of the next depth; the same after every node, unless it reads its path."""
-        head, num_nodes = self.levels.index(nodes), nodes.stop - nodes.start
+        head = self.levels.index(nodes)
+        path = tokens[:, self._ancestors[head]] if self.heads.config.reads_path else None
+        return self.logits_along(context, head, nodes.stop - nodes.start, path)
+
+    def logits_along(self, context: DraftContext, head: int, num_nodes: int, paths: Tensor | None) -> Tensor:
+        """Logits (B, M, V') of the head at ``head`` (from 0) after M nodes, given their paths from the root
+        (B, M, head + 1) long where the heads read them."""
         if not self.heads.config.reads_path:
             logits = self.heads.logits_of(head, context.hidden, self.output_embedding)  # (B, V')
             return logits[:, None].expand(-1, num_nodes, -1)
-        path = tokens[:, self._ancestors[head]]  # (B, M, head + 1)
         hidden = context.hidden[:, None].expand(-1, num_nodes, -1)
-        return self.heads.logits_of(head, hidden, self.output_embedding, path)
+        return self.heads.logits_of(head, hidden, self.output_embedding, paths)
 
     @property
     def token_map(self) -> Tensor | None:
