@@ -80,14 +80,17 @@ def decoder_layers(base: CausalLM) -> nn.ModuleList:
     raise ValueError(f"{type(base).__name__} has no list of its {count} decoder layers: none can be read")
 
 
-def _decoder_layer(base: CausalLM, number: int) -> nn.Module:
+def _layers_numbered(base: CausalLM, numbers: Sequence[int]) -> list[nn.Module]:
+    if not numbers:
+        return []
     layers = decoder_layers(base)
-    if not 1 <= number <= len(layers):
-        raise ValueError(
-            f"fused_layers must be in [1, {len(layers)}], the decoder layers of {base.name_or_path!r}, "
-            f"got {number}"
-        )
-    return layers[number - 1]
+    for number in numbers:
+        if not 1 <= number <= len(layers):
+            raise ValueError(
+                f"fused_layers must be in [1, {len(layers)}], the decoder layers of {base.name_or_path!r}, "
+                f"got {number}"
+            )
+    return [layers[number - 1] for number in numbers]
 
 
 def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Tensor:
@@ -270,7 +273,7 @@ def seen_hidden(
 
         return note
 
-    modules = [_decoder_layer(base, layer) for layer in layers]
+    modules = _layers_numbered(base, layers)
     handles = [output_embedding(base).register_forward_pre_hook(look)]
     for index, module in enumerate(modules, start=1):
         handles.append(module.register_forward_hook(look_at(index)))

@@ -32,7 +32,7 @@ WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""
 
 _TINY = torch.tensor(torch.finfo(torch.float32).tiny)
-"""Keeps the scale of a row of zeros above zero, and is lost in any other."""
+"""Keeps the largest of a row of zeros above zero, and is lost in any other."""
 
 
 def activation_steps() -> int:
@@ -92,18 +92,19 @@ class Int8Product(nn.Module):
         scales = weight.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / WEIGHT_STEPS
         codes = (weight / scales[:, None]).round_().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(codes, None)
-        self._scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.long)
         self._steps = activation_steps()
+        self._scales = scales / self._steps
+        self._zeros = torch.zeros(len(scales), dtype=torch.long)
+        self._zero = self._steps + 1  # unsigned activations: oneDNN has no fast product for signed ones
+        self._rounded_zero = torch.tensor(self._zero + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        scales = torch.add(_TINY, x.abs().amax(dim=-1, keepdim=True), alpha=1 / self._steps)
-        zero = self._steps + 1  # unsigned activations: oneDNN has no fast product for signed ones
-        codes = (x / scales).add_(zero + 0.5).to(torch.uint8)  # cut off, hence rounded
+        largest = x.abs().amax(dim=-1, keepdim=True).add_(_TINY)
+        codes = torch.addcdiv(self._rounded_zero, x, largest, value=self._steps).to(torch.uint8)  # cut off
         out = torch.ops.onednn.qlinear_pointwise(
-            codes, 1.0, zero, self._packed, self._scales, self._zeros, *_PLAIN_FLOAT32_OUTPUT
+            codes, 1.0, self._zero, self._packed, self._scales, self._zeros, *_PLAIN_FLOAT32_OUTPUT
         )
-        out.mul_(scales)
-        return out if self.bias is None else out.add_(self.bias)
+        return out.mul_(largest) if self.bias is None else torch.addcmul(self.bias, out, largest)
 
 
 class Int8Linear(Int8Product):
