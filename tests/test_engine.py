@@ -15,7 +15,7 @@ from medusa.base import new_cache, prefill, verify
 from medusa.drafters.quick_heads import quick_heads
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, activation_steps, int8_view, missing_for_int8
-from medusa.engine.norms import OneCallNorm, one_call_norm
+from medusa.engine.norms import InPlaceNorm, in_place_norm
 from medusa.engine.packed import PackedLinear, PackedProduct, missing_for_packed, packed
 from medusa.engine.siblings import JoinedLinear, joined, sibling_linears
 
@@ -168,17 +168,17 @@ def test_a_view_joins_what_reads_one_input_and_packs_the_rest():
     attention, mlp = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
     assert joined_names == {f"self_attn.{name}" for name in attention} | {f"mlp.{name}" for name in mlp}
     assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is PackedLinear
-    assert type(layer.input_layernorm) is OneCallNorm
-    plain = {PackedLinear, OneCallNorm}
+    assert type(layer.input_layernorm) is InPlaceNorm
+    plain = {PackedLinear, InPlaceNorm}
     assert plain.isdisjoint(map(type, tiny_model("llama").modules()))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 576), (2, 7, 576), (64, 33)])
-def test_a_norm_in_one_call_gives_every_bit_of_the_models_own(shape):
+def test_a_norm_of_a_view_gives_every_bit_of_the_models_own(shape):
     torch.manual_seed(0)
     norm = LlamaRMSNorm(shape[-1], eps=1e-5)
     torch.nn.init.normal_(norm.weight)
-    quick, x = one_call_norm(norm), 10 * torch.randn(shape)
+    quick, x = in_place_norm(norm), 10 * torch.randn(shape)
     assert torch.equal(quick(x), norm(x)) and quick.weight is norm.weight
 
 
@@ -192,7 +192,7 @@ class CentredNorm(LlamaRMSNorm):
 def test_a_norm_that_computes_something_else_is_left_alone():
     gemma = tiny_model("gemma3").model.norm
     for norm in (CentredNorm(8), gemma, torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)):
-        assert one_call_norm(norm) is None
+        assert in_place_norm(norm) is None
 
 
 def test_auto_falls_back_to_eager_where_packing_does_not_apply():

@@ -10,7 +10,7 @@ from torch import nn
 
 from medusa.attention import GROUPED_ATTENTION
 from medusa.base import CausalLM
-from medusa.engine.norms import one_call_norm
+from medusa.engine.norms import in_place_norm
 from medusa.engine.siblings import Product, joined, sibling_linears
 
 
@@ -30,7 +30,7 @@ def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: P
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, others[child] if child in others else linear(child))
-            elif (norm := one_call_norm(child)) is not None:
+            elif (norm := in_place_norm(child)) is not None:
                 setattr(parent, name, norm)
     if takes_other_attention(view):
         view.set_attn_implementation(GROUPED_ATTENTION)
