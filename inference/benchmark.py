@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 import medusa
-from medusa.calibration import RankCounts
 from medusa.engine import QUANTISED_BYTES
 from medusa.flags import (
     DrafterOptions,
@@ -71,6 +70,7 @@ from medusa.programs import (
     table_console,
     track,
 )
+from medusa.rank_counts import RankCounts
 
 
 class BenchmarkOptions(DrafterOptions, PlotOptions):

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import medusa
-from medusa.calibration import AnsweredTokens, RankCounts
+from medusa.calibration import AnsweredTokens
 from medusa.flags import (
     PlotOptions,
     add_plot_flag,
@@ -56,6 +56,7 @@ from medusa.programs import (
     table_console,
     track,
 )
+from medusa.rank_counts import RankCounts
 
 ROWS_PER_PASS = 4
 """Answers that the base reads together."""

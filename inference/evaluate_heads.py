@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from medusa.calibration import AnsweredTokens, RankCounts, calibrate
+from medusa.calibration import AnsweredTokens, calibrate
 from medusa.flags import (
     PlotOptions,
     ProgramOptions,
@@ -48,6 +48,7 @@ from medusa.programs import (
     table_console,
     track,
 )
+from medusa.rank_counts import RankCounts
 from medusa.statistics import DecodingStatistics
 
 TOP_KS = (1, 2, 3, 5, 10)

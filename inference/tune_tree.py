@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import medusa
-from medusa.calibration import AnsweredTokens, RankCounts
+from medusa.calibration import AnsweredTokens
 from medusa.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
 from medusa.measurement.calibrating import ranked
 from medusa.measurement.plots import check_matplotlib, plot_tree_sizes
@@ -56,6 +56,7 @@ from medusa.programs import (
     track,
 )
 from medusa.prompts import padded_batch
+from medusa.rank_counts import RankCounts
 from medusa.tree import CandidateTree
 from medusa.tuned_trees import TunedTree
 

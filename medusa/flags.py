@@ -21,6 +21,8 @@ EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
 DEFAULT_DRAFTER = "dynamic-heads+suffix"
 """Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
+DEFAULT_EAGLE_DRAFTER = "heads+suffix"
+"""The same with an EAGLE-style head, whose tree keeps its shape."""
 EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -31,6 +31,7 @@ from medusa.eagle import Heads
 from medusa.files import write_json
 from medusa.flags import (
     DEFAULT_DRAFTER,
+    DEFAULT_EAGLE_DRAFTER,
     EMBEDDED_BASE,
     EMBEDDED_PROMPTS,
     ChatOptions,
@@ -133,7 +134,7 @@ def chosen_drafter(model: MedusaModel, options: ChatOptions) -> Drafter | None:
     """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
     if options.plain or options.drafter == "heads":
         return None
-    default = DEFAULT_DRAFTER if isinstance(model.heads, MedusaHeads) else "heads+suffix"
+    default = DEFAULT_DRAFTER if isinstance(model.heads, MedusaHeads) else DEFAULT_EAGLE_DRAFTER
     return drafter_named(options.drafter or default, model, drafter_settings(options))
 
 

@@ -7,7 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, best_tree
 from medusa.base import hidden_states, output_embedding
-from medusa.calibration import MISS, UNKNOWN, AnsweredTokens, RankCounts, calibrate
+from medusa.calibration import AnsweredTokens, calibrate
+from medusa.rank_counts import MISS, UNKNOWN, RankCounts
 from medusa.tree import independent_path_values
 
 

@@ -10,7 +10,7 @@ from tiny_training import chat_tokenizer, counting_rows, write_rows
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
 from medusa.adapter import Adapter
-from medusa.calibration import AnsweredTokens, RankCounts, calibrate, calibrate_each
+from medusa.calibration import AnsweredTokens, calibrate, calibrate_each
 from medusa.eagle import EagleConfig, EagleHead
 from medusa.measurement.heads_comparison import (
     NamedHeads,
@@ -24,6 +24,7 @@ from medusa.measurement.heads_comparison import (
     training_cost,
 )
 from medusa.measurement.held_out import held_out_answers
+from medusa.rank_counts import RankCounts
 from medusa.statistics import DecodingStatistics
 from medusa.training.options import DataOptions
 from medusa.training.preparation import load_data

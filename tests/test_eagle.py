@@ -20,11 +20,12 @@ from medusa import (
     save_heads,
 )
 from medusa.base import hidden_states, output_embedding
-from medusa.calibration import UNKNOWN, AnsweredTokens, calibrate
+from medusa.calibration import AnsweredTokens, calibrate
 from medusa.cli import describe_heads
 from medusa.drafters.choice import DrafterSettings, available_drafters, drafter_named
 from medusa.drafters.eagle import EagleDrafter
 from medusa.eagle import EagleConfig, EagleHead, drafted_features
+from medusa.rank_counts import UNKNOWN
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 DEPTH = 3

@@ -5,7 +5,6 @@ import torch
 from tiny_chat import chat_base, chat_model
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
-from medusa.calibration import RankCounts
 from medusa.hardware import DeviceRates
 from medusa.measurement.roofline import (
     best_expected_tokens,
@@ -14,6 +13,7 @@ from medusa.measurement.roofline import (
     read_weights,
     step_floor_seconds,
 )
+from medusa.rank_counts import RankCounts
 from medusa.tuned_trees import Place
 
 

@@ -3,7 +3,6 @@ import torch
 from tiny_chat import chat_model, wide_tree
 
 from medusa import CandidateTree
-from medusa.calibration import RankCounts
 from medusa.measurement.tuning import (
     TreeSize,
     fastest,
@@ -13,6 +12,7 @@ from medusa.measurement.tuning import (
     trees_by_size,
 )
 from medusa.prompts import padded_batch
+from medusa.rank_counts import RankCounts
 
 
 def test_step_times_are_taken_for_every_tree_in_every_round():

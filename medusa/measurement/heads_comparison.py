@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from medusa.calibration import RankCounts
 from medusa.checkpoint import HeadsCheckpoint, load_heads
 from medusa.drafters.heads import drafter_of_heads
 from medusa.measurement.comparison import bootstrapped_ratio
 from medusa.measurement.tuning import held_out_replay
 from medusa.model import MedusaModel
+from medusa.rank_counts import RankCounts
 from medusa.statistics import DecodingStatistics
 
 NUM_NODES = (8, 16, 64)

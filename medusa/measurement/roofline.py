@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from medusa.base import CausalLM, output_embedding
-from medusa.calibration import RankCounts
 from medusa.eagle import EagleHead
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates
 from medusa.heads import embedding_weight
 from medusa.model import MedusaModel
+from medusa.rank_counts import RankCounts
 
 
 def step_floor_seconds(

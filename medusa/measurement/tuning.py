@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from medusa.calibration import RankCounts
 from medusa.hardware import wait_for
 from medusa.model import MedusaModel
+from medusa.rank_counts import RankCounts
 from medusa.static_decoding import DEFAULT_STEPS_UNSEEN
 from medusa.statistics import DecodingStatistics
 from medusa.tree import CandidateTree
