@@ -82,7 +82,7 @@ class Run:
     """Training one copy of the heads from one source, timed."""
 
     def __init__(self, configuration: TrainingConfiguration, heads: MedusaHeads, source: HiddenSource):
-        self.heads, self.source = copy.deepcopy(heads), source
+        self.configuration, self.heads, self.source = configuration, copy.deepcopy(heads), source
         self.loss = HeadsLoss(self.heads, configuration.loss.loss_options())
         self.optimiser = new_optimiser([list(self.heads.parameters())], configuration.optimisation)
         self.seconds: list[float] = []
@@ -91,7 +91,8 @@ class Run:
     def step(self, batch: MicroBatch, output_embedding: nn.Module, num_scored: Tensor, teacher: Any) -> None:
         """One optimisation step on ``batch``."""
         began = time.perf_counter()
-        loss, _ = self.loss(*self.source(batch), output_embedding, num_scored, teacher)
+        with products(self.configuration):
+            loss, _ = self.loss(*self.source(batch), output_embedding, num_scored, teacher)
         loss.backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -108,9 +109,9 @@ def measure(
     folder: Path,
 ) -> dict[str, Any]:
     """The JSON object of this program."""
-    columns, num_heads = preparation.column_of(heads), heads.num_heads
-    storing = stored_in(folder, configuration, base, documents, num_heads)
-    live = Run(configuration, heads, LiveStates(base, documents, num_heads, columns))
+    columns, num_heads, layers = preparation.column_of(heads), heads.num_heads, heads.reads_layers
+    storing = stored_in(folder, configuration, base, documents, heads)
+    live = Run(configuration, heads, LiveStates(base, documents, num_heads, columns, layers))
     stored = Run(configuration, heads, StoredStates(folder, documents, num_heads, columns, base.device))
     is_soft = needs_teacher(configuration.loss.objective)
     teacher = teacher_of(base, heads.token_map) if is_soft else None
@@ -127,8 +128,10 @@ def measure(
         "tokens_per_second": {**speeds, "storing": documents.num_tokens / storing},
         "speedup": speeds["stored"] / speeds["live"],
         "largest_relative_loss_gap": max(gaps),
-        "bytes_per_token": states_size(base, documents, num_heads, dtype) / documents.num_tokens,
+        "last_loss": stored.losses[-1],
+        "bytes_per_token": states_size(base, documents, num_heads, dtype, layers) / documents.num_tokens,
         "cache_dtype": dtype,
+        "precision": configuration.optimisation.precision,
         "num_steps": len(batches) - 1,
         "num_tokens": num_tokens,
         "num_threads": torch.get_num_threads(),
@@ -136,14 +139,25 @@ def measure(
 
 
 def stored_in(
-    folder: Path, configuration: TrainingConfiguration, base: CausalLM, documents: Documents, num_heads: int
+    folder: Path,
+    configuration: TrainingConfiguration,
+    base: CausalLM,
+    documents: Documents,
+    heads: MedusaHeads,
 ) -> float:
-    """Seconds that storing the states of ``documents`` in ``folder`` takes."""
+    """Seconds that storing the states of ``documents`` in ``folder`` for ``heads`` takes."""
     dtype, batches = configuration.optimisation.cache_dtype, configuration.batch_options()
+    num_heads, layers = heads.num_heads, heads.reads_layers
     began = time.perf_counter()
-    with ProgressLine("hidden states", log_console()) as line:
-        store_states(folder, base, documents, num_heads, dtype, batches, line)
+    with ProgressLine("hidden states", log_console()) as line, products(configuration):
+        store_states(folder, base, documents, num_heads, dtype, batches, line, layers)
     return time.perf_counter() - began
+
+
+def products(configuration: TrainingConfiguration) -> torch.autocast:
+    """Around what the run's precision has a say in: matrix products, and no optimiser."""
+    is_bfloat16 = configuration.optimisation.precision == "bf16"
+    return torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16)
 
 
 def documents_of(batch: MicroBatch) -> list[int]:
@@ -157,7 +171,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         title=f"Training on {report['num_tokens']} tokens, {report['num_threads']} threads",
         title_justify="left",
         caption=f"losses differ by {report['largest_relative_loss_gap']:.1e} at most (relative); the file "
-        f"holds {report['bytes_per_token']:.0f} bytes a token in {report['cache_dtype']}",
+        f"holds {report['bytes_per_token']:.0f} bytes a token in {report['cache_dtype']}; products in "
+        f"{report['precision']}",
         caption_justify="left",
     )
     table.add_column("hidden states")

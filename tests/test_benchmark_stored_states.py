@@ -45,6 +45,18 @@ def test_both_ways_train_alike_and_are_timed(run, capsys, objective):
     assert "storing them, once" in printed.out
 
 
+def test_the_layers_that_heads_fuse_are_stored_and_the_precision_is_the_runs(run, capsys):
+    def report(*flags):
+        assert run("--tokens_per_batch", "256", "--max_steps", "2", *flags) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    fused = ["--fused_layers", "1", "2"]
+    last_alone, exact, rounded = report(), report(*fused), report(*fused, "--precision", "bf16")
+    assert exact["bytes_per_token"] == pytest.approx(3 * last_alone["bytes_per_token"])
+    assert (exact["precision"], rounded["precision"]) == ("fp32", "bf16")
+    assert exact["last_loss"] != rounded["last_loss"] == pytest.approx(exact["last_loss"], rel=1e-2)
+
+
 def test_more_steps_than_the_data_have_are_refused(run, capsys):
     assert run("--max_steps", "1000") == 1
     assert "max_steps must be below the" in capsys.readouterr().err
