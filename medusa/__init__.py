@@ -14,8 +14,8 @@ unless said otherwise.
 from medusa.adapter import Adapter, apply_adapter
 from medusa.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
 from medusa.heads import HeadsConfig, MedusaHeads
-from medusa.model import MedusaModel, MedusaOutput
-from medusa.statistics import DecodingStatistics
+from medusa.model import MedusaModel
+from medusa.statistics import DecodingStatistics, MedusaOutput
 from medusa.tree import CandidateTree, best_tree
 
 __version__ = "0.1.0"

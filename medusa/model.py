@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.adapter import apply_adapter, check_carries, folded
@@ -19,6 +17,7 @@ from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding
 from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.decoding import StepResult
 from medusa.drafters import Drafter
+from medusa.drafters.choice import DraftersByName
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
 from medusa.eagle import Heads
@@ -27,17 +26,10 @@ from medusa.hardware import device_name
 from medusa.heads import check_heads_fit, embedding_weight
 from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.static_decoding import decode_as
-from medusa.statistics import DecodingStatistics
+from medusa.statistics import DecodingStatistics, MedusaOutput
 from medusa.stepping import StepKind, Steppers, check_step
 from medusa.tree import CandidateTree
 from medusa.tuned_trees import Place, TunedTree, at_place, chosen_for
-
-
-@dataclass
-class MedusaOutput(GenerateDecoderOnlyOutput):
-    """What ``generate`` returns with ``return_dict_in_generate=True``."""
-
-    statistics: DecodingStatistics | None = None
 
 
 class MedusaModel:
@@ -67,7 +59,7 @@ class MedusaModel:
         check_step(step, self.runner)
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
-        self._steppers = Steppers(self.runner)
+        self._steppers, self._drafters = Steppers(self.runner), DraftersByName(self)
         self.heads = heads
         self.tokenizer = tokenizer
         if heads is not None:
@@ -177,7 +169,7 @@ class MedusaModel:
         *,
         seed: int | Sequence[int] | None = None,
         tree: CandidateTree | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
         streamer: BaseStreamer | None = None,
@@ -191,7 +183,7 @@ class MedusaModel:
                 global generator. Only sampling reads it.
             tree: another tree for this call than :meth:`tree_for` its rows; ``CandidateTree.chain(0)`` is
                 plain decoding.
-            drafter: another source of candidates for this call.
+            drafter: another source of candidates for this call; its name will do ("dynamic-heads+suffix").
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.verification``).
             step: how steps are run, for this call; the tokens are the same.
@@ -222,7 +214,7 @@ class MedusaModel:
         *,
         seed: int | Sequence[int] | None = None,
         tree: CandidateTree | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
         statistics: DecodingStatistics | None = None,
@@ -250,7 +242,7 @@ class MedusaModel:
         streamer: BaseStreamer | None = None,
         seed: int | Sequence[int] | None = None,
         tree: CandidateTree | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
         **prepared: Any,
@@ -281,12 +273,13 @@ class MedusaModel:
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
     def _drafter(
-        self, tree: CandidateTree | None, drafter: Drafter | None, num_rows: int, step: StepKind | None
+        self, tree: CandidateTree | None, drafter: Drafter | str | None, num_rows: int, step: StepKind | None
     ) -> Drafter:
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
-            return drafter
+            chosen = self._drafters.drafter(drafter, num_rows) if isinstance(drafter, str) else drafter
+            return PlainDrafter() if chosen is None else chosen
         tree = self.tree_for(num_rows, step) if tree is None else self._checked_tree(tree)
         if self.heads is None or tree.depth == 0:
             return PlainDrafter()

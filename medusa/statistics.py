@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from transformers.generation import GenerateDecoderOnlyOutput
+
 PHASES = ("draft", "verify", "accept", "commit")
 
 
@@ -104,6 +106,13 @@ class DecodingStatistics:
 
     def _depths(self) -> range:
         return range(1, len(self.accepted_histogram))
+
+
+@dataclass
+class MedusaOutput(GenerateDecoderOnlyOutput):
+    """What ``generate`` returns with ``return_dict_in_generate=True``."""
+
+    statistics: DecodingStatistics | None = None
 
 
 class PhaseClock:

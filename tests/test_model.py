@@ -31,6 +31,8 @@ from medusa import (
     MedusaOutput,
     save_heads,
 )
+from medusa.drafters.choice import draft_sources
+from medusa.tuned_trees import TunedTree
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = random_prompts(1, 6)
@@ -273,6 +275,33 @@ def test_another_tree_for_one_call_leaves_the_models_own(model):
     assert torch.equal(plain.sequences, out.sequences)
 
 
+def test_a_drafter_is_taken_by_its_name_and_made_once(model, monkeypatch):
+    made = []
+
+    def noting(names, *rest):
+        made.extend(names)
+        return draft_sources(names, *rest)
+
+    monkeypatch.setattr("medusa.drafters.choice.draft_sources", noting)
+    plain = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
+    for name in ("suffix", "dynamic-heads+suffix") * 2:
+        assert torch.equal(model.generate(PROMPT, **SAMPLED, drafter=name), plain)
+    assert made == ["suffix", "dynamic-heads+suffix"]
+    steps = list(model.stream(PROMPT, **SAMPLED, drafter="dynamic-heads"))
+    assert [token for step in steps for token in step.tokens[0]] == plain[0, PROMPT.shape[1] :].tolist()
+
+
+def test_a_named_drafter_stands_aside_for_as_many_rows_as_it_does_not_pay():
+    heads = random_heads()
+    model = MedusaModel(tiny_model("llama"), heads, TREE)
+    idle = MedusaModel(model.base, heads, TREE, tuned=[TunedTree(model.place, 2, CandidateTree.chain(0))])
+    pair, one = PROMPT.repeat(2, 1), PROMPT
+    for rows, num_depths in ((one, 1 + TREE.depth), (pair, 1)):
+        out = idle.generate(rows, **GREEDY, drafter="dynamic-heads", return_dict_in_generate=True)
+        assert torch.equal(out.sequences, model.generate(rows, **GREEDY))
+        assert len(out.statistics.accepted_histogram) == num_depths
+
+
 def test_without_heads_decoding_is_plain_and_without_a_tree_it_is_a_chain():
     base = tiny_model("llama")
     assert MedusaModel(base).tree == CandidateTree.chain(0)
@@ -401,6 +430,7 @@ CALLS = {
         {"tree": CandidateTree.chain(1), "drafter": OracleDrafter([[]], TREE, 0.0)},
         "give tree or drafter, not both: a drafter brings its own tree",
     ),
+    "unknown drafter": ({"drafter": "sufix"}, r"drafter 'sufix' is unknown; there are .*suffix"),
     "typo": ({"max_new_tokns": 3}, r"not used by the model: \['max_new_tokns'\]"),
 }
 

@@ -100,6 +100,10 @@ class UnionSource:
     name: str
     parts: tuple[DraftSource, ...]
 
+    def is_idle(self, num_rows: int) -> bool:
+        """Whether no part has anything to draft for ``num_rows`` rows."""
+        return all(part.is_idle(num_rows) for part in self.parts)
+
     def drafter(self, only_chain: bool = False, num_rows: int = 1) -> Drafter:
         """A new drafter for ``num_rows`` rows. It is never a chain: rules that want one refuse it.
 
@@ -194,6 +198,27 @@ def source_named(name: str, parts: Mapping[str, DraftSource]) -> DraftSource | U
     """The source called ``name``, made of :func:`draft_sources`."""
     chosen = tuple(parts[part] for part in name.split("+"))
     return chosen[0] if len(chosen) == 1 else UnionSource(name, chosen)
+
+
+class DraftersByName:
+    """The drafters of one model that are asked for by name: what is expensive is done once for each name."""
+
+    def __init__(self, model: MedusaModel):
+        self._model = model
+        self._sources: dict[str, DraftSource | UnionSource] = {}
+
+    def drafter(self, name: str, num_rows: int) -> Drafter | None:
+        """A new drafter called ``name`` for ``num_rows`` rows; None where trees tuned for so many say that
+        guessing does not pay.
+
+        Raises:
+            ValueError: as :func:`drafter_named`.
+        """
+        if name not in self._sources:
+            parts = draft_sources([name], self._model, DrafterSettings())
+            self._sources[name] = source_named(name, parts)
+        source = self._sources[name]
+        return None if source.is_idle(num_rows) else source.drafter(num_rows=num_rows)
 
 
 def part_names(name: str, known: Iterable[str] | None = None) -> list[str]:
