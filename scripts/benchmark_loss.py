@@ -8,13 +8,16 @@ Forward and backward of cross-entropy over every head, shared unembedding, one r
 measurement runs in a process of its own, so its peak is that of the loss alone: what is allocated beyond the
 hidden states, the weights and the gradients of the heads, which any training holds. Repeats are interleaved,
 medians reported. A plain loss that would not fit is not run: its memory is predicted, and said to be.
-Run it with nothing else running; on a CPU the peak is that of resident memory, and needs Linux.
+Run it with nothing else running; on a CPU the peak is that of resident memory, and needs Linux. The C library
+is told to give large blocks back when they are freed, so that the peak is what the loss holds, not what was
+kept for later.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -37,6 +40,8 @@ from medusa.training.loss import LossOptions
 from medusa.training.loss_cost import Cell, free_bytes, measured
 from medusa.training.progress import ProgressLine
 
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""For glibc: blocks from 1 MiB are mapped one by one. Left alone it starts to keep those up to 32 MiB."""
 FLATNESS = 0.10
 """How much the fused loss's peak may differ between cells."""
 
@@ -133,7 +138,7 @@ def run_all(cells: list[Cell], repeats: int, console: Console) -> dict[Cell, lis
 def in_own_process(cell: Cell) -> dict[str, float]:
     """Measure ``cell`` in a fresh interpreter."""
     command = [sys.executable, str(Path(__file__).resolve()), "--cell", json.dumps(asdict(cell))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **GIVES_BACK})
     if done.returncode != 0:
         raise ValueError(
             f"measuring {cell} failed with status {done.returncode}: {done.stderr.strip()[-500:]}"
