@@ -36,7 +36,7 @@ class HeadsDrafter(LevelDrafter):
     context_only = False  # what a head says of a token depends on how far ahead it stands
 
     def __init__(
-        self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = 1.5
+        self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = 1.25
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = quick_heads(heads, output_embedding), output_embedding
