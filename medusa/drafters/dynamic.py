@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from medusa.base import output_embedding as output_embedding_of
 from medusa.drafters import Draft, DraftContext, Drafter
 from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
-from medusa.drafters.heads import HeadsDrafter, heads_source
+from medusa.drafters.heads import BETA, HeadsDrafter, heads_source
 from medusa.eagle import EagleHead
 from medusa.heads import MedusaHeads
 from medusa.tree import CandidateTree, TreeTopology
@@ -40,7 +40,7 @@ class DynamicHeadsDrafter(HeadsDrafter):
     """
 
     def __init__(
-        self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = 1.5
+        self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = BETA
     ):
         super().__init__(heads, output_embedding, tree, beta)
         wanted = tree.num_nodes - 1

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from medusa.model import MedusaModel
 
 
+BETA = 1.25
+"""How much heads are sharpened when a row is sampled (see :class:`HeadsDrafter`). At temperature 1, 64 nodes,
+14 first turns of MT-bench: 2.21 tokens per step with 1, 2.22 with 1.25, 2.19 with 1.5, 2.11 with 2."""
+
+
 class HeadsDrafter(LevelDrafter):
     """Fills ``tree`` with the best guesses of the heads.
 
@@ -36,7 +41,7 @@ class HeadsDrafter(LevelDrafter):
     context_only = False  # what a head says of a token depends on how far ahead it stands
 
     def __init__(
-        self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = 1.25
+        self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = BETA
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = quick_heads(heads, output_embedding), output_embedding
