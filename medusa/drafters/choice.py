@@ -174,8 +174,7 @@ def drafter_named(
     Raises:
         ValueError: no such drafter (the message lists those there are), or it lacks something.
     """
-    parts = draft_sources([name], model, settings or DrafterSettings())
-    return source_named(name, parts).drafter(only_chain)
+    return _source_of(name, model, settings or DrafterSettings()).drafter(only_chain)
 
 
 def draft_sources(
@@ -200,6 +199,10 @@ def source_named(name: str, parts: Mapping[str, DraftSource]) -> DraftSource | U
     return chosen[0] if len(chosen) == 1 else UnionSource(name, chosen)
 
 
+def _source_of(name: str, model: MedusaModel, settings: DrafterSettings) -> DraftSource | UnionSource:
+    return source_named(name, draft_sources([name], model, settings))
+
+
 class DraftersByName:
     """The drafters of one model that are asked for by name: what is expensive is done once for each name."""
 
@@ -215,8 +218,7 @@ class DraftersByName:
             ValueError: as :func:`drafter_named`.
         """
         if name not in self._sources:
-            parts = draft_sources([name], self._model, DrafterSettings())
-            self._sources[name] = source_named(name, parts)
+            self._sources[name] = _source_of(name, self._model, DrafterSettings())
         source = self._sources[name]
         return None if source.is_idle(num_rows) else source.drafter(num_rows=num_rows)
 

@@ -118,6 +118,7 @@ def failure(contender: Contender, inputs: Encoded, options: AnswerOptions) -> st
             continue
         try:
             contender.answer(**inputs, **arguments)
+        # What transformers cannot do here must not cost the others their figures; the report says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     return None
