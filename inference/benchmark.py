@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 import medusa
-from medusa.engine import QUANTISED_BYTES
-from medusa.flags import (
+from medusa.cli.flags import (
     DrafterOptions,
     PlotOptions,
     add_drafter_flags,
@@ -38,6 +37,20 @@ from medusa.flags import (
     positive_ints,
     program_parser,
 )
+from medusa.cli.program import (
+    drafter_settings,
+    encode_prompts,
+    exit_status,
+    generation_arguments,
+    load_model,
+    load_prompts,
+    log_console,
+    log_picture,
+    report_json,
+    table_console,
+    track,
+)
+from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark_bounds import bounds, calibrated_counts, divergences
 from medusa.measurement.benchmark_plot import plot_benchmark
@@ -55,22 +68,9 @@ from medusa.measurement.contenders import (
     needs_heads,
 )
 from medusa.measurement.long_prompts import earlier_exchanges, lengthened
-from medusa.measurement.plots import check_matplotlib
 from medusa.model import MedusaModel
-from medusa.programs import (
-    drafter_settings,
-    encode_prompts,
-    exit_status,
-    generation_arguments,
-    load_model,
-    load_prompts,
-    log_console,
-    log_picture,
-    report_json,
-    table_console,
-    track,
-)
-from medusa.rank_counts import RankCounts
+from medusa.plots import check_matplotlib
+from medusa.trees.rank_counts import RankCounts
 
 
 class BenchmarkOptions(DrafterOptions, PlotOptions):

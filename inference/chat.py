@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from medusa.flags import ChatOptions, add_chat_flags, add_reply_flags, program_parser
-from medusa.programs import exit_status, report_json
-from medusa.terminal import chat
+from medusa.cli.chat_terminal import chat
+from medusa.cli.flags import ChatOptions, add_chat_flags, add_reply_flags, program_parser
+from medusa.cli.program import exit_status, report_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,16 +25,8 @@ import torch
 from torch import Tensor
 
 import medusa
-from medusa.drafters.choice import (
-    DraftSource,
-    all_drafters,
-    available_drafters,
-    draft_sources,
-    draft_with_heads,
-    source_named,
-)
-from medusa.drafters.probe import Probe, probe_draft_length, verification_seconds, watched_answer
-from medusa.flags import (
+from medusa.acceptance.rules import RULES
+from medusa.cli.flags import (
     EMBEDDED_BASE,
     EMBEDDED_HEADS,
     CutOptions,
@@ -46,19 +38,7 @@ from medusa.flags import (
     positive_int,
     program_parser,
 )
-from medusa.measurement.comparison import (
-    NOTHING_LEFT_OUT,
-    PLAIN,
-    UNCONDITIONAL_RULES,
-    Pairing,
-    Trial,
-    pairing,
-)
-from medusa.measurement.comparison_plot import plot_drafters
-from medusa.measurement.comparison_report import length_report, pairing_report, print_tables, ratio_reports
-from medusa.measurement.plots import check_matplotlib
-from medusa.model import MedusaModel
-from medusa.programs import (
+from medusa.cli.program import (
     drafter_settings,
     encode_prompts,
     exit_status,
@@ -71,8 +51,28 @@ from medusa.programs import (
     table_console,
     track,
 )
+from medusa.drafters.probe import Probe, probe_draft_length, verification_seconds, watched_answer
+from medusa.drafters.registry import (
+    DRAFTERS,
+    DraftSource,
+    available_drafters,
+    draft_sources,
+    draft_with_heads,
+    source_named,
+)
+from medusa.measurement.comparison import (
+    NOTHING_LEFT_OUT,
+    PLAIN,
+    UNCONDITIONAL_RULES,
+    Pairing,
+    Trial,
+    pairing,
+)
+from medusa.measurement.comparison_plot import plot_drafters
+from medusa.measurement.comparison_report import length_report, pairing_report, print_tables, ratio_reports
+from medusa.model import MedusaModel
+from medusa.plots import check_matplotlib
 from medusa.prompts import Prompt
-from medusa.verification import all_rules
 
 NUM_WARM_UPS = 3
 WARM_UP_TOKENS = 8
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_drafter_flags(parser)
     add_cut_flags(parser)
     group = parser.add_argument_group("comparison")
-    known = [name for name in all_drafters() if name != PLAIN[0]]
+    known = [name for name in DRAFTERS if name != PLAIN[0]]
     group.add_argument(
         "--drafters",
         nargs="+",
@@ -104,10 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group.add_argument(
         "--rules",
         nargs="+",
-        choices=(*UNCONDITIONAL_RULES, *all_rules()),
+        choices=(*UNCONDITIONAL_RULES, *RULES),
         default=["exact"],
         metavar="NAME",
-        help=f"of {', '.join((*UNCONDITIONAL_RULES, *all_rules()))}; typical is LOSSY (default: exact)",
+        help=f"of {', '.join((*UNCONDITIONAL_RULES, *RULES))}; typical is LOSSY (default: exact)",
     )
     group.add_argument(
         "--repeats",

@@ -23,8 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import medusa
-from medusa.calibration import AnsweredTokens
-from medusa.flags import (
+from medusa.cli.flags import (
     PlotOptions,
     add_plot_flag,
     not_negative_int,
@@ -32,6 +31,18 @@ from medusa.flags import (
     positive_ints,
     program_parser,
 )
+from medusa.cli.program import (
+    answered_tokens,
+    encode_prompts,
+    exit_status,
+    load_model,
+    load_prompts,
+    log_picture,
+    report_json,
+    table_console,
+    track,
+)
+from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.calibrating import ranked_each
 from medusa.measurement.heads_comparison import (
     NUM_NODES,
@@ -43,20 +54,9 @@ from medusa.measurement.heads_comparison import (
 )
 from medusa.measurement.heads_comparison_plot import plot_heads
 from medusa.measurement.held_out import held_out_answers
-from medusa.measurement.plots import check_matplotlib
 from medusa.model import MedusaModel
-from medusa.programs import (
-    answered_tokens,
-    encode_prompts,
-    exit_status,
-    load_model,
-    load_prompts,
-    log_picture,
-    report_json,
-    table_console,
-    track,
-)
-from medusa.rank_counts import RankCounts
+from medusa.plots import check_matplotlib
+from medusa.trees.rank_counts import RankCounts
 
 ROWS_PER_PASS = 4
 """Answers that the base reads together."""

@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from medusa.drafters.choice import all_drafters, draft_with_heads, drafter_named
-from medusa.flags import (
+from medusa.acceptance.rules import RULES, rule_named
+from medusa.cli.flags import (
     CutOptions,
     DrafterOptions,
     add_cut_flags,
@@ -27,8 +27,7 @@ from medusa.flags import (
     positive_int,
     program_parser,
 )
-from medusa.measurement.comparison import NOTHING_LEFT_OUT, bootstrapped_ratio
-from medusa.programs import (
+from medusa.cli.program import (
     drafter_settings,
     encode_prompts,
     exit_status,
@@ -40,8 +39,9 @@ from medusa.programs import (
     table_console,
     track,
 )
-from medusa.statistics import DecodingStatistics
-from medusa.verification import all_rules, rule_named
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.drafters.registry import DRAFTERS, draft_with_heads, drafter_named
+from medusa.measurement.comparison import NOTHING_LEFT_OUT, bootstrapped_ratio
 
 
 class RuleOptions(DrafterOptions, CutOptions):
@@ -60,16 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_cut_flags(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument(
-        "--drafter", default="low-precision", help=f"of {', '.join(all_drafters())} (default: %(default)s)"
+        "--drafter", default="low-precision", help=f"of {', '.join(DRAFTERS)} (default: %(default)s)"
     )
     group.add_argument(
         "--rules",
         nargs="+",
-        choices=tuple(all_rules()),
+        choices=tuple(RULES),
         default=["token", "block"],
         metavar="NAME",
-        help=f"of {', '.join(all_rules())}; the first is what the others are held against "
-        "(default: token block)",
+        help=f"of {', '.join(RULES)}; the first is what the others are held against (default: token block)",
     )
     group.add_argument(
         "--num-seeds", type=positive_int, default=8, metavar="N", help="answers per prompt (default: 8)"

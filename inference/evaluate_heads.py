@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from medusa.calibration import AnsweredTokens, calibrate
-from medusa.flags import (
+from medusa.cli.flags import (
     PlotOptions,
     ProgramOptions,
     TreeOptions,
@@ -33,10 +32,7 @@ from medusa.flags import (
     not_negative_float,
     program_parser,
 )
-from medusa.measurement.calibrating import use_tree_asked_for
-from medusa.measurement.plots import check_matplotlib, plot_evaluation
-from medusa.model import MedusaModel
-from medusa.programs import (
+from medusa.cli.program import (
     decode_prompt,
     encode_prompts,
     exit_status,
@@ -48,8 +44,12 @@ from medusa.programs import (
     table_console,
     track,
 )
-from medusa.rank_counts import RankCounts
-from medusa.statistics import DecodingStatistics
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.heads.calibration import AnsweredTokens, calibrate
+from medusa.measurement.calibrating import use_tree_asked_for
+from medusa.model import MedusaModel
+from medusa.plots import check_matplotlib, plot_evaluation
+from medusa.trees.rank_counts import RankCounts
 
 TOP_KS = (1, 2, 3, 5, 10)
 

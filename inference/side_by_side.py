@@ -26,12 +26,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from medusa.chat import TextStream
-from medusa.checkpoint import load_heads
-from medusa.drafters.heads import drafter_of_heads
-from medusa.flags import ProgramOptions, program_parser
-from medusa.model import MedusaModel
-from medusa.programs import (
+from medusa.cli.chat_session import TextStream
+from medusa.cli.flags import ProgramOptions, program_parser
+from medusa.cli.program import (
     encode_prompts,
     exit_status,
     generation_arguments,
@@ -41,8 +38,11 @@ from medusa.programs import (
     log_console,
     report_json,
 )
-from medusa.statistics import DecodingStatistics
-from medusa.tree import CandidateTree
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.drafters.heads import drafter_of_heads
+from medusa.heads.checkpoint import load_heads
+from medusa.model import MedusaModel
+from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_LIMIT = 4
 WARM_UP_TOKENS = 8

@@ -28,22 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import medusa
-from medusa.calibration import AnsweredTokens
-from medusa.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
-from medusa.measurement.calibrating import ranked
-from medusa.measurement.plots import check_matplotlib, plot_tree_sizes
-from medusa.measurement.tree_filing import file_asked_for, file_tuned
-from medusa.measurement.tuning import (
-    NUM_NODES,
-    TreeSize,
-    fastest,
-    held_out_tokens_per_step,
-    measured_sizes,
-    trees_by_size,
-)
-from medusa.measurement.tuning_plot import plot_batch_sizes
-from medusa.model import MedusaModel
-from medusa.programs import (
+from medusa.cli.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
+from medusa.cli.program import (
     answered_tokens,
     encode_prompts,
     exit_status,
@@ -55,10 +41,24 @@ from medusa.programs import (
     table_console,
     track,
 )
+from medusa.heads.calibration import AnsweredTokens
+from medusa.measurement.calibrating import ranked
+from medusa.measurement.tree_filing import file_asked_for, file_tuned
+from medusa.measurement.tuning import (
+    NUM_NODES,
+    TreeSize,
+    fastest,
+    held_out_tokens_per_step,
+    measured_sizes,
+    trees_by_size,
+)
+from medusa.measurement.tuning_plot import plot_batch_sizes
+from medusa.model import MedusaModel
+from medusa.plots import check_matplotlib, plot_tree_sizes
 from medusa.prompts import padded_batch
-from medusa.rank_counts import RankCounts
-from medusa.tree import CandidateTree
-from medusa.tuned_trees import TunedTree
+from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.rank_counts import RankCounts
+from medusa.trees.tuned_trees import TunedTree
 
 Tables = Mapping[int, Sequence[TreeSize]]
 """What each size of tree gives and costs, by batch size."""

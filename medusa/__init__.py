@@ -11,12 +11,12 @@ Depth counts from 1; depth 0 is the root token, the base model's own next token.
 unless said otherwise.
 """
 
-from medusa.adapter import Adapter, apply_adapter
-from medusa.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
-from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
+from medusa.heads.adapter import Adapter, apply_adapter
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.model import MedusaModel
-from medusa.statistics import DecodingStatistics, MedusaOutput
-from medusa.tree import CandidateTree, best_tree
+from medusa.trees.candidate_tree import CandidateTree, best_tree
 
 __version__ = "0.1.0"
 

@@ -12,24 +12,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.adapter import apply_adapter, check_carries, folded
-from medusa.base import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
-from medusa.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.decoding import StepResult
-from medusa.drafters import Drafter
-from medusa.drafters.choice import DraftersByName
+from medusa.base.causal_lm import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
+from medusa.decoding.loop import StepResult
+from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
+from medusa.decoding.static_loop import decode_as
+from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
+from medusa.decoding.step_runners import StepKind, Steppers, check_step
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
-from medusa.eagle import Heads
+from medusa.drafters.protocol import Drafter
+from medusa.drafters.registry import DraftersByName
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.hardware import device_name
-from medusa.heads import check_heads_fit, embedding_weight
-from medusa.request import check_arguments, decode_request, joined_sequences, with_stop_strings
-from medusa.static_decoding import decode_as
-from medusa.statistics import DecodingStatistics, MedusaOutput
-from medusa.stepping import StepKind, Steppers, check_step
-from medusa.tree import CandidateTree
-from medusa.tuned_trees import Place, TunedTree, at_place, chosen_for
+from medusa.heads.adapter import apply_adapter, check_carries, folded
+from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
+from medusa.heads.eagle import Heads
+from medusa.heads.medusa_heads import check_heads_fit, embedding_weight
+from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.tuned_trees import Place, TunedTree, at_place, chosen_for
 
 
 class MedusaModel:
@@ -95,7 +95,7 @@ class MedusaModel:
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own, when ``base`` is a path or a hub id.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
-            step: how decode steps are run (see :mod:`medusa.stepping`).
+            step: how decode steps are run (see :mod:`medusa.decoding.step_runners`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
 
         Raises:
@@ -185,7 +185,7 @@ class MedusaModel:
                 plain decoding.
             drafter: another source of candidates for this call; its name will do ("dynamic-heads+suffix").
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
-                ("token", "block", ...; see ``medusa.verification``).
+                ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.
             streamer: gets the tokens as they are accepted, several at a time; batch size 1.
             kwargs: as in ``transformers`` (``max_new_tokens``, ``do_sample``, ``temperature``,

@@ -32,19 +32,19 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import medusa
-from medusa.base import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.cli.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
+from medusa.cli.program import exit_status, log_console, report_json, track
+from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.decoding.step_runners import StepKind
 from medusa.engine import Engine
-from medusa.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
 from medusa.hardware import DeviceRates, device_name, measured_rates
-from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.measurement.roofline import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
-from medusa.programs import exit_status, log_console, report_json, track
-from medusa.static_decoding import DEFAULT_STEPS_UNSEEN
-from medusa.statistics import DecodingStatistics
-from medusa.stepping import StepKind
-from medusa.tree import CandidateTree, best_tree, independent_path_values
+from medusa.trees.candidate_tree import CandidateTree, best_tree, independent_path_values
 
 NUM_HEADS = 4
 WIDTH = 10

@@ -32,13 +32,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from medusa.checkpoint import write_json
-from medusa.flags import positive_int
-from medusa.measurement.plots import BLUE, ORANGE, check_matplotlib, figure_of
-from medusa.programs import exit_status, log_console
-from medusa.training.loss import LossOptions
-from medusa.training.loss_cost import Cell, free_bytes, measured
-from medusa.training.progress import ProgressLine
+from medusa.cli.flags import positive_int
+from medusa.cli.program import exit_status, log_console
+from medusa.heads.checkpoint import write_json
+from medusa.plots import BLUE, ORANGE, check_matplotlib, figure_of
+from medusa.training.losses.loss import LossOptions
+from medusa.training.losses.loss_cost import Cell, free_bytes, measured
+from medusa.training.run.progress import ProgressLine
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """For glibc: blocks from 1 MiB are mapped one by one. Left alone it starts to keep those up to 32 MiB."""

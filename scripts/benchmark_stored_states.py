@@ -27,20 +27,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from medusa.base import CausalLM, output_embedding
-from medusa.heads import MedusaHeads
-from medusa.programs import exit_status, log_console
-from medusa.training import preparation
-from medusa.training.batching import MicroBatch, plan_epoch
-from medusa.training.configuration import TrainingConfiguration, read_configuration
-from medusa.training.documents import Documents
-from medusa.training.hidden_source import HiddenSource, LiveStates
-from medusa.training.loss import HeadsLoss
-from medusa.training.objectives import needs_teacher
-from medusa.training.progress import ProgressLine
-from medusa.training.stored_states import StoredStates, states_size, store_states
-from medusa.training.teacher import teacher_of
-from medusa.training.trainer import new_optimiser
+from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.cli.program import exit_status, log_console
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.training.config.configuration import TrainingConfiguration, read_configuration
+from medusa.training.data.batching import MicroBatch, plan_epoch
+from medusa.training.data.documents import Documents
+from medusa.training.losses.loss import HeadsLoss
+from medusa.training.losses.objectives import needs_teacher
+from medusa.training.losses.teacher import teacher_of
+from medusa.training.run import preparation
+from medusa.training.run.progress import ProgressLine
+from medusa.training.run.trainer import new_optimiser
+from medusa.training.states.hidden_source import HiddenSource, LiveStates
+from medusa.training.states.stored_states import StoredStates, states_size, store_states
 
 NUM_STEPS = 8
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa.base import CausalLM
+from medusa.base.causal_lm import CausalLM
 from medusa.drafters.self_draft import early_exit
 from medusa.files import check_writable_target, replaced_directory
-from medusa.training.reading import Example, check_sources, read_examples
+from medusa.training.data.reading import Example, check_sources, read_examples
 
 BATCH_ROWS, ROW_TOKENS = 4, 256
 SECONDS_BETWEEN_LINES = 20.0

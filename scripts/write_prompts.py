@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
+from medusa.cli.flags import positive_int
+from medusa.cli.program import exit_status, log_console
 from medusa.files import replaced_file
-from medusa.flags import positive_int
-from medusa.programs import exit_status, log_console
 
 PARTS = Path(__file__).with_name("prompt_parts.yaml")
 BLANK = re.compile(r"{(\w+)}")

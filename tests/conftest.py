@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from medusa import CandidateTree
-from medusa.drafters import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):  # the same examples every time: a red run can be repeated

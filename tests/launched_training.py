@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate import DistributedType, PartialState
 
-from medusa.training.trainer import Trainer
+from medusa.training.run.trainer import Trainer
 
 PROGRAM = Path(__file__).parent.parent / "train" / "train_heads.py"
 

@@ -7,7 +7,7 @@ from conftest import VOCAB_SIZE
 from torch import Tensor
 
 from medusa import CandidateTree
-from medusa.drafters import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 
 
 class StaticOracle(StatelessDrafter):

@@ -6,33 +6,29 @@ import re
 import textwrap
 from pathlib import Path
 
-import pytest
 from conftest import counting_model, random_prompts, tiny_model
 
-from medusa import MedusaModel, drafters, verification
-from medusa.drafters.choice import drafter_named
+from medusa import MedusaModel
+from medusa.acceptance.rules import RULES
 from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.registry import DRAFTERS, drafter_named
 from medusa.drafters.self_draft import SelfDrafter, early_exit
-from medusa.tree import CandidateTree
+from medusa.trees.candidate_tree import CandidateTree
 
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 
-@pytest.fixture
-def example(tmp_path, monkeypatch):
-    """Puts the code block that contains a word into a package, as a file of its own."""
-
-    def added(word: str, package) -> None:
-        blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
-        (code,) = [block for block in blocks if word in block]
-        (tmp_path / f"{word}.py").write_text(textwrap.dedent(code))
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-
-    return added
+def example(word: str) -> dict:
+    """The names that the code block which contains a word defines."""
+    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if word in block]
+    names: dict = {"__name__": f"example_{word}"}
+    exec(textwrap.dedent(code), names)
+    return names
 
 
-def test_a_drafter_is_one_file(example):
-    example("echo", drafters)
+def test_a_drafter_is_one_file_and_a_line_in_the_registry(monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "echo", example("echo")["ECHO"])
     base = counting_model(16)
     base.lm_head.weight.data = base.lm_head.weight.data.roll(-1, dims=0)  # every token repeats itself
     model = MedusaModel(base)
@@ -44,8 +40,8 @@ def test_a_drafter_is_one_file(example):
     assert out.statistics.accepted_histogram == [0, 5]
 
 
-def test_a_rule_is_one_file(example):
-    example("sceptic", verification)
+def test_a_rule_is_one_file_and_a_line_in_the_registry(monkeypatch):
+    monkeypatch.setitem(RULES, "sceptic", example("sceptic")["SCEPTIC"])
     base = tiny_model("llama")
     out = MedusaModel(base).generate(
         random_prompts(2, 4),

@@ -31,8 +31,8 @@ from medusa import (
     MedusaOutput,
     save_heads,
 )
-from medusa.drafters.choice import draft_sources
-from medusa.tuned_trees import TunedTree
+from medusa.drafters.registry import draft_sources
+from medusa.trees.tuned_trees import TunedTree
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = random_prompts(1, 6)
@@ -282,7 +282,7 @@ def test_a_drafter_is_taken_by_its_name_and_made_once(model, monkeypatch):
         made.extend(names)
         return draft_sources(names, *rest)
 
-    monkeypatch.setattr("medusa.drafters.choice.draft_sources", noting)
+    monkeypatch.setattr("medusa.drafters.registry.draft_sources", noting)
     plain = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
     for name in ("suffix", "dynamic-heads+suffix") * 2:
         assert torch.equal(model.generate(PROMPT, **SAMPLED, drafter=name), plain)

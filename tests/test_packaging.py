@@ -69,7 +69,7 @@ def test_the_wheel_holds_every_module_of_the_library(wheel):
 
 
 def test_the_console_command_is_there(wheel):
-    assert "medusa = medusa.cli:main" in wheel[2]
+    assert "medusa = medusa.cli.main:main" in wheel[2]
     module, _, function = PROJECT["scripts"]["medusa"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 

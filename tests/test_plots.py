@@ -2,7 +2,7 @@ import importlib.util
 
 import pytest
 
-from medusa.measurement.plots import check_matplotlib, plot_evaluation, plot_tree_sizes
+from medusa.plots import check_matplotlib, plot_evaluation, plot_tree_sizes
 
 PNG = b"\x89PNG"
 

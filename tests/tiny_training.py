@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa.training.configuration import TrainingConfiguration, read_configuration
-from medusa.training.run_directory import RunDirectory
-from medusa.training.trainer import Trainer
+from medusa.training.config.configuration import TrainingConfiguration, read_configuration
+from medusa.training.run.run_directory import RunDirectory
+from medusa.training.run.trainer import Trainer
 
 SYSTEM = "You are a machine"
 CHAT_TEMPLATE = (

@@ -15,8 +15,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from medusa.tree import CandidateTree, TreeTopology
-from medusa.verification import SampledDraft, VerificationNoise, VerificationRule, draw_tree
+from medusa.acceptance.rules import SampledDraft, VerificationNoise, VerificationRule, draw_tree
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 START = (0, 1)  # the last two tokens of the prompt
 FALSE_ALARM_RATE = 1e-6

@@ -28,14 +28,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import medusa
+from medusa.cli.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
+from medusa.cli.program import exit_status, log_console
 from medusa.engine import QUANTISED_BYTES, Engine, prepared_base
-from medusa.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
-from medusa.programs import exit_status, log_console
 from medusa.prompts import Prompt, read_prompts
-from medusa.training.answer_file import AnswerFile
-from medusa.training.answering import Answerer, EndpointAnswerer, LocalAnswerer
-from medusa.training.distill import DistillationReport, TimeLimit, distill, prompt_free, unanswered
-from medusa.training.endpoint import ChatEndpoint
+from medusa.training.distillation.answer_file import AnswerFile
+from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
+from medusa.training.distillation.distill import (
+    DistillationReport,
+    TimeLimit,
+    distill,
+    prompt_free,
+    unanswered,
+)
+from medusa.training.distillation.endpoint import ChatEndpoint
 
 SECONDS_BETWEEN_LINES = 5.0
 

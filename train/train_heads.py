@@ -23,19 +23,20 @@ from accelerate import Accelerator
 from rich.console import Console
 
 import medusa
-from medusa.adapter import peft_library
-from medusa.base import CausalLM
-from medusa.eagle import Heads
-from medusa.heads import MedusaHeads
-from medusa.measurement.plots import check_matplotlib
-from medusa.programs import exit_status, log_console
-from medusa.training import inspection, metrics, preparation, processes, result
-from medusa.training.configuration import TrainingConfiguration, read_configuration
-from medusa.training.curve import draw_training
-from medusa.training.joint_trainer import JointTrainer, base_report
-from medusa.training.lora import TrainedAdapter
-from medusa.training.run_directory import RunDirectory
-from medusa.training.trainer import Trainer
+from medusa.base.causal_lm import CausalLM
+from medusa.cli.program import exit_status, log_console
+from medusa.heads.adapter import peft_library
+from medusa.heads.eagle import Heads
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.plots import check_matplotlib
+from medusa.training.config.configuration import TrainingConfiguration, read_configuration
+from medusa.training.data import inspection
+from medusa.training.run import metrics, preparation, processes, result
+from medusa.training.run.curve import draw_training
+from medusa.training.run.joint_trainer import JointTrainer, base_report
+from medusa.training.run.lora import TrainedAdapter
+from medusa.training.run.run_directory import RunDirectory
+from medusa.training.run.trainer import Trainer
 
 
 def main() -> None:

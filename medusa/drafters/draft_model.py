@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from medusa.base import CausalLM, check_decodable, new_cache, prefill, verify, vocab_size
-from medusa.cache import TreeCache
-from medusa.drafters import DraftContext
-from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
+from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import CausalLM, check_decodable, new_cache, prefill, verify, vocab_size
 from medusa.drafters.levels import LevelDrafter
+from medusa.drafters.protocol import DraftContext
+from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.engine import prepared_base
-from medusa.tree import CandidateTree
+from medusa.trees.candidate_tree import CandidateTree
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -116,4 +116,4 @@ def missing_draft_model(model: MedusaModel, settings: DrafterSettings) -> str | 
     return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
 
 
-DRAFTERS = (NamedDrafter("draft-model", draft_model_source, "a smaller model", missing_draft_model),)
+DRAFT_MODEL = NamedDrafter("draft-model", draft_model_source, "a smaller model", missing_draft_model)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from medusa.base import output_embedding as output_embedding_of
-from medusa.drafters import Draft, DraftContext, Drafter
-from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
+from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.heads import BETA, HeadsDrafter, heads_source
-from medusa.eagle import EagleHead
-from medusa.heads import MedusaHeads
-from medusa.tree import CandidateTree, TreeTopology
+from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.heads.eagle import EagleHead
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -123,12 +123,10 @@ def missing_medusa_heads(model: MedusaModel, settings: DrafterSettings) -> str |
     return f"Medusa heads, and the model was loaded with {kind}; give --heads"
 
 
-DRAFTERS = (
-    NamedDrafter(
-        "dynamic-heads",
-        dynamic_heads_source,
-        "the heads, in a tree that takes another shape at every step",
-        missing_medusa_heads,
-        needs_heads=True,
-    ),
+DYNAMIC_HEADS = NamedDrafter(
+    "dynamic-heads",
+    dynamic_heads_source,
+    "the heads, in a tree that takes another shape at every step",
+    missing_medusa_heads,
+    needs_heads=True,
 )

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa.attention import node_positions, tree_attention_masks
-from medusa.base import CausalLM, hidden_size, output_embedding, vocab_size
-from medusa.cache import TreeCache
-from medusa.checkpoint import HeadsCheckpoint, load_heads
-from medusa.drafters import DraftContext
-from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
+from medusa.base.attention import node_positions, tree_attention_masks
+from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
-from medusa.eagle import EagleHead
-from medusa.heads import check_heads_fit
-from medusa.tree import CandidateTree, TreeTopology
+from medusa.drafters.protocol import DraftContext
+from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.eagle import EagleHead
+from medusa.heads.medusa_heads import check_heads_fit
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -121,4 +121,4 @@ def missing_eagle(model: MedusaModel, settings: DrafterSettings) -> str | None:
     return "an EAGLE-style head; give --eagle" if settings.eagle is None else None
 
 
-DRAFTERS = (NamedDrafter("eagle", eagle_source, "an EAGLE-style head beside the heads", missing_eagle),)
+EAGLE = NamedDrafter("eagle", eagle_source, "an EAGLE-style head beside the heads", missing_eagle)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from medusa.base import CausalLM
-from medusa.base import output_embedding as output_embedding_of
-from medusa.drafters import Draft, DraftContext, Drafter
-from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
+from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.quick_heads import quick_heads
-from medusa.eagle import EagleHead, Heads
-from medusa.heads import MedusaHeads, embedding_weight
-from medusa.tree import CandidateTree, RankPath
+from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.heads.eagle import EagleHead, Heads
+from medusa.heads.medusa_heads import MedusaHeads, embedding_weight
+from medusa.trees.candidate_tree import CandidateTree, RankPath
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -55,7 +55,7 @@ class HeadsDrafter(LevelDrafter):
 
     @property
     def static_key(self) -> Hashable:
-        """See :class:`medusa.static_step.StaticDrafter`."""
+        """See :class:`medusa.decoding.static_step.StaticDrafter`."""
         return self.tree, self.beta, self.heads
 
     @property
@@ -136,4 +136,4 @@ def missing_heads(model: MedusaModel, settings: DrafterSettings) -> str | None:
     return "heads, and the model was loaded without; give --heads" if model.heads is None else None
 
 
-DRAFTERS = (NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads, True),)
+HEADS = NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads, True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa.verification.expectation import expected_tokens
+from medusa.acceptance.expectation import expected_tokens
 
 MAX_DRAFT_LENGTH = 16
 

@@ -16,12 +16,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from medusa.drafters import Draft, DraftContext, StatelessDrafter
-from medusa.sampling import warp_logits
-from medusa.tree import CandidateTree, TreeTopology
-from medusa.verification.drawing import draw_tree, kind_drawn
-from medusa.verification.noise import draft_noise
-from medusa.verification.protocol import DraftKind
+from medusa.acceptance.drawing import draw_tree, kind_drawn
+from medusa.acceptance.noise import draft_noise
+from medusa.acceptance.protocol import DraftKind
+from medusa.acceptance.sampling import warp_logits
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 
 class LevelDrafter(StatelessDrafter):

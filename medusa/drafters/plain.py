@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from medusa.drafters import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
-from medusa.tree import TreeTopology
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.trees.candidate_tree import TreeTopology
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -33,4 +33,4 @@ def plain_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     return DraftSource("plain", lambda tree: PlainDrafter(), max_length=0)
 
 
-DRAFTERS = (NamedDrafter("plain", plain_source, summary="nothing: one token a pass"),)
+PLAIN = NamedDrafter("plain", plain_source, summary="nothing: one token a pass")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from medusa.base import new_cache, prefill, verify
-from medusa.drafters import Draft, DraftContext, Drafter
-from medusa.drafters.choice import DraftSource
+from medusa.acceptance.protocol import DraftKind
+from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.length import (
     MAX_DRAFT_LENGTH,
     ChainRecord,
@@ -22,10 +22,10 @@ from medusa.drafters.length import (
     StepCosts,
     best_draft_length,
 )
+from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.registry import DraftSource
 from medusa.hardware import wait_for
-from medusa.statistics import DecodingStatistics
-from medusa.tree import TreeTopology
-from medusa.verification.protocol import DraftKind
+from medusa.trees.candidate_tree import TreeTopology
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel

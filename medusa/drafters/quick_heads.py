@@ -1,8 +1,8 @@
 """Heads that compute as quickly as their engine can: what they guess never changes the text.
 
 Every guess is verified, so heads need not be computed in the precision they were trained in. On an engine
-whose output embedding offers a quicker product (:class:`medusa.token_map.ScoresSome`), the heads' own layers
-use it, as the scores of a token map do.
+whose output embedding offers a quicker product (:class:`medusa.heads.token_map.ScoresSome`), the heads' own
+layers use it, as the scores of a token map do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from medusa.heads import MedusaHeads, ResidualBlock
-from medusa.token_map import ScoresSome, version_of
+from medusa.heads.medusa_heads import MedusaHeads, ResidualBlock
+from medusa.heads.token_map import ScoresSome, version_of
 
 
 class QuickHeads(MedusaHeads):

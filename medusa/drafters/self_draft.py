@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa.base import CausalLM, verify, vocab_size
-from medusa.drafters import DraftContext
-from medusa.drafters.choice import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
+from medusa.base.causal_lm import CausalLM, verify, vocab_size
 from medusa.drafters.levels import LevelDrafter
+from medusa.drafters.protocol import DraftContext
+from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, missing_for_int8_layers
 from medusa.engine.views import view_of
-from medusa.tree import CandidateTree
+from medusa.trees.candidate_tree import CandidateTree
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -133,7 +133,6 @@ def _self_source(
     )
 
 
-DRAFTERS = (
-    NamedDrafter("early-exit", early_exit_source, "the base's first layers", missing_exit_layer),
-    NamedDrafter("low-precision", low_precision_source, "the base in int8", missing_int8),
-)
+EARLY_EXIT = NamedDrafter("early-exit", early_exit_source, "the base's first layers", missing_exit_layer)
+
+LOW_PRECISION = NamedDrafter("low-precision", low_precision_source, "the base in int8", missing_int8)

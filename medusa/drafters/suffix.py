@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa.drafters import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.choice import DrafterSettings, DraftSource, NamedDrafter
-from medusa.tree import CandidateTree
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.trees.candidate_tree import CandidateTree
 
 if TYPE_CHECKING:
     from medusa.model import MedusaModel
@@ -135,4 +135,4 @@ def suffix_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     )
 
 
-DRAFTERS = (NamedDrafter("suffix", suffix_source, "what followed the same words earlier in the text"),)
+SUFFIX = NamedDrafter("suffix", suffix_source, "what followed the same words earlier in the text")

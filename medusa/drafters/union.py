@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from medusa.base import layers_of
-from medusa.drafters import Draft, DraftContext, Drafter, StatelessDrafter
-from medusa.tree import TreeTopology
+from medusa.base.causal_lm import layers_of
+from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
+from medusa.trees.candidate_tree import TreeTopology
 
 
 class UnionDrafter(StatelessDrafter):

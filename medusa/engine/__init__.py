@@ -28,8 +28,8 @@ precision, whatever the weights, the two may part where two tokens tie. Drafts c
 under ``packed`` and ``int8`` Medusa heads compute in int8, and score the tokens of a token map so.
 
 These two views compute layers that read one input as one product, norms in one call, and attention without
-repeating the keys that several heads share; see ``siblings``, ``norms`` and ``medusa.attention``. The other
-two differ from the model as loaded in their weights alone; see ``weight_only``.
+repeating the keys that several heads share; see ``siblings``, ``norms`` and ``medusa.base.attention``. The
+other two differ from the model as loaded in their weights alone; see ``weight_only``.
 
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.
@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from medusa.base import CausalLM
+from medusa.base.causal_lm import CausalLM
 from medusa.engine.int8 import int8_view, missing_for_int8
 from medusa.engine.packed import missing_for_packed, packed
 from medusa.engine.weight_only import (

@@ -6,8 +6,8 @@ exact, so what a row gives does not depend on how many rows come with it.
 
 Rounding to int8 turns a difference in the last bit of a float into a whole step wherever a value lies on
 the edge of two steps, and attention does differ in its last bits with the number of queries and slots.
-Hence attention runs in float64 here (:data:`medusa.attention.FLOAT64_ATTENTION`): rounded to float32, its
-result is the same for any tree, but for the rare value on the very edge of two floats. On SmolLM2-135M (6
+Hence attention runs in float64 here (:data:`medusa.base.attention.FLOAT64_ATTENTION`): rounded to float32,
+its result is the same for any tree, but for the rare value on the very edge of two floats. On SmolLM2-135M (6
 prompts, 32 tokens) a tree of 8 nodes gave the plain answer to all 6 so, and to none with float32 attention;
 the price on one core is 7 % of a step of 1 or 6 tokens after 128 tokens, 27 and 47 % after 1,024.
 
@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.attention import FLOAT64_ATTENTION
-from medusa.base import CausalLM
+from medusa.base.attention import FLOAT64_ATTENTION
+from medusa.base.causal_lm import CausalLM
 from medusa.engine.views import missing_for_plain_float32, takes_other_attention, view_of
-from medusa.token_map import embedding_weight
+from medusa.heads.token_map import embedding_weight
 
 WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""
@@ -115,11 +115,11 @@ class Int8Linear(Int8Product):
         self.weight = linear.weight  # shared, for those who read it
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module:
-        """See :class:`medusa.token_map.ScoresSome`."""
+        """See :class:`medusa.heads.token_map.ScoresSome`."""
         return int8_scorer(self, token_ids)
 
     def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """See :class:`medusa.token_map.ScoresSome`."""
+        """See :class:`medusa.heads.token_map.ScoresSome`."""
         return Int8Product(weight, bias)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from medusa.base import CausalLM
+from medusa.base.causal_lm import CausalLM
 from medusa.engine.int8 import Int8Product, has_int8_products, int8_scorer
 from medusa.engine.views import missing_for_plain_float32, view_of
 
@@ -60,7 +60,7 @@ class PackedLinear(PackedProduct):
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
         """In int8, which is read in a quarter of the time: drafts do not change the text, only its speed.
-        See :class:`medusa.token_map.ScoresSome`."""
+        See :class:`medusa.heads.token_map.ScoresSome`."""
         return int8_scorer(self, token_ids) if has_int8_products() else None
 
     def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from medusa.token_map import version_of
+from medusa.heads.token_map import version_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, within one module, of layers that read one input, in the order in which they are called. A layer

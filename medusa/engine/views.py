@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from medusa.attention import GROUPED_ATTENTION
-from medusa.base import CausalLM
+from medusa.base.attention import GROUPED_ATTENTION
+from medusa.base.causal_lm import CausalLM
 from medusa.engine.norms import in_place_norm
 from medusa.engine.siblings import Product, joined, sibling_linears
 
@@ -20,7 +20,7 @@ def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: P
     Linear layers that read one input share one ``product`` (see :mod:`medusa.engine.siblings`), each of the
     others becomes its ``linear``; a subclass of ``nn.Linear`` keeps its own forward. Norms are replaced where
     that leaves every bit as it is (see :mod:`medusa.engine.norms`), ``sdpa`` by
-    :func:`medusa.attention.grouped_attention`. ``base`` is left as it is.
+    :func:`medusa.base.attention.grouped_attention`. ``base`` is left as it is.
     """
     view = copy_sharing_parameters(base)
     for parent in list(view.modules()):

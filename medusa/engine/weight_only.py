@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa.base import CausalLM
+from medusa.base.causal_lm import CausalLM
 from medusa.engine.views import copy_sharing_parameters, missing_for_plain_weights
 
 INT4_GROUP = 64

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from medusa.calibration import AnsweredTokens, calibrate
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import DeviceRates
+from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.benchmark_report import Timing, answers_of, total_statistics
 from medusa.measurement.benchmarking import Setting
 from medusa.measurement.contenders import HEADS, PLAIN
 from medusa.measurement.roofline import best_expected_tokens, step_floor_seconds
 from medusa.measurement.teacher_forcing import total_divergence
 from medusa.model import MedusaModel
-from medusa.rank_counts import RankCounts
-from medusa.statistics import DecodingStatistics
+from medusa.trees.rank_counts import RankCounts
 
 MOST_ANSWERS = 24
 """Answers that the heads are calibrated on."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa.decoding.statistics import PHASES
 from medusa.measurement.contenders import HEADS, PLAIN
-from medusa.measurement.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
-from medusa.statistics import PHASES
+from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
 
 PHASE_COLORS = {"draft": ORANGE, "verify": SHADES[2], "accept": GREEN, "commit": INK}
 COLORS = {PLAIN: "#93a1ad", HEADS: BLUE}

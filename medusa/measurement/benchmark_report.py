@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from medusa.decoding.statistics import PHASES, DecodingStatistics
 from medusa.measurement.contenders import HEADS, PLAIN, THEIRS, TRANSFORMERS
-from medusa.statistics import PHASES, DecodingStatistics
 
 Tokens = tuple[int, ...]
 

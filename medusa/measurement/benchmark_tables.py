@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from medusa.decoding.statistics import PHASES
 from medusa.measurement.contenders import HEADS
-from medusa.statistics import PHASES
 
 
 def print_tables(report: Mapping[str, Any], console: Console) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.base import CausalLM
+from medusa.base.causal_lm import CausalLM
 from medusa.hardware import wait_for
 from medusa.measurement.benchmark_report import Timing, new_tokens
 from medusa.measurement.contenders import Contender

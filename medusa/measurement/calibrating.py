@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from medusa.calibration import AnsweredTokens, calibrate_each
-from medusa.eagle import Heads
-from medusa.flags import TreeOptions
+from medusa.cli.flags import TreeOptions
+from medusa.cli.program import answered_tokens, encode_prompts, heads_of, log_console, track
+from medusa.heads.calibration import AnsweredTokens, calibrate_each
+from medusa.heads.eagle import Heads
 from medusa.model import MedusaModel
-from medusa.programs import answered_tokens, encode_prompts, heads_of, log_console, track
 from medusa.prompts import read_prompts
-from medusa.rank_counts import RankCounts
+from medusa.trees.rank_counts import RankCounts
 
 
 def ranked(model: MedusaModel, rows: Sequence[AnsweredTokens], max_rank: int) -> RankCounts:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from medusa.drafters import Drafter
-from medusa.drafters.choice import DraftSource, UnionSource
+from medusa.acceptance.rules import rule_named
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.length import ChainRecord
 from medusa.drafters.probe import WatchedAnswer
-from medusa.statistics import DecodingStatistics
-from medusa.verification import rule_named
+from medusa.drafters.protocol import Drafter
+from medusa.drafters.registry import DraftSource, UnionSource
 
 PLAIN = ("plain", "exact")
 UNCONDITIONAL_RULES = ("exact", "typical")

@@ -1,4 +1,4 @@
-"""A comparison of drafters as a picture. Needs matplotlib, as ``medusa.measurement.plots`` does."""
+"""A comparison of drafters as a picture. Needs matplotlib, as ``medusa.plots`` does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa.measurement.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
+from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
 
 
 def plot_drafters(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:

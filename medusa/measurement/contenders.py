@@ -14,17 +14,17 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
-from medusa.base import CausalLM
-from medusa.drafters.choice import (
+from medusa.base.causal_lm import CausalLM
+from medusa.drafters.registry import (
+    DRAFTERS,
     DrafterSettings,
-    all_drafters,
     draft_sources,
     draft_with_heads,
     part_names,
     source_named,
 )
 from medusa.model import MedusaModel
-from medusa.tree import CandidateTree
+from medusa.trees.candidate_tree import CandidateTree
 
 TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (
     "transformers",
@@ -65,7 +65,7 @@ class Contender:
 
 def contender_names() -> tuple[str, ...]:
     """Every name but unions."""
-    return (*THEIRS, *all_drafters())
+    return (*THEIRS, *DRAFTERS)
 
 
 def check_names(names: Iterable[str]) -> None:

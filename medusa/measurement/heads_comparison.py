@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from medusa.checkpoint import HeadsCheckpoint, load_heads
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.heads import drafter_of_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.measurement.comparison import bootstrapped_ratio
 from medusa.measurement.tuning import held_out_replay
 from medusa.model import MedusaModel
-from medusa.rank_counts import RankCounts
-from medusa.statistics import DecodingStatistics
+from medusa.trees.rank_counts import RankCounts
 
 NUM_NODES = (8, 16, 64)
 

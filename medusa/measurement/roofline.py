@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from medusa.base import CausalLM, output_embedding
-from medusa.eagle import EagleHead
+from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates
-from medusa.heads import embedding_weight
+from medusa.heads.eagle import EagleHead
+from medusa.heads.medusa_heads import embedding_weight
 from medusa.model import MedusaModel
-from medusa.rank_counts import RankCounts
+from medusa.trees.rank_counts import RankCounts
 
 
 def step_floor_seconds(

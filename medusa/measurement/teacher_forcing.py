@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from medusa.base import CausalLM, hidden_states, output_embedding
+from medusa.base.causal_lm import CausalLM, hidden_states, output_embedding
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa.checkpoint import HeadsCheckpoint, load_heads, save_tree
-from medusa.tree import CandidateTree
-from medusa.tuned_trees import DEFAULT_STEP, PLACE_KEYS, Place, TunedTree, merged
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
+from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.tuned_trees import DEFAULT_STEP, PLACE_KEYS, Place, TunedTree, merged
 
 
 def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mapping[str, Any]) -> list[str]:

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
 from medusa.model import MedusaModel
-from medusa.rank_counts import RankCounts
-from medusa.static_decoding import DEFAULT_STEPS_UNSEEN
-from medusa.statistics import DecodingStatistics
-from medusa.tree import CandidateTree
+from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.rank_counts import RankCounts
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_GAIN = 1.03

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medusa.measurement.plots import GREEN, SHADES, figure_of
+from medusa.plots import GREEN, SHADES, figure_of
 
 
 def plot_batch_sizes(tables: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:

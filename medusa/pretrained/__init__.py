@@ -1,7 +1,7 @@
 """Heads that ship with the package: a name here stands wherever a heads directory does.
 
-One directory each, in the format of :mod:`medusa.checkpoint`, with a README.md that is its card: recipe,
-data, licence, measurements.
+One directory each, in the format of :mod:`medusa.heads.checkpoint`, with a README.md that is its card:
+recipe, data, licence, measurements.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Which guesses stay: sampling as a function of the seed, the exact rule, and rules for sampled drafts."""

@@ -1,0 +1,1 @@
+"""The base model: hidden states, tree attention, and the key-value cache."""

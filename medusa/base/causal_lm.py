@@ -1,0 +1,284 @@
+"""Reads a causal language model through its public interface.
+
+The hidden state that heads read is the exact input of the model's output embedding, whatever scaling
+or soft-capping the architecture adds after it. It is seen through a forward pre-hook that lives for
+one forward pass (or, where passes are compiled or captured, one answer); nothing stays attached to the
+model. Heads that fuse layers also read what comes out of some decoder layers, seen in the same way: hidden
+states are then (..., (1 + L) * D), the last state first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base.attention import (
+    FLOAT64_ATTENTION,
+    GROUPED_ATTENTION,
+    grouped_masks,
+    layer_windows,
+    mask_dtype,
+    node_positions,
+    tree_attention_masks,
+)
+from medusa.base.cache import TreeCache
+from medusa.heads.medusa_heads import embedding_weight
+from medusa.trees.candidate_tree import TreeTopology
+
+CausalLM = Any
+"""A ``transformers`` causal LM: PreTrainedModel and GenerationMixin, which share no static type."""
+
+MASKED_ATTENTION = ("sdpa", "eager", GROUPED_ATTENTION, FLOAT64_ATTENTION)
+"""Attention implementations that take an arbitrary mask."""
+
+
+def output_embedding(base: CausalLM) -> nn.Module:
+    """The module that turns a hidden state (..., D) into logits (..., V)."""
+    module = base.get_output_embeddings()
+    if module is None:
+        raise ValueError(
+            f"{type(base).__name__} has no output embedding, so it is not a causal language model; "
+            "load it with AutoModelForCausalLM"
+        )
+    return module
+
+
+def home_device(base: CausalLM) -> torch.device:
+    """Where a decode step's own tensors live: beside the output embedding, wherever the layers are.
+
+    accelerate's hooks carry what a model sharded by ``device_map`` takes and gives from device to device.
+    """
+    return embedding_weight(output_embedding(base)).device
+
+
+def hidden_size(base: CausalLM) -> int:
+    """D: what the output embedding reads."""
+    return embedding_weight(output_embedding(base)).shape[1]
+
+
+def vocab_size(base: CausalLM) -> int:
+    """V: rows of the output embedding."""
+    return embedding_weight(output_embedding(base)).shape[0]
+
+
+def context_length(base: CausalLM) -> int | None:
+    """Positions the model was made for, None when its configuration does not say."""
+    return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def decoder_layers(base: CausalLM) -> nn.ModuleList:
+    """The model's decoder layers, first to last."""
+    count = base.config.get_text_config(decoder=True).num_hidden_layers
+    for module in base.modules():  # outer modules come first
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(base).__name__} has no list of its {count} decoder layers: none can be read")
+
+
+def _layers_numbered(base: CausalLM, numbers: Sequence[int]) -> list[nn.Module]:
+    if not numbers:
+        return []
+    layers = decoder_layers(base)
+    for number in numbers:
+        if not 1 <= number <= len(layers):
+            raise ValueError(
+                f"fused_layers must be in [1, {len(layers)}], the decoder layers of {base.name_or_path!r}, "
+                f"got {number}"
+            )
+    return [layers[number - 1] for number in numbers]
+
+
+def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """Hidden states (..., (1 + W) * D) with the layers ``wanted``, out of those with the layers ``given``."""
+    if list(given) == list(wanted):
+        return hidden
+    last, *below = hidden.unflatten(-1, (1 + len(given), -1)).unbind(-2)
+    return torch.cat([last, *(below[list(given).index(layer)] for layer in wanted)], dim=-1)
+
+
+def check_decodable(base: CausalLM) -> None:
+    """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
+    name, config = type(base).__name__, base.config.get_text_config(decoder=True)
+    if base.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
+    output_embedding(base)
+    if not base.can_generate():
+        raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
+    if getattr(base, "_is_stateful", False):
+        raise ValueError(
+            f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
+            "tree verification needs a model whose layers are all attention"
+        )
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"{name}.forward takes no position_ids (it derives positions from the order of tokens), "
+            "so the nodes of a tree cannot be given theirs"
+        )
+    attention = config._attn_implementation
+    if attention not in MASKED_ATTENTION:
+        raise ValueError(
+            f"attention implementation {attention!r} takes no tree mask; load {name} with "
+            "attn_implementation='sdpa' (or 'eager')"
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} biases attention by distance (alibi=True) and takes the distance from the order of "
+            "tokens, so the nodes of a tree cannot be given theirs"
+        )
+    layer_windows(config)
+
+
+def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
+    """An empty cache for ``num_rows`` rows of ``base``."""
+    config = base.config.get_text_config(decoder=True)
+    return TreeCache(num_rows, config.num_hidden_layers, home_device(base))
+
+
+def hidden_states(
+    base: CausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    layers: Sequence[int] = (),
+) -> Tensor:
+    """What the output embedding would read, (B, T, D), for input_ids (B, T) long; no logits are computed.
+
+    Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T); ``layers`` are those
+    of :func:`seen_hidden`.
+    """
+    with seen_hidden(base, lambda hidden: hidden[:, :0], layers) as seen:
+        base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    return seen.last
+
+
+def verify(
+    base: CausalLM,
+    tokens: Tensor,
+    topology: TreeTopology,
+    cache: TreeCache,
+    select: Tensor | None = None,
+    first_node: int = 0,
+    layers: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """One forward pass over nodes of a tree: hidden states (B, M, D) and logits (B, M, V).
+
+    tokens (B, M) long are the nodes ``first_node`` to ``first_node + M`` of trees that hang below each
+    row's committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to
+    some of them, (B, S, V). ``layers`` are those of :func:`seen_hidden`. The cache then holds the pass's keys
+    and values, uncommitted.
+    """
+
+    def wanted(hidden: Tensor) -> Tensor:
+        if select is None:
+            return hidden
+        return hidden.gather(1, select.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[2]))
+
+    with seen_hidden(base, wanted, layers) as seen:
+        output = base(**tree_inputs(base, tokens, topology, cache, first_node))
+    return seen.last, output.logits
+
+
+def tree_inputs(
+    base: CausalLM, tokens: Tensor, topology: TreeTopology, cache: TreeCache, first_node: int = 0
+) -> dict[str, Any]:
+    """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``."""
+    config = base.config.get_text_config(decoder=True)
+    nodes = slice(first_node, first_node + tokens.shape[1])
+    cache.begin(tokens.shape[1], first_node)
+    windows, dtype = layer_windows(config), mask_dtype(config, base.dtype)
+    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
+    return {
+        "input_ids": tokens,
+        "attention_mask": grouped_masks(masks, config),
+        "position_ids": node_positions(cache.lengths, topology, context_length(base), nodes),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+
+
+def prefill(
+    base: CausalLM,
+    tokens: Tensor,
+    lengths: Tensor,
+    cache: TreeCache,
+    chunk: int = 512,
+    layers: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """Commit the tokens that ``cache`` lacks; hidden states (B, T', D) and logits (B, V) after the last.
+
+    tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
+    than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
+    prompt is a tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound
+    memory.
+    """
+    hidden: list[Tensor] = []
+    logits = torch.empty(0)
+    missing = lengths - cache.lengths
+    while (longest := int(missing.max())) > 0:
+        width = min(longest, chunk)
+        columns = cache.lengths[:, None] + torch.arange(width, device=tokens.device)
+        part = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
+        num_new = missing.clamp(max=width)
+        last = (num_new - 1).clamp(min=0)[:, None]
+        chain = TreeTopology.chain(width, tokens.device)
+        part_hidden, part_logits = verify(base, part, chain, cache, select=last, layers=layers)
+        cache.commit_prefix(num_new)
+        logits = (
+            torch.where((num_new > 0)[:, None], part_logits[:, 0], logits) if hidden else part_logits[:, 0]
+        )
+        hidden.append(part_hidden)
+        missing = missing - num_new
+    return torch.cat(hidden, dim=1), logits
+
+
+class SeenHidden:
+    """What :func:`seen_hidden` has seen."""
+
+    def __init__(self, num_layers: int):
+        self.parts = [torch.empty(0)] * (1 + num_layers)
+        """(B, T, D) each: what the output embedding read last, what each layer gave last."""
+
+    @property
+    def last(self) -> Tensor:
+        """(B, T, D): the hidden states of the last forward pass; (B, T, (1 + L) * D) with L layers."""
+        last, *below = self.parts
+        return torch.cat([last, *(each.to(last) for each in below)], dim=-1) if below else last
+
+
+@contextmanager
+def seen_hidden(
+    base: CausalLM,
+    keep: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    layers: Sequence[int] = (),
+) -> Iterator[SeenHidden]:
+    """Records what the output embedding reads, and lets only ``keep`` of it through to the logits.
+
+    ``layers`` asks for the states after that many decoder layers too, 1 the first: each stands behind the
+    last state, in this order.
+    """
+    seen = SeenHidden(len(layers))
+
+    def look(module: nn.Module, args: tuple) -> tuple:
+        seen.parts[0] = args[0].to(embedding_weight(module).device)
+        return (keep(seen.parts[0]), *args[1:])
+
+    def look_at(index: int) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: tuple, output: Any) -> None:
+            seen.parts[index] = output[0] if isinstance(output, tuple) else output
+
+        return note
+
+    modules = _layers_numbered(base, layers)
+    handles = [output_embedding(base).register_forward_pre_hook(look)]
+    for index, module in enumerate(modules, start=1):
+        handles.append(module.register_forward_hook(look_at(index)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

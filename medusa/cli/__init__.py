@@ -1,0 +1,1 @@
+"""The ``medusa`` command, and what the programs share: flags, loading, progress, reports."""

@@ -1,0 +1,204 @@
+"""A conversation with a model, without a terminal: history, streaming text, what each answer cost.
+
+The terminal around it is :mod:`medusa.cli.chat_terminal`; this module never prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from medusa.base.causal_lm import context_length
+from medusa.decoding.loop import StepResult
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.drafters.protocol import Drafter
+from medusa.model import MedusaModel
+from medusa.prompts import Message, encode_messages
+from medusa.trees.candidate_tree import CandidateTree
+
+REPLACEMENT = "\ufffd"
+LONGEST_INCOMPLETE = 3
+"""Bytes of a UTF-8 character that can be there while its last one is missing."""
+EndedBy = Literal["end", "max_new_tokens", "context", "interrupt"]
+
+
+class ContextFullError(ValueError):
+    """The conversation has outgrown the model's context."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of an answer's text, as soon as it is certain."""
+
+    text: str
+    depth: int
+    """The depth of the guess behind its last token; 0 for the base model's own."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one reply said and cost."""
+
+    text: str
+    ended_by: EndedBy
+    seconds: float
+    """From the call to the last token, prefill included."""
+    statistics: DecodingStatistics
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.statistics.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How a session answers."""
+
+    max_new_tokens: int = 512
+    seed: int = 0
+    """The n-th answer of a session, counted from 0, is sampled with ``seed + n``."""
+    sampling: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
+    """``do_sample``, ``temperature``, ``top_p``, ...: for ``generate``."""
+    system: str | None = None
+    """System message; None leaves it to the chat template."""
+    is_plain: bool = False
+    """Decode without the heads."""
+
+
+class TextStream:
+    """Tokens in, text out as soon as no later token can change it.
+
+    A character may take several tokens, and its first bytes alone decode to replacement characters,
+    so these are held back until they are complete or known to be broken. Joined, the pieces are the
+    tokenizer's own decoding of all tokens.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._window: list[int] = []  # enough tokens to decode the next one in context
+        self._num_emitted = 0  # characters of the window's text that are out
+
+    def feed(self, token: int) -> str:
+        """The text that ``token`` makes certain; often a word, sometimes nothing."""
+        self._window.append(token)
+        text = self._decoded(self._window)
+        num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), LONGEST_INCOMPLETE)
+        piece = text[self._num_emitted : len(text) - num_held]
+        self._num_emitted += len(piece)
+        if not num_held and (last := self._decoded(self._window[-1:])):
+            self._window, self._num_emitted = self._window[-1:], len(last)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back, at the end of the answer."""
+        text = self._decoded(self._window)
+        rest, self._num_emitted = text[self._num_emitted :], len(text)
+        return rest
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class ChatSession:
+    """Question and answer, with everything said so far as context.
+
+    ``drafter`` guesses ahead in place of the model's heads.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, model: MedusaModel, settings: ChatSettings, drafter: Drafter | None = None):
+        if model.tokenizer is None or model.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer of {model.base.name_or_path!r} has no chat template, so there is no way to "
+                "render a conversation; use a chat (instruct) model, or `medusa generate --raw`"
+            )
+        self.model = model
+        self.settings = settings
+        self.drafter = drafter
+        self.answers: list[Answer] = []
+        """Of the whole session, resets included."""
+        self.messages: list[Message] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation; the system message stays."""
+        system = self.settings.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest guess of a step."""
+        return self.model.tree.depth if self.drafter is None else self.drafter.max_depth
+
+    @property
+    def statistics(self) -> DecodingStatistics:
+        """Of all answers of the session."""
+        return sum((answer.statistics for answer in self.answers), DecodingStatistics())
+
+    def reply(self, question: str) -> Generator[Piece, None, None]:
+        """The answer, piece by piece; afterwards it stands in ``answers`` and in the history.
+
+        Closing the iterator early stops the answer: what was said so far stays in the history, or,
+        when nothing was said yet, neither question nor answer does.
+
+        Raises:
+            ContextFullError: no room for an answer is left; the history is as it was.
+        """
+        asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
+        encoded, room = self._encoded(asked)
+        limit = min(room, self.settings.max_new_tokens)
+        statistics, began = DecodingStatistics(), time.perf_counter()
+        steps = self.model.stream(
+            **encoded,
+            **self.settings.sampling,
+            max_new_tokens=limit,
+            seed=self.settings.seed + len(self.answers),
+            tree=CandidateTree.chain(0) if self.settings.is_plain else None,
+            drafter=self.drafter,
+            statistics=statistics,
+        )
+        tokens: list[int] = []
+        said: list[str] = []
+        ended_by: EndedBy = "interrupt"
+        try:
+            for piece in self._pieces(steps, tokens):
+                said.append(piece.text)
+                yield piece
+            ended_by = self._reason(tokens, limit)
+        finally:
+            text, seconds = "".join(said), time.perf_counter() - began
+            if text or ended_by != "interrupt":
+                self.answers.append(Answer(text, ended_by, seconds, statistics))
+                self.messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _encoded(self, messages: list[Message]) -> tuple[dict[str, Any], int]:
+        """The conversation as tensors, and how many tokens its answer may have."""
+        encoded = encode_messages(self.model.tokenizer, messages, self.model.device)
+        length, context = encoded["input_ids"].shape[1], context_length(self.model.base)
+        room = self.settings.max_new_tokens if context is None else context - length
+        if room < 1:
+            raise ContextFullError(
+                f"the conversation takes {length} tokens with this question, and the model's context is "
+                f"{context}: there is no room for an answer; start afresh, or ask something shorter"
+            )
+        return encoded, room
+
+    def _pieces(self, steps: Iterator[StepResult], tokens: list[int]) -> Generator[Piece, None, None]:
+        """The text of ``steps``; their tokens are added to ``tokens``."""
+        stream = TextStream(self.model.tokenizer)
+        for step in steps:
+            for token, depth in zip(step.tokens[0], step.depths[0], strict=True):
+                tokens.append(token)
+                yield Piece(stream.feed(token), depth)
+        yield Piece(stream.finish(), 0)
+
+    def _reason(self, tokens: list[int], limit: int) -> EndedBy:
+        """Why a finished answer ended."""
+        eos = self.model.base.generation_config.eos_token_id
+        if len(tokens) < limit or tokens[-1] in (eos if isinstance(eos, list) else [eos]):
+            return "end"
+        return "max_new_tokens" if limit == self.settings.max_new_tokens else "context"

@@ -1,0 +1,239 @@
+"""The chat terminal: reads questions, prints answers as they come, obeys commands and Ctrl-C.
+
+Questions come from a terminal, from a pipe (one a line) or from a prompts file; the conversation
+itself is :mod:`medusa.cli.chat_session`'s.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
+from medusa.cli.flags import ChatOptions
+from medusa.cli.program import chosen_drafter, drafts_with_heads, load_model, log_console, sampling_cuts
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.prompts import Prompt, read_prompts
+
+COMMANDS = {
+    "/reset": "forget the conversation and start afresh",
+    "/stats": "what this session's answers cost, and how often each head was right",
+    "/help": "this list",
+    "/exit": "leave; so does Ctrl-D",
+}
+DEPTH_STYLES = ("default", "green", "cyan", "magenta", "yellow", "red", "blue")
+"""Depth 0, the base model's own tokens, then depth 1, 2, ...; deeper ones take the last."""
+ENDINGS = {
+    "end": "",
+    "max_new_tokens": "cut at --max-new-tokens",
+    "context": "cut: the model's context is full, /reset starts afresh",
+    "interrupt": "stopped; what was said so far stays in the conversation",
+}
+# A model may write escape sequences; they are shown, not obeyed.
+VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
+
+def chat_settings(options: ChatOptions) -> ChatSettings:
+    """How a session should answer.
+
+    Raises:
+        ValueError: a flag that only sampling reads, with temperature 0.
+    """
+    sampling: dict[str, Any] = {"do_sample": options.temperature > 0, **sampling_cuts(options)}
+    if options.temperature > 0:
+        sampling["temperature"] = options.temperature
+    if options.repetition_penalty is not None:
+        sampling["repetition_penalty"] = options.repetition_penalty
+    return ChatSettings(options.max_new_tokens, options.seed, sampling, options.system, options.plain)
+
+
+def chat(options: ChatOptions) -> dict[str, Any]:
+    """Hold the conversation that the flags ask for; its :func:`session_report` when it is over."""
+    settings = chat_settings(options)
+    prompts = None if options.prompts is None else read_prompts(options.prompts, options.limit)
+    model = load_model(options, with_heads=drafts_with_heads(options))
+    session = ChatSession(model, settings, chosen_drafter(model, options))
+    terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
+    if prompts is not None:
+        terminal.answer_prompts(prompts)
+    elif sys.stdin.isatty():
+        terminal.greet()
+        terminal.converse(typed_lines(terminal.console))
+    else:
+        terminal.converse(piped_lines(terminal.console))
+    return session_report(session)
+
+
+def session_report(session: ChatSession) -> dict[str, Any]:
+    """What a session's answers cost, for JSON."""
+    statistics, seconds = session.statistics, sum(answer.seconds for answer in session.answers)
+    return {
+        "num_answers": len(session.answers),
+        "num_tokens": statistics.num_tokens,
+        "seconds": seconds,
+        "tokens_per_second": statistics.num_tokens / seconds if seconds else None,
+        "tokens_per_step": statistics.tokens_per_step,
+        "acceptance_rate": statistics.acceptance_rate,
+        "conditional_acceptance_rate": statistics.conditional_acceptance_rate,
+    }
+
+
+class ChatTerminal:
+    """A session and the screen it is shown on."""
+
+    def __init__(self, session: ChatSession, console: Console, color_depth: bool = False):
+        self.session = session
+        self.console = console
+        self.color_depth = color_depth
+        if color_depth:
+            self._explain_colors()
+
+    def greet(self) -> None:
+        """Say what can be typed."""
+        self._note("Type a question. Ctrl-C stops an answer, /help lists commands, /exit or Ctrl-D leaves.")
+
+    def converse(self, lines: Iterator[str]) -> None:
+        """Answer every line, until one says /exit or there are no more."""
+        for line in lines:
+            text = line.strip()
+            if text == "/exit":
+                return
+            if re.fullmatch(r"/\w+", text):
+                self.obey(text)
+            elif text:
+                self.ask(text)
+
+    def answer_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Answer every row of a prompts file, each in a conversation of its own."""
+        for prompt in prompts:
+            self.session.reset()
+            self.session.messages += prompt.messages[:-1]
+            for turn in (prompt.messages[-1]["content"], *prompt.later_turns):
+                self.console.out(f"> {turn}", highlight=False)
+                self.ask(turn)
+
+    def obey(self, command: str) -> None:
+        """Carry out a command; unknown ones are answered with the list."""
+        if command == "/reset":
+            self.session.reset()
+            self._note("The conversation starts afresh.")
+        elif command == "/stats":
+            self._show_statistics()
+        else:
+            if command != "/help":
+                self._note(f"There is no command {command}.")
+            for name, meaning in COMMANDS.items():
+                self._note(f"  {name:<7} {meaning}")
+
+    def ask(self, question: str) -> None:
+        """Print the answer as it comes, then what it cost."""
+        num_answers = len(self.session.answers)
+        try:
+            self._print_answer(question)
+        except ContextFullError as error:
+            self._note(f"{error} (/reset)")
+            return
+        except KeyboardInterrupt:  # a second Ctrl-C, which did not wait for the step to end
+            self.console.out("")
+        if len(self.session.answers) == num_answers:
+            self._note("stopped before the first word; the question is forgotten")
+        else:
+            answer = self.session.answers[-1]
+            self._note(cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
+
+    def _print_answer(self, question: str) -> None:
+        with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
+            for piece in pieces:
+                style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)] if self.color_depth else None
+                text = piece.text.translate(VISIBLE_CONTROLS)
+                self.console.out(text, style=style, end="", highlight=False)
+                if stopped.is_set():
+                    break
+        self.console.out("")
+
+    def _show_statistics(self) -> None:
+        report = session_report(self.session)
+        if not report["num_answers"]:
+            self._note("No answers yet.")
+            return
+        cost = cost_line(self.session.statistics, report["seconds"])
+        noun = "answer" if report["num_answers"] == 1 else "answers"
+        self._note(f"{report['num_answers']} {noun} · {cost}")
+        table = Table("depth", "accepted", "accepted once reached", style="dim", header_style="dim")
+        rates = zip(report["acceptance_rate"], report["conditional_acceptance_rate"], strict=True)
+        for depth, (rate, conditional) in enumerate(rates, start=1):
+            table.add_row(str(depth), f"{rate:.0%}", f"{conditional:.0%}", style="dim")
+        self.console.print(table)
+
+    def _explain_colors(self) -> None:
+        if self.console.color_system is None:
+            self._note("--color-depth has no effect here: this output shows no colours")
+        names = ["the base model's own"] + [f"depth {d}" for d in range(1, self.session.max_depth + 1)]
+        for depth, name in enumerate(names):
+            style = DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)]
+            self.console.out(
+                name, style=style, end=" · " if depth < len(names) - 1 else "\n", highlight=False
+            )
+
+    def _note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:
+    """What an answer cost, in one line."""
+    parts = [
+        f"{statistics.num_tokens} tokens in {seconds:.1f} s",
+        f"{statistics.num_tokens / seconds:.1f} tokens/s",
+        f"{statistics.tokens_per_step:.2f} tokens per step",
+        note,
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+@contextmanager
+def stop_button() -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C, so that a step ends in peace; a second one interrupts at once."""
+    stopped = threading.Event()
+
+    def press(signum: int, frame: FrameType | None) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def typed_lines(console: Console) -> Iterator[str]:
+    """Lines from the keyboard, with editing and history where the system has readline."""
+    try:
+        import readline  # noqa: F401  (importing it is what gives input() its editing)
+    except ImportError:
+        log_console().print("no readline on this system: arrow keys do not edit the line", style="dim")
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            console.print("\nCtrl-C stops answers; /exit or Ctrl-D leaves.", style="dim")
+        except EOFError:
+            console.out("")
+            return
+
+
+def piped_lines(console: Console) -> Iterator[str]:
+    """Lines from a pipe, shown as if they had been typed."""
+    for line in sys.stdin:
+        console.out(f"> {line.rstrip()}", highlight=False)
+        yield line

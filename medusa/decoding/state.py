@@ -1,0 +1,140 @@
+"""What to decode, and how far it has come: the request, and the rows still decoding.
+
+No model is called here; the loop in ``decoding.py`` moves the state forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from medusa.acceptance.exact import Acceptance
+from medusa.acceptance.protocol import DraftKind
+from medusa.acceptance.rules import VerificationRule, rule_named
+from medusa.acceptance.sampling import gumbel_noise
+from medusa.base.cache import TreeCache
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """What to decode and when to stop. B rows, stored from column 0 without padding."""
+
+    tokens: Tensor
+    """(B, P) long: prompts; row r holds ``lengths[r]`` tokens, the rest is ignored."""
+    lengths: Tensor
+    """(B,) long."""
+    max_new_tokens: int
+    seeds: Tensor | None = None
+    """(B,) long: one noise stream per row; None decodes greedily."""
+    temperature: float = 1.0
+    """Already applied by ``processors``; drafters want to know it."""
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    """Asked after every token of every row. End-of-sequence and length have their own fields."""
+    eos_ids: frozenset[int] = frozenset()
+    pad_id: int = 0
+    padding: tuple[int, ...] = ()
+    """Left padding of each row in the caller's batch; () for none."""
+    acceptance: str = "exact"
+    """"exact", "typical" (lossy), or the name of a rule in ``medusa.acceptance.rules``."""
+
+    @property
+    def rule(self) -> VerificationRule | None:
+        """The rule for sampled drafts that was asked for. Greedily all of them are the exact rule."""
+        if self.acceptance in ("exact", "typical") or self.seeds is None:
+            return None
+        return rule_named(self.acceptance)
+
+
+@dataclass
+class DecodeState:
+    """The rows still decoding."""
+
+    rows: list[int]
+    """Their index in the request."""
+    tokens: Tensor
+    """(B, S) long: prompt and answer, root token included."""
+    lengths: Tensor
+    """(B,) long: tokens of each row, root token included."""
+    hidden: Tensor
+    """(B, D): the state that chose the root token, with those of the layers that the drafter reads."""
+    cache: TreeCache
+    request: DecodeRequest
+    """Narrowed to ``rows``."""
+    features: Tensor | None = None
+    """(B, S, D): the same at every committed position, if the drafter wants it."""
+    sampled: DraftKind | None = None
+    """How the drafter draws candidates; None when it ranks them."""
+    rule_state: Any = None
+    """What a rule for sampled drafts carries from step to step."""
+
+    def noise(self, num_positions: int, vocab_size: int) -> Tensor | None:
+        """Noise for the tokens 1 .. num_positions after the root, (B, num_positions, V)."""
+        if self.request.seeds is None:
+            return None
+        ahead = torch.arange(num_positions, device=self.lengths.device)
+        return gumbel_noise(self.request.seeds, self.lengths[:, None] + ahead, vocab_size)
+
+    def append(self, new_tokens: list[list[int]]) -> None:
+        """Add each row's new tokens."""
+        reach = self.lengths.tolist()
+        needed = max(length + len(new) for length, new in zip(reach, new_tokens, strict=True))
+        if needed > self.tokens.shape[1]:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, needed + 256 - self.tokens.shape[1]))
+        for row, new in enumerate(new_tokens):
+            if new:
+                start = reach[row]
+                self.tokens[row, start : start + len(new)] = self.tokens.new_tensor(new)
+        self.lengths = self.lengths + self.lengths.new_tensor([len(new) for new in new_tokens])
+
+    def commit(self, acceptance: Acceptance, hidden: Tensor) -> None:
+        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states."""
+        path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
+        if self.features is not None:
+            slots = self.cache.lengths[:, None] + torch.arange(path_hidden.shape[1], device=hidden.device)
+            missing = self.cache.longest + path_hidden.shape[1] - self.features.shape[1]
+            if missing > 0:
+                self.features = torch.nn.functional.pad(self.features, (0, 0, 0, missing + 256))
+            self.features.scatter_(1, slots[..., None].expand_as(path_hidden), path_hidden)
+        self.cache.commit(acceptance.path, acceptance.num_accepted + 1)
+        self.hidden = path_hidden[:, -1]
+
+    def keep_rows(self, kept: list[int]) -> None:
+        """Drop the rows that are not in ``kept``."""
+        index = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
+        self.rows = [self.rows[row] for row in kept]
+        self.tokens, self.lengths, self.hidden = self.tokens[index], self.lengths[index], self.hidden[index]
+        self.cache.keep_rows(index)
+        self.features = None if self.features is None else self.features[index]
+        self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
+        request = self.request
+        self.request = replace(
+            request,
+            seeds=None if request.seeds is None else request.seeds[index],
+            padding=tuple(request.padding[row] for row in kept) if request.padding else (),
+        )
+
+    def num_until_end(self, row: int, num_before: int, new: list[int]) -> tuple[int, bool]:
+        """How many of a row's ``new`` tokens belong to its answer, and whether the last of them ends it.
+
+        ``num_before`` tokens of the answer are there already.
+        """
+        request = self.request
+        for count, token in enumerate(new, start=1):
+            if num_before + count >= request.max_new_tokens or token in request.eos_ids:
+                return count, True
+            if request.criteria and self._criteria_met(row, new[:count]):
+                return count, True
+        return len(new), False
+
+    def _criteria_met(self, row: int, new: list[int]) -> bool:
+        """Ask the caller's stopping criteria about one row, padded as the caller's batch was."""
+        request = self.request
+        so_far = self.tokens[row, : int(self.lengths[row])]
+        padding = so_far.new_full((request.padding[row] if request.padding else 0,), request.pad_id)
+        sequence = torch.cat([padding, so_far, so_far.new_tensor(new)])[None]
+        return bool(request.criteria(sequence, None).any())

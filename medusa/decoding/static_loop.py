@@ -1,0 +1,166 @@
+"""The decode loop over static steps: several steps run between two looks of the host.
+
+The tokens are those of :func:`medusa.decoding.loop.decode`, one :class:`StepResult` per forward pass as
+there, but they come several passes at a time, at each look. Rows that end stay in the batch, standing still,
+until all have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from medusa.decoding.loop import StepResult, begin, decode, depths_of, finish_step
+from medusa.decoding.state import DecodeRequest
+from medusa.decoding.static_step import StaticDrafter, StaticState, checked_drafter
+from medusa.decoding.statistics import DecodingStatistics, PhaseClock
+from medusa.decoding.step_runners import StepKind, Steppers, check_step
+from medusa.drafters.protocol import Drafter
+
+STEPS_UNSEEN = {"cpu": 1}
+"""Steps between two looks, by kind of device: on a processor a look costs nothing."""
+DEFAULT_STEPS_UNSEEN = 8
+"""On other devices. When the last row ends, half of these have run in vain, on average."""
+SLOTS, MANY_SLOTS = 256, 1024
+"""A cache is read in whole multiples of the first; beyond the second, in multiples of that."""
+
+
+def decode_as(
+    kind: StepKind,
+    steppers: Steppers,
+    drafter: Drafter,
+    request: DecodeRequest,
+    statistics: DecodingStatistics | None = None,
+) -> Iterator[StepResult]:
+    """Decode ``request`` in steps of ``kind``.
+
+    Raises:
+        ValueError: steps of that kind do not run on this base, or cannot decode this request.
+    """
+    check_step(kind, steppers.base)
+    if kind == "general":
+        return decode(steppers.base, drafter, request, statistics)
+    return decode_static(kind, steppers, drafter, request, statistics)
+
+
+def decode_static(
+    kind: StepKind,
+    steppers: Steppers,
+    drafter: Drafter,
+    request: DecodeRequest,
+    statistics: DecodingStatistics | None = None,
+    steps_unseen: int | None = None,
+) -> Iterator[StepResult]:
+    """As :func:`decode_as`, for kinds but the general; the host looks every ``steps_unseen`` steps."""
+    drafter = checked_drafter(kind, drafter, request)
+    if steps_unseen is None:
+        steps_unseen = STEPS_UNSEEN.get(request.lengths.device.type, DEFAULT_STEPS_UNSEEN)
+    statistics = DecodingStatistics() if statistics is None else statistics
+    return _decode(kind, steppers, drafter, request, statistics, steps_unseen)
+
+
+@torch.no_grad()
+def _decode(
+    kind: StepKind,
+    steppers: Steppers,
+    drafter: StaticDrafter,
+    request: DecodeRequest,
+    statistics: DecodingStatistics,
+    steps_unseen: int,
+) -> Iterator[StepResult]:
+    clock = PhaseClock(statistics)
+    answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
+    rows, first = begin(steppers.base, drafter, request)
+    clock.prefill_done(num_rows=len(answers))
+    yield finish_step(rows, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
+    if not rows.rows:
+        return
+
+    num_left = request.max_new_tokens - 1
+    clock.start()
+    view = HostView.of_rows(rows.rows, rows.lengths.tolist(), num_left, len(answers))
+    with steppers.lent(kind, drafter, rows, steps_unseen) as stepper:
+        state = stepper.state
+        state.reserve(view.slots_needed(1, drafter.max_depth + 1, drafter.num_nodes))
+        state.load(rows, num_left)
+        del rows
+        while view.most_left:
+            num_steps = min(steps_unseen, view.most_left)
+            state.reserve(view.slots_needed(num_steps, drafter.max_depth + 1, drafter.num_nodes))
+            setup_seconds = stepper.run(num_steps)
+            results = view.look(state, num_steps)
+            clock.lap_whole(setup_seconds)
+            for result in results:
+                kept = [len(new) - 1 for new in result.tokens if new]
+                statistics.record_step(kept, drafter.max_depth)
+            yield from results
+            clock.start()
+
+
+@dataclass
+class HostView:
+    """What the host knew of the rows when it last looked."""
+
+    rows: list[int]
+    """Their index in the request."""
+    lengths: list[int]
+    ends: list[int]
+    """The length that each row can reach at most; the one it has, once it has ended."""
+    num_answers: int
+    """Rows of the request."""
+
+    @classmethod
+    def of_rows(cls, rows: list[int], lengths: list[int], num_left: int, num_answers: int) -> HostView:
+        """Rows that may all get ``num_left`` tokens more."""
+        return cls(rows, lengths, [length + num_left for length in lengths], num_answers)
+
+    @property
+    def most_left(self) -> int:
+        """Tokens that some row may still get; 0 when all have ended."""
+        return max(end - length for end, length in zip(self.ends, self.lengths, strict=True))
+
+    def slots_needed(self, num_steps: int, most_new: int, num_nodes: int) -> int:
+        """Cache slots for ``num_steps`` steps of ``num_nodes``, each adding up to ``most_new`` tokens.
+
+        Rounded up so that few sizes occur: nothing is compiled or captured anew for each token.
+        """
+        before_last = (num_steps - 1) * most_new
+        longest = max(
+            min(length + before_last, end) for end, length in zip(self.ends, self.lengths, strict=True)
+        )
+        return rounded_slots(longest - 1 + num_nodes)
+
+    def look(self, state: StaticState, num_steps: int) -> list[StepResult]:
+        """What the last ``num_steps`` steps gave, those that gave nothing left out."""
+        num_kept, num_accepted = state.num_kept[:num_steps].tolist(), state.num_accepted[:num_steps].tolist()
+        new = _tokens_after(state, self.lengths, max(map(sum, zip(*num_kept, strict=True))))
+        results = [self._result(new, kept, num_accepted[step]) for step, kept in enumerate(num_kept)]
+        for row, has_ended in enumerate(state.finished.tolist()):
+            self.ends[row] = self.lengths[row] if has_ended else self.ends[row]
+        state.turn.zero_()
+        return [result for result in results if any(result.tokens)]
+
+    def _result(self, new: list[list[int]], num_kept: list[int], num_accepted: list[int]) -> StepResult:
+        """One step: takes each row's tokens from the front of ``new`` and moves the row on."""
+        result = StepResult([[] for _ in range(self.num_answers)], [[] for _ in range(self.num_answers)])
+        for row, (kept, accepted) in enumerate(zip(num_kept, num_accepted, strict=True)):
+            index = self.rows[row]
+            result.tokens[index], new[row] = new[row][:kept], new[row][kept:]
+            result.depths[index] = depths_of(accepted)[:kept]
+            self.lengths[row] += kept
+        return result
+
+
+def rounded_slots(num_slots: int) -> int:
+    """The least multiple of :data:`SLOTS` that is enough, of :data:`MANY_SLOTS` beyond that."""
+    multiple = SLOTS if num_slots <= MANY_SLOTS else MANY_SLOTS
+    return -(-num_slots // multiple) * multiple
+
+
+def _tokens_after(state: StaticState, lengths: list[int], width: int) -> list[list[int]]:
+    """The ``width`` columns of each row of ``state.rows.tokens`` that begin at its length."""
+    tokens = state.rows.tokens
+    columns = tokens.new_tensor(lengths)[:, None] + torch.arange(width, device=tokens.device)
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).tolist()

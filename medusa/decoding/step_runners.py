@@ -1,0 +1,241 @@
+"""How decode steps are run, chosen by one argument, ``step=``.
+
+    step      what runs                                            needs
+    general   the loop of ``decoding.py``, which looks at every    nothing
+              step's tokens
+    static    one function over tensors that keep their place      the heads or plain decoding, acceptance
+              and shape, which never waits for the host            "exact", no stopping criteria, no logits
+                                                                   processor that reads the text
+    compiled  the same, as torch.compile makes it                  as static, engine="eager", and a model in
+                                                                   one place that traces in one piece
+    captured  the same, replayed as a CUDA graph                   as static, on one CUDA device
+
+The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
+
+Compiling takes minutes for a large model, once for each tree and sampling setting, once more when the cache
+first outgrows its slots and when the number of rows first changes; what Inductor has compiled is kept on disk
+(``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes as long as a
+few steps, once for each batch size, tree, sampling setting and number of slots.
+``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
+settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, Literal, get_args
+
+import torch
+
+from medusa.base.causal_lm import CausalLM, seen_hidden
+from medusa.decoding.state import DecodeState
+from medusa.decoding.static_step import StaticDrafter, StaticState, static_step
+from medusa.engine.int8 import Int8Product
+from medusa.engine.packed import PackedLinear
+
+StepKind = Literal["general", "static", "compiled", "captured"]
+"""See the table above."""
+MAX_KEPT = 16
+"""Settings whose graphs a model keeps, and as many whose compiled steps."""
+WARM_UP_STEPS = 3
+"""Steps that run before a capture: libraries set themselves up in their first calls."""
+
+
+class Stepper:
+    """Runs static steps of one base, one drafter and one set of rows, as they are."""
+
+    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int):
+        self.base, self.drafter = base, drafter
+        self.state = StaticState.like(rows, steps_unseen)
+
+    def run(self, num_steps: int) -> float:
+        """That many steps; the seconds that were spent on setting up."""
+        self._run(static_step, num_steps)
+        return 0.0
+
+    def _run(self, step: Callable[..., None], num_steps: int) -> None:
+        with seen_hidden(self.base, layers=self.drafter.reads_layers) as seen:
+            for _ in range(num_steps):
+                step(self.base, self.drafter, self.state, seen)
+
+
+class CompiledStepper(Stepper):
+    """Runs them as :func:`compiled_step` makes them."""
+
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        steps_unseen: int,
+        step: Callable[..., None],
+    ):
+        super().__init__(base, drafter, rows, steps_unseen)
+        self._step = step
+
+    def run(self, num_steps: int) -> float:
+        num_compiled, began = _num_compiled(), time.perf_counter()
+        self._run(self._step, 1)
+        elapsed = time.perf_counter() - began
+        setup_seconds = elapsed if _num_compiled() > num_compiled else 0.0
+        self._run(self._step, num_steps - 1)
+        return setup_seconds
+
+
+def compiled_step(backend: str = "inductor") -> Callable[..., None]:
+    """:func:`static_step` as ``backend`` of torch.compile makes it, in one piece, at its first calls.
+
+    Each is compiled from a code object of its own. torch counts compilations by code object and refuses the
+    ninth (``torch._dynamo.config.recompile_limit``): enough for the shapes of one tree and sampling setting,
+    where the sizes that change twice become symbols, but not for all the trees of a process.
+    """
+    own = FunctionType(static_step.__code__.replace(), static_step.__globals__, static_step.__name__)
+    return torch.compile(own, fullgraph=True, backend=backend)
+
+
+def _num_compiled() -> int:
+    """Graphs that this process has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class CapturedStepper(Stepper):
+    """Replays them as CUDA graphs, one for each number of slots that a pass reads."""
+
+    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int):
+        super().__init__(base, drafter, rows, steps_unseen)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._addresses: list[int] = []
+
+    def run(self, num_steps: int) -> float:
+        addresses = self._tensor_addresses()
+        if addresses != self._addresses:  # a graph reads and writes where things were when it was captured
+            self._graphs, self._addresses = {}, addresses
+        setup_seconds, num_slots = 0.0, self.state.cache.num_slots
+        if num_slots not in self._graphs:
+            began = time.perf_counter()
+            num_warm = min(num_steps, WARM_UP_STEPS)
+            self._warm_up(num_warm)
+            num_steps -= num_warm
+            if num_steps:
+                self._graphs[num_slots] = self._captured()
+            torch.cuda.synchronize(self.base.device)
+            setup_seconds = time.perf_counter() - began
+        for _ in range(num_steps):
+            self._graphs[num_slots].replay()
+        return setup_seconds
+
+    def _warm_up(self, num_steps: int) -> None:
+        """Steps like any other, on a stream of their own, as torch asks for before a capture."""
+        with torch.cuda.device(self.base.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._run(static_step, num_steps)
+            torch.cuda.current_stream().wait_stream(side)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The graph of one step; capturing runs nothing.
+
+        Graphs share one pool of memory: nothing in it outlives a replay, what does is in ``state``.
+        """
+        graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self._graphs.values()), None)
+        with (
+            torch.cuda.device(self.base.device),
+            torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
+        ):
+            self._run(static_step, 1)
+        return graph
+
+    def _tensor_addresses(self) -> list[int]:
+        """Where everything lies that may move between two runs."""
+        entries = [each for layer in self.state.cache.tree_layers for each in layer.entries]
+        tensors = (self.state.rows.tokens, *entries, *self.base.parameters(), *self.drafter.tensors())
+        return [tensor.data_ptr() for tensor in tensors]
+
+
+class Steppers:
+    """The steppers of one base; what they compiled or captured is kept for the calls to come."""
+
+    def __init__(self, base: CausalLM, backend: str = "inductor"):
+        self.base = base
+        self.backend = backend
+        """That of torch.compile."""
+        self._captured: dict[Hashable, CapturedStepper] = {}
+        self._compiled: dict[Hashable, Callable[..., None]] = {}
+
+    @contextmanager
+    def lent(
+        self, kind: StepKind, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int
+    ) -> Iterator[Stepper]:
+        """A stepper for rows like these, for the caller alone until the context ends."""
+        given = (self.base, drafter, rows, steps_unseen)
+        settings = (drafter.static_key, steps_unseen, _settings(rows))
+        if kind == "static":
+            yield Stepper(*given)
+        elif kind == "compiled":
+            step = self._compiled.pop(settings, None) or compiled_step(self.backend)
+            _keep(self._compiled, settings, step)
+            yield CompiledStepper(*given, step)
+        else:
+            key = (len(rows.rows), settings)
+            stepper = self._captured.pop(key, None) or CapturedStepper(*given)
+            try:
+                yield stepper
+            finally:
+                _keep(self._captured, key, stepper)
+
+
+def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    """Add ``value`` as the newest; the oldest beyond :data:`MAX_KEPT` go."""
+    kept[key] = value
+    for oldest in list(kept)[:-MAX_KEPT]:
+        del kept[oldest]
+
+
+def check_step(step: str, base: CausalLM) -> None:
+    """Raise ValueError, with the reason, unless steps of this kind run on ``base``."""
+    if step not in get_args(StepKind):
+        raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
+    lacks = _MISSING[step](base) if step in _MISSING else None
+    if lacks is not None:
+        raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
+
+
+def missing_for_compiled(base: CausalLM) -> str | None:
+    """What a compiled step lacks on ``base``; None when nothing."""
+    if _is_sharded(base):
+        return "a model in one place, and this one is sharded (device_map)"
+    if any(isinstance(module, PackedLinear | Int8Product) for module in base.modules()):
+        return "engine='eager', since what it compiles it lays out by itself"
+    return None
+
+
+def missing_for_captured(base: CausalLM) -> str | None:
+    """What a captured step lacks on ``base``; None when nothing."""
+    devices = sorted({str(parameter.device) for parameter in base.parameters()})
+    if _is_sharded(base) or len(devices) > 1:
+        return f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"
+    if not devices[0].startswith("cuda"):
+        return f"a model on a CUDA device, got one on {devices[0]}"
+    return None
+
+
+_MISSING: dict[str, Callable[[CausalLM], str | None]] = {
+    "compiled": missing_for_compiled,
+    "captured": missing_for_captured,
+}
+
+
+def _is_sharded(base: CausalLM) -> bool:
+    return len(set(getattr(base, "hf_device_map", {}).values())) > 1
+
+
+def _settings(rows: DecodeState) -> Hashable:
+    """What a graph holds fast of the rows it was made for, besides how many they are."""
+    request = rows.request
+    processors = pickle.dumps(list(request.processors))
+    return request.seeds is None, request.temperature, request.eos_ids, processors

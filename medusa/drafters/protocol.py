@@ -1,0 +1,102 @@
+"""Sources of candidates: each fills a tree with tokens for one verification pass.
+
+A drafter proposes, the base model decides, so a drafter can make decoding slow but never wrong.
+One file per source, all behind :class:`Drafter`. Those that ask a model for the next token at every node
+share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from medusa.acceptance.protocol import DraftKind
+from medusa.base.cache import TreeCache
+from medusa.trees.candidate_tree import TreeTopology
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What is known when a step begins. B rows; position counts from 0, without padding."""
+
+    root: Tensor
+    """(B,) long: the base's own next token, not yet in its cache."""
+    hidden: Tensor
+    """(B, D): the base's hidden state that chose ``root``; (B, (1 + L) * D) with L of ``reads_layers``."""
+    tokens: Tensor
+    """(B, S) long: each row's tokens from column 0, root included."""
+    lengths: Tensor
+    """(B,) long: tokens of each row, root included; the root stands at position ``lengths - 1``."""
+    cache: TreeCache
+    """The base's own. A drafter may run tree nodes on it; what it leaves there uncommitted is overwritten."""
+    noise: Tensor | None
+    """(B, L, V): the noise that will choose the tokens 1 .. L positions after the root; None when greedy."""
+    temperature: float = 1.0
+    """Of the sampling distribution; 1.0 when greedy."""
+    features: Tensor | None = None
+    """(B, S, D), or as ``hidden``: the same at every committed position, if ``needs_features``."""
+    sampled: DraftKind | None = None
+    """Draw the candidates from the drafter's distribution, in this way; None: take the best ones."""
+    seeds: Tensor | None = None
+    """(B,) long: noise streams of the rows, for drawing candidates."""
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A filled tree."""
+
+    tokens: Tensor
+    """(B, N) long; node 0 is the root token, parents stand before their children."""
+    topology: TreeTopology
+    proposal: Tensor | None = None
+    """(B, N, V): the distribution each node's children were drawn from; None for best candidates."""
+
+
+class Drafter(Protocol):
+    """Proposes candidate tokens for a step."""
+
+    context_only: bool
+    """Whether the proposal after a text depends on that text alone, not on the step it was drafted in."""
+    needs_features: bool
+    """Whether :class:`DraftContext` must carry ``features``."""
+    reads_layers: tuple[int, ...]
+    """The decoder layers whose states it reads beside the last one
+    (:func:`medusa.base.causal_lm.seen_hidden`)."""
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node that :meth:`draft` ever returns; 0 proposes nothing."""
+
+    def begin(self, num_rows: int) -> None:
+        """A new batch of ``num_rows`` rows starts; whatever was kept of the last one is dropped."""
+
+    def draft(self, context: DraftContext) -> Draft:
+        """A tree below each row's root token."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """The batch shrinks to ``rows`` (B',) long, in that order."""
+
+    def sampled_kind(self, wanted: DraftKind) -> DraftKind:
+        """How candidates come about when a rule would like ``wanted``; RANKED if they cannot be drawn."""
+
+
+class StatelessDrafter:
+    """What a drafter that keeps nothing between steps, and only ranks, shares with the others of its kind."""
+
+    context_only = True
+    needs_features = False
+    reads_layers: tuple[int, ...] = ()
+
+    def begin(self, num_rows: int) -> None:
+        """Nothing is kept."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Nothing is kept."""
+
+    def sampled_kind(self, wanted: DraftKind) -> DraftKind:
+        return DraftKind.RANKED

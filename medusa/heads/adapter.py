@@ -1,0 +1,223 @@
+"""The LoRA adapter that joint training leaves beside the heads, and putting it onto a base model.
+
+Heads trained together with an adapter (Medusa-2, arXiv 2401.10774, section 2.2.2) belong to the *adapted*
+base: they read its states, and decoding with them is exact with respect to its text. The adapter stays
+unmerged, in peft's own format, so that whoever has the base needs to fetch a few megabytes only.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.heads.medusa_heads import embedding_weight
+
+PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+"""A layer's two tensors are called PREFIX + layer + FIRST, (r, in), and PREFIX + layer + SECOND, (out, r)."""
+SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
+SAMPLE_TOLERANCE = 0.02
+"""Of the largest weight sampled: half precision rounds by less, fine-tuning moves some weight by more."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as peft's two files hold it."""
+
+    config: Mapping[str, Any]
+    """adapter_config.json."""
+    weights: Mapping[str, Tensor]
+    """adapter_model.safetensors."""
+    base_sample: tuple[float, ...]
+    """:func:`sample_of` the base it was trained on."""
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the base's layers that it changes."""
+        return [name[len(PREFIX) : -len(FIRST)] for name in self.weights if name.endswith(FIRST)]
+
+    def summary(self) -> dict[str, Any]:
+        """What it is, in plain values."""
+        return {
+            "type": "lora",
+            "rank": self.config.get("r"),
+            "alpha": self.config.get("lora_alpha"),
+            "targets": sorted({name.rpartition(".")[2] for name in self.layers}),
+            "num_layers": len(self.layers),
+            "num_parameters": sum(each.numel() for each in self.weights.values()),
+        }
+
+
+def peft_library() -> ModuleType:
+    """The peft package.
+
+    Raises:
+        ImportError: it is not installed; the message says how to.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            "a LoRA adapter needs peft, which is not installed: pip install 'medusa-heads[train]', or pip "
+            "install peft"
+        ) from error
+    return peft
+
+
+def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
+    """Put ``adapter`` onto ``base``, which is changed: its layers are wrapped, its weights stay as they are.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: ``base`` carries an adapter already, or is not the model that this one was trained on;
+            it is left as it was.
+    """
+    peft = peft_library()
+    if _adapter_names(base):
+        raise ValueError(
+            f"base model {base.name_or_path!r} carries an adapter already "
+            f"({', '.join(_adapter_names(base))}); give one without"
+        )
+    _check_fits(base, adapter)
+    _check_sample(base, adapter)
+    config = peft.PeftConfig.from_peft_type(**adapter.config)
+    wrapped = injected(base, config)
+    expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    if differing := sorted(set(expected) ^ set(adapter.weights)):
+        raise ValueError(f"the adapter's tensors are not those of its configuration: {differing[:4]} ...")
+    peft.set_peft_model_state_dict(wrapped, dict(adapter.weights))
+    base.requires_grad_(False).eval()
+
+
+def injected(base: CausalLM, config: Any) -> Any:
+    """peft's wrapper around ``base``, whose layers now carry the new adapter that ``config`` describes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        return peft_library().get_peft_model(base, config)
+
+
+def folded(base: CausalLM) -> CausalLM:
+    """``base`` with its LoRA layers as plain linear ones: ``base`` itself where there are none.
+
+    The result shares every parameter with ``base``, which is left as it is, but the weights of adapted
+    layers: those are sums, the layers' own and what the adapter adds. A layer that is more than such a sum
+    stays as it is.
+    """
+    if not _adapter_names(base):
+        return base
+    shared = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
+    clone = copy.deepcopy(base, shared)
+    for name, module in list(clone.named_modules()):
+        if _is_plain_sum(module):
+            clone.set_submodule(name, _folded_linear(module))
+    return clone.eval()
+
+
+def _is_plain_sum(module: Any) -> bool:
+    """Whether ``module`` is a linear layer with LoRA products at work on it, and nothing else."""
+    if type(getattr(module, "base_layer", None)) is not nn.Linear or not hasattr(module, "lora_A"):
+        return False
+    if module.disable_adapters or module.merged or getattr(module, "lora_variant", {}):
+        return False
+    return all(each.bias is None for each in module.lora_B.values())
+
+
+def _folded_linear(module: Any) -> nn.Linear:
+    layer = module.base_layer
+    added = [module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A]
+    linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+    weight = layer.weight.detach() + sum(added)
+    linear.weight, linear.bias = nn.Parameter(weight.detach(), requires_grad=False), layer.bias
+    return linear
+
+
+def check_carries(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError unless exactly ``adapter`` works in ``base``."""
+    _check_sample(base, adapter)
+    names = _adapter_names(base)
+    advice = (
+        "pass the base's path or hub id and the adapter is loaded with it, or put it onto the loaded base "
+        "first: apply_adapter(base, load_heads(...).adapter), which changes base"
+    )
+    if not names:
+        raise ValueError(
+            f"the heads were trained together with a LoRA adapter, and the loaded base model "
+            f"{base.name_or_path!r} has none; {advice}. A base into which it was merged goes with "
+            "MedusaModel(base, heads, tree)"
+        )
+    if not any(_is_at_work(base, name) and _equal(base, name, adapter) for name in names):
+        raise ValueError(
+            f"the heads were trained together with a LoRA adapter, and the loaded base model "
+            f"{base.name_or_path!r} carries another ({', '.join(names)}), or has it switched off; {advice}"
+        )
+
+
+def sample_of(base: CausalLM) -> tuple[float, ...]:
+    """Some weights of the output embedding, spread over rows: what tells a base from others of its sizes."""
+    rows = embedding_weight(output_embedding(base)).detach()
+    chosen = torch.linspace(0, len(rows) - 1, SAMPLE_ROWS).long()
+    values = rows[chosen.to(rows.device), :SAMPLE_COLUMNS].float()
+    return tuple(round(value, 6) for value in values.flatten().tolist())
+
+
+def _check_sample(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError when ``base`` is another model than ``adapter`` was trained on; casts are forgiven."""
+    rows = embedding_weight(output_embedding(base))
+    if rows.is_meta or not rows.is_floating_point():
+        return  # offloaded or quantised: there are no weights to compare
+    ours, theirs = torch.tensor(sample_of(base)), torch.tensor(adapter.base_sample)
+    if ours.shape != theirs.shape or (ours - theirs).abs().max() > SAMPLE_TOLERANCE * theirs.abs().max():
+        raise ValueError(
+            f"the adapter was trained on another model than {base.name_or_path!r}, whose output embedding "
+            "has other weights; load the base model that the heads were trained on"
+        )
+
+
+def _adapter_names(base: CausalLM) -> list[str]:
+    return list(getattr(base, "peft_config", None) or {})
+
+
+def _is_at_work(base: CausalLM, name: str) -> bool:
+    """Whether the layers that carry adapter ``name`` use it, and no other."""
+    layers = [each for each in base.modules() if name in getattr(each, "lora_A", ())]
+    return all(each.active_adapters == [name] and not each.disable_adapters for each in layers)
+
+
+def _equal(base: CausalLM, name: str, adapter: Adapter) -> bool:
+    state = peft_library().get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
+    ours = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
+    theirs = {key.removeprefix(PREFIX): tensor for key, tensor in adapter.weights.items()}
+    return ours.keys() == theirs.keys() and all(
+        ours[key].shape == tensor.shape and torch.equal(ours[key].cpu(), tensor.to(ours[key].dtype).cpu())
+        for key, tensor in theirs.items()
+    )
+
+
+def _check_fits(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError unless every layer that ``adapter`` changes is in ``base``, and as large."""
+    found = dict(base.named_modules())
+    for name in adapter.layers:
+        first, second = adapter.weights[PREFIX + name + FIRST], adapter.weights.get(PREFIX + name + SECOND)
+        theirs = (first.shape[1], 0 if second is None else second.shape[0])
+        ours = linear_sizes(found[name]) if name in found else None
+        if ours != theirs:
+            holds = "has no such layer" if ours is None else f"has {ours[0]} x {ours[1]}"
+            raise ValueError(
+                f"the adapter changes layer {name!r} of {theirs[0]} inputs x {theirs[1]} outputs, base model "
+                f"{base.name_or_path!r} {holds}; load the base model that the heads were trained on"
+            )
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer, quantised or transformers' Conv1D too; None of anything else."""
+    for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
+        if hasattr(module, inputs) and hasattr(module, outputs):
+            return getattr(module, inputs), getattr(module, outputs)
+    return None

@@ -1,0 +1,153 @@
+"""How often each head is right, counted on text.
+
+The base model reads finished answers once (teacher forcing). At the position t of an answer the base
+emits token t+1 by itself, and head d guesses token t+1+d from the hidden state at t; what is kept is
+the *rank* of the true token among the head's guesses, from which everything else follows
+(:mod:`medusa.trees.rank_counts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from medusa.base.causal_lm import CausalLM, hidden_states, layers_of, output_embedding
+from medusa.heads.eagle import EagleHead, Heads, drafted_features
+from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
+
+LOGITS_PER_CHUNK = 2**25
+"""Head logits held at a time: 128 MB in float32."""
+
+
+class AnsweredTokens(NamedTuple):
+    """One row to calibrate on."""
+
+    token_ids: Sequence[int]
+    is_label: Sequence[bool]
+    """Which tokens the model wrote: those that decoding would have emitted."""
+
+    @classmethod
+    def after_prompt(cls, token_ids: Sequence[int], prompt_length: int) -> AnsweredTokens:
+        """A row whose answer is everything after the first ``prompt_length`` tokens."""
+        return cls(token_ids, [place >= prompt_length for place in range(len(token_ids))])
+
+
+@torch.no_grad()
+def calibrate(
+    base: PreTrainedModel,
+    heads: Heads,
+    rows: Iterable[AnsweredTokens],
+    *,
+    max_rank: int = 16,
+    batch_size: int = 4,
+) -> RankCounts:
+    """Ranks of the true tokens of ``rows`` among each head's ``max_rank`` best guesses.
+
+    Rows of similar length share a forward pass; logits exist for a few positions at a time.
+
+    Raises:
+        ValueError: no row has a labelled token after its first.
+    """
+    return calibrate_each(base, [heads], rows, max_rank=max_rank, batch_size=batch_size)[0]
+
+
+@torch.no_grad()
+def calibrate_each(
+    base: PreTrainedModel,
+    sets: Sequence[Heads],
+    rows: Iterable[AnsweredTokens],
+    *,
+    max_rank: int = 16,
+    batch_size: int = 4,
+) -> list[RankCounts]:
+    """:func:`calibrate` for several sets of heads on the same rows, which the base then reads once."""
+    ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
+    layers = sorted({layer for heads in sets for layer in heads.reads_layers})
+    answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
+    for start in range(0, len(ordered), batch_size):
+        indices, batch = zip(*ordered[start : start + batch_size], strict=True)
+        ids, states = _states(base, batch, layers)
+        for heads, found in zip(sets, answers, strict=True):
+            theirs = layers_of(states, layers, heads.reads_layers)
+            ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
+            for index, of_row in zip(indices, ranks, strict=True):
+                found[index] = of_row
+    counts = [RankCounts(tuple(ranks for row in found for ranks in row), max_rank) for found in answers]
+    if not all(each.ranks for each in counts):
+        raise ValueError("rows hold no labelled token after their first: there is nothing to calibrate on")
+    return counts
+
+
+def _states(base: CausalLM, rows: Sequence[AnsweredTokens], layers: list[int]) -> tuple[Tensor, Tensor]:
+    """The tokens (B, T) long of ``rows`` and the base's hidden states (B, T, (1 + L) * D)."""
+    # Padding stands on the right, where no token of a row sees it.
+    ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
+    return ids, hidden_states(base, ids.to(base.device), layers=layers)
+
+
+def _batch_ranks(
+    base: PreTrainedModel,
+    heads: Heads,
+    rows: Sequence[AnsweredTokens],
+    ids: Tensor,
+    states: Tensor,
+    max_rank: int,
+) -> Iterator[list[Tensor]]:
+    """For each row, the ranks (P, K) of its answers, given its tokens and states."""
+    if isinstance(heads, EagleHead):
+        states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
+    for i, row in enumerate(rows):
+        answers = []
+        for start, end in _answer_spans(row.is_label):
+            ahead = torch.arange(start, end)[:, None] + torch.arange(1, heads.num_heads + 1)  # (P, K)
+            truth = ids[i][ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
+            path = ids[i][(ahead - 1).clamp(max=end - 1)]  # whatever follows an unknown token is unknown too
+            answers.append(_true_ranks(base, heads, states[i, start - 1 : end - 1], path, truth, max_rank))
+        yield answers
+
+
+def _drafted_states(base: PreTrainedModel, head: EagleHead, ids: Tensor, features: Tensor) -> Tensor:
+    """The features (B, T, K, D) that an EAGLE-style head guesses each depth from, at the position before the
+    root; ids (B, T) long, features (B, T, D)."""
+    following = base.get_input_embeddings()(ids.roll(-1, dims=1))
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    by_last_entry = drafted_features(head, features, following, positions)
+    # A draft of d entries from position t ends at entry t + d - 1; what wraps around lies past every answer.
+    return torch.stack([each.roll(-depth, dims=1) for depth, each in enumerate(by_last_entry)], dim=2)
+
+
+def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each run of labelled tokens; token 0 is left out, since no state comes before it."""
+    start = None
+    for position, labelled in enumerate([*is_label, False]):
+        if labelled and start is None and position > 0:
+            start = position
+        elif not labelled and start is not None:
+            yield start, position
+            start = None
+
+
+def _true_ranks(
+    base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
+) -> Tensor:
+    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, (1 + L) * D) and path (P, K) long that
+    Medusa heads read, or the states (P, K, D) that an EAGLE-style head predicted."""
+    unembedding = output_embedding(base)
+    chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
+    ranks = []
+    parts = (each.split(chunk) for each in (states, path.to(states.device), truth))
+    for part, behind, tokens in zip(*parts, strict=True):
+        if isinstance(heads, EagleHead):
+            logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
+        else:
+            logits = heads(heads.fuse(part), unembedding, behind)
+        guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
+        is_right = guesses.cpu() == tokens[..., None]
+        found = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)
+        ranks.append(found.masked_fill(tokens == UNKNOWN, UNKNOWN).to(torch.int16))
+    return torch.cat(ranks)

@@ -1,0 +1,279 @@
+"""The Medusa heads: last hidden state in, one row of logits per depth out.
+
+Head d (d = 1 .. K) reads the hidden state that the base model's own output embedding reads at
+position t and scores the token at t + d + 1. A head is residual blocks followed by an
+unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
+sequentially dependent (Hydra, arXiv 2402.05109). It may read the states of earlier layers beside the last
+(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads.
+This module knows nothing of trees, caches or files.
+
+Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or fewer with a token map).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa.heads.token_map import TokenMapped, embedding_weight
+
+Unembedding = Literal["shared", "full", "low_rank", "token_map"]
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What defines a set of heads, apart from its weights."""
+
+    hidden_size: int
+    """D of the base model."""
+    vocab_size: int
+    """V of the base model's output embedding."""
+    num_heads: int = 4
+    """K: how many tokens beyond the next one are guessed."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    unembedding: Unembedding = "shared"
+    """shared: the base's own output embedding. full: a (V, D) copy per head. low_rank: the base's plus
+    a trained rank-r correction per head. token_map: the base's rows for the tokens in the map only."""
+    rank: int = 64
+    """r of low_rank."""
+    token_map_size: int | None = None
+    """V' of token_map."""
+    reads_path: bool = False
+    """Whether head d also reads the d tokens between its hidden state's own and the one it scores."""
+    fused_layers: tuple[int, ...] = ()
+    """The heads also read the base's states after that many of its decoder layers, 1 the first."""
+
+    def __post_init__(self) -> None:
+        layers = tuple(self.fused_layers)  # a list, where it comes from a file
+        if any(not isinstance(layer, int) or layer < 1 for layer in layers) or layers != tuple(
+            sorted(set(layers))
+        ):
+            raise ValueError(
+                "fused_layers must be different numbers of layers from 1 up, in ascending order, got "
+                f"{list(layers)}"
+            )
+        object.__setattr__(self, "fused_layers", layers)
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if self.unembedding not in get_args(Unembedding):
+            raise ValueError(f"unembedding must be one of {get_args(Unembedding)}, got {self.unembedding!r}")
+        if (self.unembedding == "token_map") != (self.token_map_size is not None):
+            raise ValueError(
+                "token_map_size goes with unembedding='token_map' and with no other, got "
+                f"unembedding={self.unembedding!r}, token_map_size={self.token_map_size}"
+            )
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)), zero-initialised: untrained, it is the identity (arXiv 2401.10774, eq. 1)."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(TokenMapped):
+    """K heads over a frozen base model's output embedding.
+
+    The base's output embedding is never a part of this module: callers pass it to :meth:`forward`,
+    so it is neither trained nor saved nor copied. Heads that read their path see its tokens as rows of it.
+    """
+
+    def __init__(self, config: HeadsConfig, token_map: Sequence[int] | Tensor | None = None):
+        if token_map is not None and config.unembedding != "token_map":
+            raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
+        super().__init__(config.vocab_size, config.token_map_size, token_map)
+        self.config = config
+        self.kept_with_weights: Any = None
+        """What a drafter has made of the weights; never saved."""
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
+        )
+        if config.unembedding == "full":
+            self.unembed = nn.ParameterList(
+                nn.Parameter(torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02))
+                for _ in range(config.num_heads)
+            )
+        elif config.unembedding == "low_rank":
+            self.down = nn.ParameterList(
+                nn.Parameter(
+                    torch.empty(config.rank, config.hidden_size).normal_(std=config.hidden_size**-0.5)
+                )
+                for _ in range(config.num_heads)
+            )
+            self.up = nn.ParameterList(
+                nn.Parameter(torch.zeros(config.vocab_size, config.rank)) for _ in range(config.num_heads)
+            )
+        if config.reads_path:
+            self.paths = nn.ParameterList(  # zero: untrained, a head does not see its path
+                nn.Parameter(torch.zeros(config.hidden_size, depth * config.hidden_size))
+                for depth in range(1, config.num_heads + 1)
+            )
+        if config.fused_layers:
+            width = len(config.fused_layers) * config.hidden_size
+            self.fusion = nn.Linear(width, config.hidden_size, bias=False)
+            nn.init.zeros_(self.fusion.weight)  # untrained, the heads see the last state alone
+            self.register_buffer("layer_scale", torch.ones(width))
+
+    layer_scale: Tensor
+    """(L * D,): the size of each dimension of the states of the fused layers; they are read in this unit."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def reads_layers(self) -> tuple[int, ...]:
+        """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
+        return self.config.fused_layers
+
+    def initialise_from(self, output_embedding: nn.Module) -> None:
+        """Start ``full`` heads from the base's unembedding (V, D), each as the base's own LM head."""
+        if self.config.unembedding == "full":
+            with torch.no_grad():
+                for rows in self.unembed:
+                    rows.copy_(embedding_weight(output_embedding))
+
+    @torch.no_grad()
+    def set_layer_scale(self, hidden: Tensor) -> None:
+        """Measure the unit of the fused layers in the base's states (..., (1 + L) * D): the root mean square.
+
+        Some dimensions of a residual stream are a hundred times the others.
+        """
+        below = hidden[..., self.config.hidden_size :].float().flatten(0, -2)
+        size = below.square().mean(0).sqrt()
+        self.layer_scale.copy_(torch.where(size > 0, size, 1.0))
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """What all heads read, (..., D), of what the base gives: (..., (1 + L) * D), the last state first."""
+        if not self.config.fused_layers:
+            return hidden
+        hidden, size = self._typed(hidden), self.config.hidden_size
+        last, below = hidden[..., :size], hidden[..., size:] / self.layer_scale
+        below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
+        return last + self.fusion(below)
+
+    def features(self, hidden: Tensor, path_rows: Tensor | None = None) -> Tensor:
+        """What each head's unembedding reads: hidden (..., D) -> (..., K, D).
+
+        ``path_rows`` (..., K, D) are those of the K tokens after the hidden state's own (see
+        :meth:`rows_of_path`), for heads that read their path.
+        """
+        return torch.stack([self._features_of(k, hidden, path_rows) for k in range(self.num_heads)], dim=-2)
+
+    def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
+        """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').
+
+        Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
+        ``path`` (..., K) long, the K tokens after the hidden state's own, is for heads that read it.
+        Scaling and soft-capping that an architecture adds after its output embedding are left out:
+        they do not change the order of a head's guesses.
+        """
+        rows = self.rows_of_path(path, output_embedding)
+        return self.project(self.features(hidden, rows), output_embedding)
+
+    def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
+        """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
+        if self.config.unembedding == "full":
+            per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
+            return torch.stack(per_head, dim=-2)
+        logits = self.unembedded(features, output_embedding)
+        if self.config.unembedding == "low_rank":
+            corrections = [self._correction(k, features[..., k, :]) for k in range(self.num_heads)]
+            logits = logits + torch.stack(corrections, dim=-2)
+        return logits
+
+    def logits_of(
+        self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the head at ``index`` (from 0) alone: hidden (..., D), :meth:`fuse`'d -> (..., V').
+
+        ``path`` (..., index + 1) long are the tokens after the hidden state's own, for heads that read them.
+        Reads the parameters of that head and of no other, so training can go head by head and never
+        hold the logits of all.
+        """
+        features = self._features_of(index, hidden, self.rows_of_path(path, output_embedding))
+        if self.config.unembedding == "full":
+            return F.linear(features, self.unembed[index])
+        logits = self.unembedded(features, output_embedding)
+        if self.config.unembedding == "low_rank":
+            logits = logits + self._correction(index, features)
+        return logits
+
+    def rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
+        """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).
+
+        None when these heads read no path.
+
+        Raises:
+            ValueError: they do, and ``path`` is None; or the rows cannot be read, being quantised.
+        """
+        if not self.config.reads_path:
+            return None
+        if path is None:
+            raise ValueError("these heads read the tokens of their path (reads_path): pass path")
+        weight = embedding_weight(output_embedding)
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"heads that read their path need the rows of the output embedding, which is {weight.dtype}; "
+                "leave the output embedding unquantised"
+            )
+        rows = F.embedding(path, weight.detach()).to(next(self.blocks.parameters()).dtype)
+        return F.rms_norm(rows, rows.shape[-1:])
+
+    def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
+        hidden = self._typed(hidden)
+        if path_rows is not None:
+            hidden = hidden + self._read_path(index, path_rows[..., : index + 1, :].flatten(-2))
+        return self.blocks[index](hidden)
+
+    def _read_path(self, index: int, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.paths[index])
+
+    def _typed(self, hidden: Tensor) -> Tensor:
+        return hidden.to(next(self.blocks.parameters()).dtype)
+
+    def parameters_of(self, index: int) -> list[nn.Parameter]:
+        """The parameters that :meth:`logits_of` reads."""
+        lists = [getattr(self, name) for name in ("unembed", "down", "up", "paths") if hasattr(self, name)]
+        return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
+
+    def _correction(self, index: int, features: Tensor) -> Tensor:
+        return F.linear(F.linear(features, self.down[index]), self.up[index])
+
+
+class BaseSizes(Protocol):
+    """A configuration of heads that says what base they are for."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_heads_fit(config: BaseSizes, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
+    """Raise ValueError unless heads of ``config`` can sit on a base of these sizes."""
+    for name, theirs, ours in (
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; "
+                "load the base model that the heads were trained on"
+            )

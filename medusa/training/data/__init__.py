@@ -1,0 +1,1 @@
+"""From files to micro-batches of tokens and labels."""

@@ -1,0 +1,137 @@
+"""Documents into micro-batches: rows of similar length padded, or rows packed full.
+
+A row is a list of document indices, a micro-batch a list of rows, an epoch a list of micro-batches in a
+fixed order. The plan of an epoch is a pure function of the lengths, the options, the seed and the
+epoch, so a resumed run and every process of a distributed one see the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medusa.training.data.documents import Documents
+from medusa.training.losses.alignment import Alignment, align
+
+MicroBatch = list[list[int]]
+POOL = 64
+"""Micro-batches whose documents are sorted together: enough to pad little, few enough to stay random."""
+OPEN_ROWS = 32
+"""Rows that packing keeps open: a document goes to the fullest one that still takes it."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How documents are put together."""
+
+    tokens_per_batch: int = 4096
+    """B * T of a micro-batch at most, padding included; a longer document is a micro-batch of its own."""
+    packing: bool = False
+    row_length: int = 1024
+    """T of a packed row; no document is longer."""
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_batch < 1:
+            raise ValueError(f"tokens_per_batch must be at least 1, got {self.tokens_per_batch}")
+
+
+def plan_epoch(lengths: np.ndarray, options: BatchOptions, seed: int, epoch: int) -> list[MicroBatch]:
+    """The micro-batches of one epoch over documents of ``lengths`` (n,), each document once."""
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(lengths))
+    if options.packing:
+        rows = _packed_rows(order, lengths, options.row_length)
+        rows_per_batch = max(1, options.tokens_per_batch // options.row_length)
+        return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
+    plan: list[MicroBatch] = []
+    for pool in _pools(order, lengths, POOL * options.tokens_per_batch):
+        plan += _alike_in_length(
+            pool[np.argsort(lengths[pool], kind="stable")], lengths, options.tokens_per_batch
+        )
+    return [plan[index] for index in random.permutation(len(plan))]
+
+
+def plan_in_order(lengths: np.ndarray, options: BatchOptions) -> list[MicroBatch]:
+    """Micro-batches of all documents, longest last, unpacked: for evaluation, where order means nothing."""
+    return _alike_in_length(np.argsort(lengths, kind="stable"), lengths, options.tokens_per_batch)
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """A micro-batch as the base model reads it."""
+
+    input_ids: Tensor  # (B, T) long; padding is token 0
+    positions: Tensor  # (B, T) long; 0 where a document begins and where padding behind packed ones does
+    is_label: Tensor  # (B, T) bool
+
+    def aligned(self, num_heads: int, column_of: Tensor | None = None) -> Alignment:
+        """See :func:`medusa.training.losses.alignment.align`; sources count the B * T positions row by
+        row."""
+        return align(
+            self.input_ids.flatten(), self.is_label.flatten(), self.positions.flatten(), num_heads, column_of
+        )
+
+
+def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:
+    """Rows of documents, one behind the other, padded on the right to the longest row.
+
+    transformers keeps documents of a row apart where ``position_ids`` restart and no mask is given.
+    The padding behind a single document continues its positions: causal attention hides it already,
+    and a batch without restarts needs no mask at all.
+    """
+    width = int(max(sum(documents.lengths[list(row)]) for row in rows))
+    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
+    is_label = torch.zeros(len(rows), width, dtype=torch.bool)
+    positions = torch.arange(width).repeat(len(rows), 1)
+    for index, row in enumerate(rows):
+        end = 0
+        for document in (documents[number] for number in row):
+            start, end = end, end + len(document.tokens)
+            input_ids[index, start:end] = torch.from_numpy(document.tokens)
+            is_label[index, start:end] = torch.from_numpy(document.is_label)
+            positions[index, start:] = torch.arange(width - start)
+        if len(row) > 1:
+            positions[index, end:] = torch.arange(width - end)
+    return PaddedBatch(input_ids, positions, is_label)
+
+
+def _pools(order: np.ndarray, lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """``order`` cut into runs of about ``tokens`` tokens."""
+    number = np.cumsum(lengths[order]) // max(1, tokens)
+    return np.split(order, np.flatnonzero(np.diff(number)) + 1)
+
+
+def _alike_in_length(by_length: np.ndarray, lengths: np.ndarray, tokens: int) -> list[MicroBatch]:
+    """Documents given from short to long, as micro-batches of one document a row."""
+    plan: list[MicroBatch] = []
+    for index in by_length:
+        if plan and (len(plan[-1]) + 1) * lengths[index] <= tokens:
+            plan[-1].append([int(index)])
+        else:
+            plan.append([[int(index)]])
+    return plan
+
+
+def _packed_rows(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    filled: list[int] = []  # tokens in each of the open rows, the last len(filled) of rows
+    closed: list[list[int]] = []
+    for index in order:
+        length = int(lengths[index])
+        fitting = [row for row, used in enumerate(filled) if used + length <= capacity]
+        if fitting:
+            chosen = max(fitting, key=lambda row: filled[row])
+            rows[chosen].append(int(index))
+            filled[chosen] += length
+            continue
+        if len(rows) == OPEN_ROWS:
+            fullest = max(range(len(rows)), key=lambda row: filled[row])
+            closed.append(rows.pop(fullest))
+            filled.pop(fullest)
+        rows.append([int(index)])
+        filled.append(length)
+    return closed + rows

@@ -1,0 +1,130 @@
+"""Conversations as the model sees them, with the parts that the model itself would have written.
+
+An answer is rendered behind the very text that inference puts before it: the chat template of the
+messages so far, with its generation prompt. The answer and the end-of-turn token are labels; what the
+template adds after that (a newline, say) is not, and neither is the end of an answer that was cut.
+Turns of one conversation make one document as long as each prompt continues the text before it;
+where a template rewrites its history, an answer gets a document of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, islice
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from medusa.training.data.documents import Document
+from medusa.training.data.reading import Example, Message
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """Text and the character ranges of it that the model wrote."""
+
+    text: str
+    written: tuple[tuple[int, int], ...]
+    origin: str
+    add_special_tokens: bool = False
+    """True for plain text; a chat template writes its own."""
+
+
+class Renderer:
+    """Renders examples with one tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def render(self, example: Example) -> list[RenderedText]:
+        """The documents of one example; none when no assistant message answers anything.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or the template refuses the conversation.
+        """
+        if example.text is not None:
+            return [RenderedText(example.text, ((0, len(example.text)),), example.origin, True)]
+        documents: list[RenderedText] = []
+        text, written = "", list[tuple[int, int]]()
+        for index in _answer_indices(example.messages):
+            prompt = self._templated(example.messages[:index], example.origin, add_generation_prompt=True)
+            if written and not prompt.startswith(text):
+                documents.append(RenderedText(text, tuple(written), example.origin))
+                written = []
+            text = prompt + example.messages[index]["content"]
+            is_last = index == len(example.messages) - 1
+            if not (is_last and example.answer_was_cut):
+                text += self.end_of_turn
+            written.append((len(prompt), len(text)))
+        if written:
+            documents.append(RenderedText(text, tuple(written), example.origin))
+        return documents
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What the template writes after an answer, up to the whitespace: the end-of-turn token."""
+        answer = "an answer"
+        messages = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": answer})
+        return self._templated(messages, "a question with its answer").rpartition(answer)[2].rstrip()
+
+    def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{origin} is a conversation and the tokenizer of {self.tokenizer.name_or_path!r} has no "
+                "chat template; use a chat model, or rows with 'text'"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
+
+
+def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 512) -> Iterator[Document]:
+    """One document per text, tokenised as a whole, in order.
+
+    A token is a label when all of it lies in a range that the model wrote.
+
+    Raises:
+        ValueError: the tokenizer cannot say which characters a token covers.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} cannot tell which characters a token covers, which the label mask "
+            "needs; load a fast tokenizer"
+        )
+    for special, alike in groupby(texts, key=lambda text: text.add_special_tokens):
+        while batch := list(islice(alike, batch_size)):
+            encoded = tokenizer(
+                [text.text for text in batch],
+                add_special_tokens=special,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+            for text, ids, offsets in zip(
+                batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            ):
+                mask = _label_mask(np.asarray(offsets).reshape(-1, 2), text.written)
+                yield Document(np.asarray(ids, dtype=np.int32), mask, text.origin)
+
+
+def _label_mask(offsets: np.ndarray, written: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(T,) bool from (T, 2) character ranges. Tokenizers trim spaces off the start, so a token is taken to
+    begin where the one before it ended."""
+    ends = np.maximum.accumulate(offsets[:, 1])
+    starts = np.concatenate([[0], ends[:-1]])
+    mask = np.zeros(len(ends), dtype=bool)
+    for start, end in written:
+        mask |= (starts >= start) & (ends <= end) & (ends > start)
+    return mask
+
+
+def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
+    """Assistant messages that answer something."""
+    asked = False
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and asked:
+            yield index
+        asked |= message["role"] not in ("assistant", "system")

@@ -1,0 +1,236 @@
+"""Who answers: the base model in this process, or a chat endpoint.
+
+Both take conversations from a source as they get room for them, and hand back each with the next
+message, in the order they end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel
+
+from medusa.base.causal_lm import context_length
+from medusa.prompts import Message, encode_messages
+from medusa.training.distillation.continuous_batch import ContinuousBatch, Row
+from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
+
+QUESTION_TEMPERATURE = 1.0
+"""How the model's own questions are sampled; greedily it would ask one question for ever."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The next message of a conversation."""
+
+    text: str
+    was_cut: bool
+    """It did not come to its own end."""
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is no next message."""
+
+    reason: str
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A conversation under way. One without messages waits for a question of the model's own."""
+
+    index: int
+    messages: list[Message]
+    later_turns: deque[str] = field(default_factory=deque)
+    """User turns still to come."""
+    temperature: float = 0.0
+    seed: int = 0
+    category: str | None = None
+    origin: str = ""
+    num_answers: int = 0
+    """Given here; answers that were in the prompt do not count."""
+    was_cut: bool = False
+    """The last answer was; nothing follows it then."""
+
+    def receive(self, outcome: Reply | Refusal) -> bool:
+        """Take the next message in; true when the conversation waits for another one."""
+        is_question = not self.messages
+        if isinstance(outcome, Refusal) or not outcome.text.strip() or (is_question and outcome.was_cut):
+            if self.messages:
+                self.messages.pop()  # nobody answers this user turn
+            return False
+        if is_question:
+            self.messages.append({"role": "user", "content": outcome.text.strip()})
+            return True
+        self.messages.append({"role": "assistant", "content": outcome.text})
+        self.num_answers += 1
+        self.was_cut = outcome.was_cut
+        if self.was_cut or not self.later_turns:
+            return False
+        self.messages.append({"role": "user", "content": self.later_turns.popleft()})
+        return True
+
+
+NextConversation = Callable[[], Conversation | None]
+CountTokens = Callable[[int], None]
+IsTimeUp = Callable[[], bool]
+Outcome = tuple[Conversation, Reply | Refusal]
+
+
+class Answerer(Protocol):
+    """Answers conversations until ``next_conversation`` gives None and all that were taken are done.
+
+    When ``is_time_up`` it hands back what it has of those under way, as cut replies, or drops them.
+    """
+
+    def replies(
+        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
+    ) -> Iterator[Outcome]: ...
+
+
+class LocalAnswerer:
+    """The base model itself, ``batch_size`` conversations at once."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tokenizer: Any,
+        batch_size: int,
+        max_new_tokens: int,
+        stop_loops: bool = True,
+    ):
+        self.base, self.tokenizer = base, tokenizer
+        self.batch_size, self.max_new_tokens, self.stop_loops = batch_size, max_new_tokens, stop_loops
+        self.stop_ids = end_of_turn_ids(base, tokenizer)
+
+    def replies(
+        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
+    ) -> Iterator[Outcome]:
+        batch: ContinuousBatch[Conversation] = ContinuousBatch(
+            self.base, self.batch_size, self.max_new_tokens, self.stop_loops
+        )
+        while True:
+            if is_time_up():
+                batch.cut()
+            for row in batch.take_finished():
+                yield row.tag, self._reply(row)
+            while batch.num_vacant and (conversation := next_conversation()) is not None:
+                row = self._row(conversation)
+                refusal = self._refusal(row)
+                if refusal is not None:
+                    yield conversation, refusal
+                    continue
+                batch.add(row)
+                count_tokens(1)
+            if not batch.num_rows:
+                return
+            if not batch.has_finished:
+                batch.step()
+                count_tokens(batch.num_rows)
+
+    def _row(self, conversation: Conversation) -> Row[Conversation]:
+        if conversation.messages:
+            encoded = encode_messages(self.tokenizer, conversation.messages)
+            prompt, stops = encoded["input_ids"][0].tolist(), self.stop_ids
+            temperature = conversation.temperature
+        else:
+            prompt, stop = question_frame(self.tokenizer)
+            stops, temperature = self.stop_ids | {stop}, QUESTION_TEMPERATURE
+        return Row(conversation, prompt, stops, temperature, conversation.seed)
+
+    def _refusal(self, row: Row[Conversation]) -> Refusal | None:
+        context, length = context_length(self.base), len(row.prompt)
+        if context is None or length + self.max_new_tokens <= context:
+            return None
+        return Refusal(
+            f"{row.tag.origin}: prompt of {length} tokens + max_new_tokens={self.max_new_tokens} must fit "
+            f"the base model's context of {context} positions"
+        )
+
+    def _reply(self, row: Row[Conversation]) -> Reply:
+        text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        was_cut = row.finish_reason != "stop"
+        if was_cut:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose last bytes were cut off
+        return Reply(text, was_cut, len(row.tokens))
+
+
+class EndpointAnswerer:
+    """A chat endpoint, ``concurrency`` requests at once."""
+
+    def __init__(self, endpoint: ChatEndpoint, concurrency: int, max_new_tokens: int):
+        self.endpoint, self.concurrency, self.max_new_tokens = endpoint, concurrency, max_new_tokens
+
+    def replies(
+        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
+    ) -> Iterator[Outcome]:
+        pool = ThreadPoolExecutor(self.concurrency)
+        asked: dict[Future[Reply | Refusal], Conversation] = {}
+        try:
+            while True:
+                while len(asked) < self.concurrency and (conversation := next_conversation()) is not None:
+                    asked[pool.submit(self._ask, conversation)] = conversation
+                if not asked or is_time_up():
+                    return
+                for future in wait(asked, timeout=1.0, return_when=FIRST_COMPLETED).done:
+                    outcome = future.result()
+                    if isinstance(outcome, Reply):
+                        count_tokens(outcome.num_tokens)
+                    yield asked.pop(future), outcome
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, conversation: Conversation) -> Reply | Refusal:
+        try:
+            reply = self.endpoint.answer(
+                conversation.messages,
+                temperature=conversation.temperature,
+                max_new_tokens=self.max_new_tokens,
+                seed=conversation.seed,
+            )
+        except RefusedPrompt as error:
+            return Refusal(f"{conversation.origin}: {error}")
+        return Reply(reply.text, reply.finish_reason != "stop", reply.num_tokens)
+
+
+def end_of_turn_ids(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer: the generation configuration's and the tokenizer's.
+
+    Raises:
+        ValueError: neither names one, so no answer would ever end.
+    """
+    named = base.generation_config.eos_token_id
+    ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ValueError(
+            f"{base.name_or_path!r} names no end-of-sequence token; set generation_config.eos_token_id"
+        )
+    return frozenset(ids)
+
+
+def question_frame(tokenizer: Any) -> tuple[list[int], int]:
+    """What the chat template writes before a user's first message, and the token that follows the message.
+
+    A chat model that reads only the former writes a question of its own (Magpie, arXiv 2406.08464).
+
+    Raises:
+        ValueError: there is no chat template, or it does not show the message as it is.
+    """
+    marker = "MEDUSA-QUESTION"
+    if tokenizer.chat_template is None:
+        raise ValueError("prompt-free mode needs a chat model: this tokenizer has no chat template")
+    message = [{"role": "user", "content": marker}]
+    parts = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=False).split(marker)
+    if len(parts) != 2 or not parts[1].strip():
+        raise ValueError(
+            "prompt-free mode needs a chat template that shows a user message once and marks its end, "
+            f"got {marker.join(parts)!r}"
+        )
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    return before, after[0]

@@ -1,0 +1,48 @@
+"""The base model's own logits for given hidden states: what soft targets are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding
+from medusa.heads.medusa_heads import embedding_weight
+from medusa.training.losses.loss import Teacher
+
+
+def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
+    """Hidden states (C, D) -> the base's logits (C, V'), in the columns of ``token_map`` (V',) if given.
+
+    Some architectures scale or cap what their output embedding gives. Whether this one does is seen by
+    trying; if so the states are sent through the model's own forward pass.
+    """
+    embedding = output_embedding(base)
+    probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
+    probe = 100 * probe.to(base.device, embedding_weight(embedding).dtype)  # large enough to meet a cap
+    with torch.no_grad():
+        is_plain = torch.allclose(_through_forward(base, probe), embedding(probe), rtol=1e-3)
+    if not is_plain and token_map is None:
+        return lambda states: _through_forward(base, states)
+    if not is_plain:
+        return lambda states: _through_forward(base, states)[:, token_map]
+    if token_map is None:
+        return lambda states: embedding(states.to(embedding_weight(embedding).dtype))
+    rows, bias = embedding_weight(embedding).detach()[token_map], getattr(embedding, "bias", None)
+    bias = None if bias is None else bias.detach()[token_map]
+    return lambda states: F.linear(states.to(rows.dtype), rows, bias)
+
+
+def _through_forward(base: CausalLM, states: Tensor) -> Tensor:
+    """Logits (C, V) of states (C, D): one dummy token's forward pass with its hidden state exchanged."""
+    embedding = output_embedding(base)
+
+    def exchange(_module: nn.Module, args: tuple) -> tuple:
+        return (states.to(embedding_weight(embedding).dtype)[None], *args[1:])
+
+    handle = embedding.register_forward_pre_hook(exchange)
+    try:
+        dummy = torch.zeros(1, 1, dtype=torch.long, device=states.device)
+        return base(input_ids=dummy, use_cache=False).logits[0]
+    finally:
+        handle.remove()

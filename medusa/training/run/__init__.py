@@ -1,0 +1,1 @@
+"""A training run: the loop, its processes, its directory, its result."""

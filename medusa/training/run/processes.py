@@ -1,0 +1,185 @@
+"""How the processes of a launch share one run: plain, DDP, DeepSpeed's ZeRO, FSDP2.
+
+Only the heads and their optimiser are ever sharded. The frozen base is no part of what is wrapped, so every
+process holds all of it.
+
+A head's loss reads all parameters in one autograd function, past the forward passes of the modules that own
+them. Whatever gathers sharded parameters must therefore gather those of the whole loss when its forward pass
+begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss is a leaf to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
+
+from medusa.heads.eagle import EagleHead, Heads
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.training.config.configuration import ConfigurationError
+from medusa.training.config.options import OptimisationOptions, RunOptions
+from medusa.training.data.batching import MicroBatch
+
+T = TypeVar("T")
+
+ON_CPU = "accelerate launch --config_file configs/accelerate_ddp.yaml --num_processes N"
+
+
+def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accelerator:
+    """An accelerator for the processes that were launched, with the run's precision; no tracker yet.
+
+    Raises:
+        ConfigurationError: the launch asked for what this machine cannot give.
+    """
+    check_launch()
+    has_device = torch.accelerator.is_available()
+    is_deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
+    accelerator = Accelerator(
+        mixed_precision={"fp32": "no", "bf16": "bf16"}[optimisation.precision],
+        cpu=_num_launched() > 1 and not has_device and not is_deepspeed,
+        log_with=None if run.tracker == "none" else run.tracker,
+        project_dir=run.output_dir,
+        # Left to itself accelerate counts one process where DeepSpeed runs on CPUs.
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_deepspeed and not has_device else [],
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # accelerate tells transformers, which under ZeRO-3 would load the frozen base in shards; its weights
+        # are read outside of its forward pass too, and without gradients there is little to shard.
+        unset_hf_deepspeed_config()
+    if _is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        raise ConfigurationError(
+            "the launch asks for FSDP, which accelerate leaves out on "
+            f"{accelerator.device.type}; launch with configs/accelerate_ddp.yaml there"
+        )
+    if accelerator.num_processes != _num_launched():
+        raise ConfigurationError(
+            f"{_num_launched()} processes were launched and {accelerator.num_processes} found each other; on "
+            f"CPUs launch with: {ON_CPU}"
+        )
+    return accelerator
+
+
+def check_launch() -> None:
+    """Raise ConfigurationError when the launch asked for more processes than there can be."""
+    num_local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
+    if not _is_set("ACCELERATE_USE_CPU") and 0 < num_devices < num_local:
+        raise ConfigurationError(
+            f"num_processes must not be above the number of devices: the launch starts {num_local} processes "
+            f"on a machine with {num_devices}; pass --num_processes {num_devices} to accelerate launch"
+        )
+    # With --cpu and without mpirun accelerate launch starts one process, however many were asked for, and the
+    # address that they would have met at is all that says so.
+    if _is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ConfigurationError(
+            "accelerate launch --cpu starts a single process, whatever --num_processes says; for N processes "
+            f"on a CPU launch with: {ON_CPU}"
+        )
+
+
+def prepare(
+    accelerator: Accelerator, loss: nn.Module, optimiser: torch.optim.Optimizer, max_grad_norm: float
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The loss and the optimiser, wrapped as the launch wants; what comes back is called like the loss."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return accelerator.prepare(loss, optimiser)
+    plugin = accelerator.state.deepspeed_plugin
+    # Micro-batches are planned, summed and weighed here; DeepSpeed is to see one at a time.
+    plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
+    if plugin.zero_stage < 3:
+        return accelerator.prepare(loss, optimiser)
+    from deepspeed.utils import set_z3_leaf_modules
+
+    anchored = _Anchored(loss)
+    set_z3_leaf_modules(anchored, [_Anchored])
+    module, optimiser = accelerator.prepare(anchored, optimiser)
+    module.register_forward_pre_hook(_with_anchor)
+    return module, optimiser
+
+
+class _Anchored(nn.Module):
+    """A loss whose first argument wants a gradient: ZeRO-3 lets a leaf's parameters go when the gradients of
+    its inputs are there, and at once when no input wants one."""
+
+    def __init__(self, loss: nn.Module):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, anchor: Tensor, *arguments: Any) -> tuple[Tensor, Any]:
+        loss, sums = self.loss(*arguments)
+        return loss + anchor, sums
+
+
+def _with_anchor(module: nn.Module, arguments: tuple) -> tuple:
+    device = next(module.parameters()).device
+    return (torch.zeros((), device=device, requires_grad=True), *arguments)
+
+
+def share_of(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
+    """This process's part: as many for each, since all meet in every forward pass, some of them empty."""
+    share = batches[accelerator.process_index :: accelerator.num_processes]
+    most = -(-len(batches) // accelerator.num_processes)
+    return share + [[] for _ in range(most - len(share))]
+
+
+def read(source: Callable[[MicroBatch], T], batch: MicroBatch, accelerator: Accelerator) -> T:
+    """What ``source`` gives for ``batch``: in the run's precision where the base takes part."""
+    with accelerator.autocast():
+        return source(batch)
+
+
+@contextmanager
+def micro_batch(accelerator: Accelerator, module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Around forward and backward of one micro-batch: gradients travel in the last of a step only."""
+    accelerator.sync_gradients = is_last
+    waiting: AbstractContextManager = accelerator.no_sync(module)
+    if is_last:
+        yield
+        return
+    with waiting:
+        yield
+
+
+def whole_number(number: Tensor | float | None, device: torch.device) -> Tensor:
+    """A gradient norm as a scalar (), however the wrapper gives it."""
+    if number is None:
+        return torch.zeros((), device=device)
+    if isinstance(number, torch.Tensor):
+        return number.full_tensor() if hasattr(number, "full_tensor") else number
+    return torch.tensor(number, device=device)
+
+
+def gathered_heads(accelerator: Accelerator, module: nn.Module, heads: Heads) -> Heads | None:
+    """The heads with all of their weights, on the main process; None on the others. All must call it.
+
+    Raises:
+        RuntimeError: a gathered tensor has not the shape that the heads' configuration asks for.
+    """
+    sharding = (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if accelerator.distributed_type not in sharding:
+        return heads if accelerator.is_main_process else None
+    weights = accelerator.get_state_dict(module)
+    if not accelerator.is_main_process:
+        return None
+    names = accelerator.unwrap_model(module).named_modules()
+    (prefix,) = (f"{name}." for name, each in names if each is heads)
+    whole: Heads = EagleHead(heads.config) if isinstance(heads, EagleHead) else MedusaHeads(heads.config)
+    whole.load_state_dict(
+        {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+    )
+    return whole.to(accelerator.device)
+
+
+def _num_launched() -> int:
+    """Processes of the launch, on all machines."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")

@@ -1,0 +1,1 @@
+"""Hidden states of the base: live, or stored once."""

@@ -1,0 +1,1 @@
+"""Candidate trees: their shape, and which shape pays where."""

@@ -1,0 +1,150 @@
+"""Trees by place: which candidate tree was measured to be fastest on a device, for a batch of a size.
+
+A tree that pays at batch size 1 can cost at batch size 16, and one that pays on a graphics card can cost on
+a processor. So a heads directory may hold, beside its one default tree, entries for the places where it was
+tuned. An entry counts only at its own place: same device, precision and engine. Steps of another kind take
+other times too, a captured graph makes nodes nearly free: an entry is for one kind of step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa.trees.candidate_tree import CandidateTree
+
+PLACE_KEYS = ("device", "dtype", "engine")
+DEFAULT_STEP = "general"
+"""Of entries that name no kind of step: files had none once."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where decode steps were timed."""
+
+    device: str
+    """In words, as :func:`medusa.hardware.device_name` says it."""
+    dtype: str
+    """Of the base's weights, such as "float32"."""
+    engine: str
+    """How the base was executed; never "auto"."""
+
+    def in_words(self) -> str:
+        """The three, with commas."""
+        return f"{self.device}, {self.dtype}, {self.engine}"
+
+
+@dataclass(frozen=True)
+class TunedTree:
+    """The fastest tree of a place for one batch size."""
+
+    place: Place
+    batch_size: int
+    tree: CandidateTree
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured, in plain JSON values."""
+    step: str = DEFAULT_STEP
+    """How the steps were run that were timed (see :mod:`medusa.decoding.step_runners`)."""
+
+    @property
+    def key(self) -> tuple[Place, str, int]:
+        """What the tree is for; a file holds one of each."""
+        return self.place, self.step, self.batch_size
+
+    def in_words(self) -> str:
+        """What the tree is for."""
+        return f"batch size {self.batch_size} on {self.place.in_words()}, {self.step} steps"
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as it stands in a file."""
+        place = {key: getattr(self.place, key) for key in PLACE_KEYS}
+        paths = [list(path) for path in self.tree.paths]
+        return {**place, "step": self.step, "batch_size": self.batch_size, "paths": paths, **self.origin}
+
+    @classmethod
+    def from_json(cls, entry: Any, origin: str) -> TunedTree:
+        """Read what :meth:`as_json` wrote; ``origin`` names file and entry in messages.
+
+        Raises:
+            ValueError: a key is missing or holds something else than it should.
+        """
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{origin} must be a JSON object, got {type(entry).__name__}")
+        for key in (*PLACE_KEYS, "batch_size", "paths"):
+            if key not in entry:
+                raise ValueError(f"{origin} must hold {key!r}, got {sorted(entry)}; tune the tree again")
+        step = entry.get("step", DEFAULT_STEP)
+        for key, value in (*((key, entry[key]) for key in PLACE_KEYS), ("step", step)):
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{origin}: {key} must be text that is not empty, got {value!r}")
+        rows = entry["batch_size"]
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise ValueError(f"{origin}: batch_size must be an int of at least 1, got {rows!r}")
+        known = {*PLACE_KEYS, "step", "batch_size", "paths"}
+        rest = {key: value for key, value in entry.items() if key not in known}
+        place = Place(*(entry[key] for key in PLACE_KEYS))
+        return cls(place, rows, tree_from_json(entry["paths"], origin), rest, step)
+
+
+def tree_from_json(paths: Any, origin: str) -> CandidateTree:
+    """The tree of ``paths``, lists of ranks; ``origin`` names file and entry in messages.
+
+    Raises:
+        ValueError: ``paths`` is something else, or the paths make no tree.
+    """
+    is_listed = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
+    if not is_listed or not all(type(rank) is int for path in paths for rank in path):
+        raise ValueError(f"{origin}: paths must be lists of ranks, such as [[], [0], [0, 0]], got {paths!r}")
+    try:
+        return CandidateTree.from_paths(paths)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+
+
+def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
+    """All entries of a file.
+
+    Raises:
+        ValueError: they are no list, one of them is malformed, or two are for the same place, kind of step
+            and batch size.
+    """
+    if not isinstance(entries, list):
+        raise ValueError(f"{origin}: tuned must be a list of entries, got {type(entries).__name__}")
+    trees = tuple(TunedTree.from_json(entry, f"{origin} tuned[{i}]") for i, entry in enumerate(entries))
+    seen: set[tuple[Place, str, int]] = set()
+    for i, tuned in enumerate(trees):
+        if tuned.key in seen:
+            raise ValueError(
+                f"{origin} tuned[{i}] is a second entry for {tuned.in_words()}; keep one of them"
+            )
+        seen.add(tuned.key)
+    return trees
+
+
+def at_place(trees: Iterable[TunedTree], place: Place) -> tuple[TunedTree, ...]:
+    """The entries of ``place``, by growing batch size."""
+    return tuple(sorted((t for t in trees if t.place == place), key=lambda tuned: tuned.batch_size))
+
+
+def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
+    """The tree of the nearest batch size at or above ``batch_size`` among the entries of one place.
+
+    Rows that finish leave a batch, and a tree chosen for more rows than there are errs on the small side.
+    Above the largest size measured, the tree of that one. Where no steps of kind ``step`` were timed, those
+    of general ones are the best guess; None when there are none either.
+    """
+    by_step = {kind: [tuned for tuned in trees if tuned.step == kind] for kind in (step, DEFAULT_STEP)}
+    fitting = by_step[step] or by_step[DEFAULT_STEP]
+    if not fitting:
+        return None
+    above = [tuned for tuned in fitting if tuned.batch_size >= batch_size]
+    nearest = min(above, key=lambda t: t.batch_size) if above else max(fitting, key=lambda t: t.batch_size)
+    return nearest.tree
+
+
+def merged(old: Iterable[TunedTree], new: Sequence[TunedTree]) -> tuple[TunedTree, ...]:
+    """``old`` with ``new`` in the place of those for the same place, kind of step and batch size."""
+    replaced = {tuned.key for tuned in new}
+    kept = tuple(tuned for tuned in old if tuned.key not in replaced)
+    return kept + tuple(new)

@@ -1,0 +1,165 @@
+"""Drawing drafts, the noise of a step, and the expected number of tokens."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from verification_laws import FALSE_ALARM_RATE, law_of, p_value, sampled_law, toy_pair, toy_table
+
+from medusa.acceptance import noise
+from medusa.acceptance.noise import draft_noise, verification_noise
+from medusa.acceptance.rules import (
+    DraftKind,
+    draw_tree,
+    draw_with_replacement,
+    draw_without_replacement,
+    expected_tokens,
+    independent_chains,
+    kind_drawn,
+    rule_named,
+)
+from medusa.trees.candidate_tree import CandidateTree
+
+NUM_DRAWS = 200_000
+
+
+def gumbel(*shape, seed=0):
+    return -torch.empty(*shape).exponential_(generator=torch.Generator().manual_seed(seed)).log()
+
+
+def test_draws_with_replacement_are_independent_draws():
+    q = toy_table(1, 3).float()
+    pairs = draw_with_replacement(q.expand(NUM_DRAWS, 3), gumbel(NUM_DRAWS, 2, 3))
+    counts = torch.bincount(pairs[:, 0] * 3 + pairs[:, 1], minlength=9)
+    assert p_value(counts, q.double()[:, None] * q.double()) > FALSE_ALARM_RATE
+
+
+def test_draws_without_replacement_come_in_the_order_of_successive_draws():
+    q = toy_table(2, 4)
+    drawn = draw_without_replacement(q.float().expand(NUM_DRAWS, 4), gumbel(NUM_DRAWS, 4), 3)
+    law = torch.zeros(4, 4, 4, dtype=torch.float64)
+    for a, b, c in permutations(range(4), 3):
+        law[a, b, c] = q[a] * q[b] / (1 - q[a]) * q[c] / (1 - q[a] - q[b])
+    counts = torch.bincount(drawn[:, 0] * 16 + drawn[:, 1] * 4 + drawn[:, 2], minlength=64)
+    assert p_value(counts, law) > FALSE_ALARM_RATE
+
+
+def test_draws_without_replacement_run_out_into_tokens_of_no_probability():
+    q = torch.tensor([0.0, 0.7, 0.0, 0.3])
+    drawn = draw_without_replacement(q.expand(1000, 4), gumbel(1000, 4), 3)
+    assert bool((q[drawn[:, :2]] > 0).all())
+    assert bool((q[drawn[:, 2]] == 0).all())
+
+
+def test_more_draws_than_tokens_are_refused():
+    with pytest.raises(ValueError, match="num_draws must be at most the vocabulary, 4 tokens, got 5"):
+        draw_without_replacement(torch.ones(1, 4) / 4, gumbel(1, 4), 5)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_tree_is_drawn_from_the_q_of_each_nodes_own_path(replacement):
+    """q after a token allows only the next two token ids, so every path can be checked by arithmetic."""
+    tree = CandidateTree.from_paths([(0,), (3,), (0, 0), (3, 1), (3, 2), (0, 0, 5)])  # ranks with gaps
+    allowed = torch.zeros(6, 6)
+    for token in range(6):
+        allowed[token, [(token + 1) % 6, (token + 2) % 6]] = 0.5
+    asked = []
+
+    def proposal_after(tokens, nodes):
+        asked.append((nodes.start, nodes.stop))
+        return allowed[tokens[:, nodes]]
+
+    root = torch.arange(6).repeat(50)
+    tokens, proposal = draw_tree(tree, root, proposal_after, gumbel(300, 7, 6), replacement=replacement)
+    assert asked == [(0, 1), (1, 3), (3, 6)]
+    parents = torch.tensor(tree.parents)
+    assert bool(((tokens[:, 1:] - tokens[:, parents[1:]]) % 6 - 1 <= 1).all())
+    assert torch.equal(proposal[:, :6], allowed[tokens[:, :6]])
+    assert bool((proposal[:, 6] == 0).all())
+    siblings_differ = (tokens[:, 1] != tokens[:, 2]) & (tokens[:, 4] != tokens[:, 5])
+    assert bool(siblings_differ.all()) is not replacement
+
+
+def test_independent_chains_share_only_the_root():
+    tree = independent_chains(3, 2)
+    assert tree.parents == (0, 0, 0, 0, 1, 2, 3)
+    assert independent_chains(1, 4).paths == CandidateTree.chain(4).paths
+    with pytest.raises(ValueError, match="num_chains and length must be at least 1, got 0 and 4"):
+        independent_chains(0, 4)
+
+
+def test_the_kind_of_a_draft_follows_from_its_shape():
+    assert kind_drawn(CandidateTree.chain(4), replacement=False) is DraftKind.CHAIN
+    assert kind_drawn(independent_chains(2, 2), replacement=True) is DraftKind.WITH_REPLACEMENT
+    assert kind_drawn(independent_chains(2, 2), replacement=False) is DraftKind.WITHOUT_REPLACEMENT
+
+
+def test_counter_based_noise_is_reproducible_row_by_row_and_differs_between_streams():
+    seeds, roots = torch.tensor([5, 6, 2**62]), torch.tensor([9, 100, 7])
+    drafts, coins = draft_noise(seeds, roots, 4, 11), verification_noise(seeds, roots, 4, 11)
+    assert drafts.shape == (3, 4, 11)
+    assert coins.uniform.shape == (3, 4)
+    assert coins.gumbel.shape == (3, 11)
+    alone = verification_noise(seeds[1:2], roots[1:2], 4, 11)
+    assert torch.equal(alone.uniform[0], coins.uniform[1])
+    assert torch.equal(alone.gumbel[0], coins.gumbel[1])
+    assert torch.equal(draft_noise(seeds[1:2], roots[1:2], 4, 11)[0], drafts[1])
+    assert not torch.isclose(drafts, coins.gumbel[:, None]).any()
+
+
+def test_coins_are_uniform_and_below_one():
+    coins = verification_noise(torch.arange(2000), torch.full((2000,), 3), 100, 1).uniform
+    assert coins.dtype == torch.float32
+    assert bool(((coins >= 0) & (coins < 1)).all())
+    counts = torch.bincount((coins * 50).long().flatten(), minlength=50)
+    assert p_value(counts, torch.full((50,), 1 / 50, dtype=torch.float64)) > FALSE_ALARM_RATE
+
+
+def test_a_coin_stays_below_one_where_the_noise_is_largest(monkeypatch):
+    monkeypatch.setattr(noise, "gumbel_noise", lambda seeds, at, vocab: torch.full((*at.shape, vocab), 25.0))
+    zero = torch.zeros(1, dtype=torch.long)
+    coins = verification_noise(zero, zero, 4, 3).uniform
+    assert bool((coins < 1).all())
+
+
+def test_a_tree_beyond_the_spacing_of_the_counters_is_refused():
+    with pytest.raises(ValueError, match="num_nodes must be at most 1024, got 1025"):
+        draft_noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1025, 2)
+
+
+@pytest.mark.parametrize("name", ["block", "traversal"])
+def test_texts_follow_the_law_with_counter_based_noise(name):
+    """The three streams of a step are independent enough for the same chi-square as true random numbers."""
+    target, drafter = toy_pair(seed=41, vocab_size=3)
+    tree = CandidateTree.chain(2) if name == "block" else CandidateTree.from_paths([(0,), (1,), (0, 0)])
+    seeds = torch.arange(100_000)
+
+    def counted(step):
+        sizes = (seeds, torch.full_like(seeds, step), tree.num_nodes, 3)
+        return draft_noise(*sizes), verification_noise(*sizes)
+
+    counts = sampled_law(
+        rule_named(name),
+        target,
+        drafter,
+        tree,
+        3,
+        replacement=False,
+        num_rows=len(seeds),
+        noise_source=counted,
+    )
+    assert p_value(counts, law_of(target, 3)) > FALSE_ALARM_RATE
+
+
+def test_expected_tokens_is_the_geometric_sum():
+    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert expected_tokens(0.0, 7) == 1
+    assert expected_tokens(1.0, 7) == 8
+    assert expected_tokens(1 - 1e-12, 7) == pytest.approx(8)
+    assert expected_tokens(0.5, 0) == 1
+
+
+@pytest.mark.parametrize(("rate", "length"), [(1.2, 3), (-0.1, 3), (float("nan"), 3), (0.5, -1)])
+def test_expected_tokens_refuses_what_is_no_rate_or_length(rate, length):
+    with pytest.raises(ValueError, match=r"acceptance_rate must be in|draft_length must be at least 0"):
+        expected_tokens(rate, length)

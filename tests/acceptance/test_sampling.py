@@ -1,0 +1,393 @@
+"""Noise that is a function of seed and position, and processors that see each node's own path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import OracleDrafter, left_padded, random_prompts, tiny_model
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from medusa import CandidateTree, MedusaModel
+from medusa.acceptance.sampling import (
+    PATH_FREE_PROCESSORS,
+    WARPERS,
+    NodePaths,
+    check_processors,
+    choose,
+    gumbel_noise,
+    process_node_logits,
+    row_seeds,
+    warp_logits,
+)
+
+CPU = torch.device("cpu")
+VOCAB = 13
+TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
+PREFIXES = [[3, 1, 4, 1], [9, 2]]
+PADDING = [0, 2]
+PAD = 12
+
+
+def node_paths(rows: tuple[int, ...] = (0, 1), seed: int = 0) -> NodePaths:
+    """Two rows, prompts of 4 and 2 tokens, the second padded by 2 in the caller's batch."""
+    prefix = torch.zeros(2, 6, dtype=torch.long)
+    for row, tokens in enumerate(PREFIXES):
+        prefix[row, : len(tokens)] = torch.tensor(tokens)
+    generator = torch.Generator().manual_seed(seed)
+    return NodePaths(
+        prefix=prefix,
+        prefix_lengths=torch.tensor([len(tokens) for tokens in PREFIXES]),
+        padding=PADDING,
+        tokens=torch.randint(0, VOCAB - 1, (2, TREE.num_nodes), generator=generator),
+        topology=TREE.topology(),
+        rows=list(rows),
+        pad_id=PAD,
+    )
+
+
+def own_path(paths: NodePaths, row: int, node: int, padded: bool) -> list[int]:
+    """The sequence that ends in ``node``, found by climbing from it."""
+    above = [node]
+    while above[-1]:
+        above.append(TREE.parents[above[-1]])
+    pad = [PAD] * PADDING[row] if padded else []
+    return pad + PREFIXES[row] + paths.tokens[row, above[::-1]].tolist()
+
+
+def random_logits(seed: int = 0) -> Tensor:
+    return 3 * torch.randn(2, TREE.num_nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_one(logits: Tensor, processor: LogitsProcessor, paths: NodePaths, padded: bool) -> Tensor:
+    """Every node alone, as if its path had been generated token by token."""
+    scores = torch.empty_like(logits)
+    for row in range(2):
+        for node in range(TREE.num_nodes):
+            ids = torch.tensor([own_path(paths, row, node, padded)])
+            scores[row, node] = processor(ids, logits[row, node][None].clone())[0]
+    return scores
+
+
+def test_noise_is_the_same_for_a_row_alone_and_in_any_company():
+    seeds, positions = torch.tensor([5, 2**40, 5]), torch.tensor([[0, 9], [3, 4], [9, 10]])
+    together = gumbel_noise(seeds, positions, 50)
+    assert together.shape == (3, 2, 50) and together.dtype == torch.float32
+    assert torch.equal(together, gumbel_noise(seeds, positions, 50))
+    for row in range(3):
+        for column in range(2):
+            alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1, column : column + 1], 50)
+            assert torch.equal(together[row, column], alone[0, 0])
+    assert torch.equal(together[0, 1], together[2, 0])  # same seed, same position
+    assert torch.equal(gumbel_noise(seeds, positions, 20), together[..., :20])
+
+
+def test_noise_changes_with_any_bit_of_seed_and_position():
+    base = gumbel_noise(torch.tensor([0]), torch.tensor([[0]]), 200)
+    for bit in range(62):
+        other = gumbel_noise(torch.tensor([1 << bit]), torch.tensor([[0]]), 200)
+        assert (other != base).float().mean() > 0.95
+    for bit in range(30):
+        other = gumbel_noise(torch.tensor([0]), torch.tensor([[1 << bit]]), 200)
+        assert (other != base).float().mean() > 0.95
+
+
+def test_noise_is_finite_even_where_the_hash_is_extreme():
+    noise = gumbel_noise(torch.arange(40), torch.arange(50).expand(40, -1), 500)
+    assert noise.isfinite().all()
+    assert noise.max() > 10  # the tail that decides an argmax over a large vocabulary is there
+
+
+def test_warped_logits_are_those_of_the_warpers_alone_in_their_order():
+    logits = random_logits()
+    warpers = [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.8)]
+    others = [hf.RepetitionPenaltyLogitsProcessor(1.5), hf.SuppressTokensLogitsProcessor([1], "cpu")]
+    expected = logits.view(-1, VOCAB)
+    for warper in warpers:
+        expected = warper(None, expected)
+    warped = warp_logits(logits, LogitsProcessorList([others[0], *warpers, others[1]]))
+    assert torch.equal(warped, expected.view_as(logits))
+    assert 0 < warped.isfinite().sum() < 5 * TREE.num_nodes * 2 + 1
+    swapped = warp_logits(logits, LogitsProcessorList([warpers[2], warpers[0]]))
+    assert not torch.equal(swapped, warp_logits(logits, LogitsProcessorList([warpers[0], warpers[2]])))
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+def test_every_warper_keeps_a_token_of_a_row_with_columns_that_hold_none(warper):
+    """A draft model with fewer rows than the base says minus infinity of the tokens it does not have."""
+    strict = {hf.TemperatureLogitsWarper: 0.1, hf.TopKLogitsWarper: 1, hf.MinPLogitsWarper: 1.0}
+    logits = torch.nn.functional.pad(random_logits(), (0, 3), value=-torch.inf)
+    warped = warp_logits(logits, LogitsProcessorList([warper(strict.get(warper, 0.01))]))
+    proposal = warped.softmax(-1)
+    assert torch.allclose(proposal.sum(-1), torch.ones(2, TREE.num_nodes))
+    assert (proposal[..., VOCAB:] == 0).all()
+
+
+def test_a_processor_that_writes_in_place_does_not_reach_the_logits(monkeypatch):
+    monkeypatch.setattr(
+        hf.TemperatureLogitsWarper, "__call__", lambda self, input_ids, scores: scores.div_(2)
+    )
+    logits = random_logits()
+    given = logits.clone()
+    scores = process_node_logits(logits, LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), node_paths())
+    assert torch.equal(scores, given / 2)
+    assert torch.equal(logits, given)
+    assert torch.equal(warp_logits(logits, LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)])), given / 2)
+    assert torch.equal(logits, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_noise_on_a_gpu_is_the_noise_on_the_cpu():
+    seeds, positions = torch.tensor([5, -1 & (2**63 - 1)]), torch.arange(8).expand(2, -1)
+    there = gumbel_noise(seeds.cuda(), positions.cuda(), 5000).cpu()
+    torch.testing.assert_close(there, gumbel_noise(seeds, positions, 5000), rtol=1e-5, atol=1e-5)
+
+
+def test_choosing_is_argmax_of_scores_plus_noise():
+    scores, noise = torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[2.0, 0.0, 0.5]])
+    assert choose(scores, None).tolist() == [1]
+    assert choose(scores, noise).tolist() == [0]
+    assert choose(torch.tensor([[-torch.inf, 2.0]]), torch.tensor([[99.0, 0.0]])).tolist() == [1]
+
+
+def test_row_seeds_count_up_from_an_int_and_take_a_list_as_it_is():
+    assert row_seeds(7, 3, CPU).tolist() == [7, 8, 9]
+    assert row_seeds([4, 4, 1], 3, CPU).tolist() == [4, 4, 1]
+    assert row_seeds(-1, 2, CPU).tolist() == [2**63 - 1, 0]
+    torch.manual_seed(0)
+    drawn = row_seeds(None, 2, CPU).tolist()
+    assert drawn != row_seeds(None, 2, CPU).tolist()
+    torch.manual_seed(0)
+    assert drawn == row_seeds(None, 2, CPU).tolist()
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2, 3]])
+def test_a_wrong_number_of_seeds_is_refused(seeds):
+    with pytest.raises(ValueError, match=f"one int per row: 2 rows, got {len(seeds)} seeds"):
+        row_seeds(seeds, 2, CPU)
+
+
+def test_the_noise_is_keyed_by_the_position_of_the_token_that_it_chooses():
+    """Decoded by hand, one token at a time, with the noise of (seed, index of the new token)."""
+    base, seed = tiny_model("llama"), 11
+    prompts = left_padded(random_prompts(2, 9), [9, 4])
+    options = {"do_sample": True, "temperature": 1.3, "top_k": 0, "max_new_tokens": 10, "seed": seed}
+    sequences = MedusaModel(base).generate(**prompts, **options)
+    for row, length in enumerate([9, 4]):
+        ids = prompts["input_ids"][row, 9 - length :].tolist()
+        for _ in range(10):
+            with torch.no_grad():
+                scores = base(torch.tensor([ids])).logits[0, -1] / 1.3
+            noise = gumbel_noise(torch.tensor([seed + row]), torch.tensor([[len(ids)]]), len(scores))
+            ids.append(int((scores + noise[0, 0]).argmax()))
+        assert sequences[row, 9 - length :].tolist() == ids
+
+
+def test_an_answer_goes_on_the_same_from_any_of_its_tokens():
+    model = MedusaModel(tiny_model("llama"))
+    options = {"do_sample": True, "temperature": 1.3, "seed": 3}
+    whole = model.generate(random_prompts(1, 5), **options, max_new_tokens=12)
+    for kept in (6, 11):
+        assert torch.equal(model.generate(whole[:, :kept], **options, max_new_tokens=17 - kept), whole)
+
+
+PATH_READERS = [
+    hf.RepetitionPenaltyLogitsProcessor(1.7),
+    hf.NoRepeatNGramLogitsProcessor(2),
+    hf.NoBadWordsLogitsProcessor([[5], [3, 1]]),
+    hf.SequenceBiasLogitsProcessor({(4, 1): 6.0, (2,): -3.0}),
+    hf.MinLengthLogitsProcessor(6, [2]),
+]
+
+
+@pytest.mark.parametrize("processor", PATH_READERS, ids=lambda p: type(p).__name__)
+def test_a_processor_sees_each_node_with_its_own_path(processor):
+    logits, paths = random_logits(), node_paths()
+    given = logits.clone()
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=False))
+    assert not torch.equal(scores, logits)
+    assert torch.equal(logits, given)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        hf.MinNewTokensLengthLogitsProcessor(4, 3, [2]),
+        hf.ForcedEOSTokenLogitsProcessor(7, 2),
+        hf.ExponentialDecayLengthPenalty((1, 1.5), [2], 4),
+        hf.SuppressTokensAtBeginLogitsProcessor([3, 4], 5),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_processor_that_counts_from_the_prompts_width_is_shown_the_padding(processor):
+    logits, paths = random_logits(), node_paths()
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=True))
+    assert not torch.equal(scores, one_by_one(logits, processor, paths, padded=False))
+
+
+PATH_FREE = {
+    hf.TemperatureLogitsWarper: lambda: hf.TemperatureLogitsWarper(0.7),
+    hf.TopKLogitsWarper: lambda: hf.TopKLogitsWarper(4),
+    hf.TopPLogitsWarper: lambda: hf.TopPLogitsWarper(0.8),
+    hf.MinPLogitsWarper: lambda: hf.MinPLogitsWarper(0.1),
+    hf.TypicalLogitsWarper: lambda: hf.TypicalLogitsWarper(0.7),
+    hf.EpsilonLogitsWarper: lambda: hf.EpsilonLogitsWarper(0.05),
+    hf.EtaLogitsWarper: lambda: hf.EtaLogitsWarper(0.1),
+    hf.SuppressTokensLogitsProcessor: lambda: hf.SuppressTokensLogitsProcessor([2, 3]),
+    hf.InfNanRemoveLogitsProcessor: lambda: hf.InfNanRemoveLogitsProcessor(),
+}
+
+
+@pytest.mark.parametrize("kind", PATH_FREE_PROCESSORS, ids=lambda kind: kind.__name__)
+def test_a_processor_that_reads_no_path_takes_all_nodes_in_one_call(kind, monkeypatch):
+    processor, calls = PATH_FREE[kind](), []
+    logits, paths = random_logits(), node_paths()
+    expected = one_by_one(logits, processor, paths, padded=True)
+    plain_call = kind.__call__
+
+    def counted(self, input_ids, scores):
+        calls.append(len(scores))
+        return plain_call(self, input_ids, scores)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    torch.testing.assert_close(scores, expected)
+    assert calls == [2 * TREE.num_nodes]
+
+
+class Recorder(LogitsProcessor):
+    """The caller's own: writes down what it is shown."""
+
+    def __init__(self):
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.extend(input_ids.tolist())
+        return scores
+
+
+def test_the_callers_own_processor_sees_the_callers_padding_as_in_transformers():
+    recorder, paths = Recorder(), node_paths()
+    process_node_logits(random_logits(), LogitsProcessorList([recorder]), paths)
+    expected = [own_path(paths, row, node, padded=True) for row in range(2) for node in range(TREE.num_nodes)]
+    assert sorted(recorder.seen) == sorted(expected)
+
+
+class WrittenForOneRow(LogitsProcessor):
+    """As many are: it looks at row 0 and writes to row 0."""
+
+    def __call__(self, input_ids, scores):
+        scores[0, int(input_ids[0].sum()) % VOCAB] = 50.0
+        return scores
+
+
+def test_a_processor_of_the_callers_that_thinks_of_one_row_is_right_for_every_node():
+    logits, paths, processor = random_logits(), node_paths(), WrittenForOneRow()
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=True))
+
+
+class TemperatureByLength(hf.TemperatureLogitsWarper):
+    """A subclass of a processor that reads no path may read it all the same."""
+
+    def __call__(self, input_ids, scores):
+        return scores * input_ids.shape[1]
+
+
+def test_a_subclass_of_a_path_free_processor_is_shown_the_path():
+    logits, paths, processor = random_logits(), node_paths(), TemperatureByLength(1.0)
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=True))
+
+
+def test_processors_act_in_order():
+    logits, paths = random_logits(), node_paths()
+    penalty, warm = hf.RepetitionPenaltyLogitsProcessor(1.7), hf.TemperatureLogitsWarper(0.5)
+    top = hf.TopKLogitsWarper(3)
+    scores = process_node_logits(logits, LogitsProcessorList([warm, penalty, top]), paths)
+    step = one_by_one(logits, warm, paths, padded=False)
+    step = one_by_one(step, penalty, paths, padded=False)
+    torch.testing.assert_close(scores, one_by_one(step, top, paths, padded=False))
+
+
+def test_scores_are_float32_and_the_logits_untouched():
+    logits = random_logits().to(torch.bfloat16)
+    given = logits.clone()
+    scores = process_node_logits(logits, LogitsProcessorList([hf.TopKLogitsWarper(3)]), node_paths())
+    assert scores.dtype == torch.float32
+    assert torch.equal(logits, given)
+
+
+def test_a_prefix_function_is_told_the_callers_row_and_asked_about_allowed_paths_only():
+    """Even tokens only: a function of the caller's may fail on a path that it has forbidden."""
+    asked: set[tuple[int, ...]] = set()
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        tokens = ids.tolist()
+        asked.add((row, *tokens))
+        if any(token % 2 for token in tokens[5:]):
+            raise AssertionError(f"asked about a forbidden path {tokens}")
+        return list(range(0, VOCAB, 2))
+
+    paths, logits = node_paths(rows=(4, 2), seed=5), random_logits()
+    processor = hf.PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
+    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
+    expected, num_forbidden = set(), 0
+    for row, callers in enumerate((4, 2)):
+        for node in range(TREE.num_nodes):
+            path = own_path(paths, row, node, padded=True)
+            if any(token % 2 for token in path[5:]):
+                num_forbidden += 1
+                continue
+            expected.add((callers, *path))
+            assert scores[row, node, 1::2].isneginf().all()
+            assert torch.equal(scores[row, node, ::2], logits[row, node, ::2])
+    assert asked == expected
+    assert num_forbidden > 2 and len(expected) > 4
+
+
+def test_a_prefix_function_gives_the_output_of_transformers():
+    """Each row walks its own residue class, after its own last token; a wrong row or path shows at once."""
+    model = MedusaModel(tiny_model("llama"))
+    batch = left_padded(random_prompts(3, 8), [8, 5, 8])
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        assert len(ids) < 9 or int(ids[-1]) % 3 == row
+        return [token for token in range(61) if token % 3 == row and token != int(ids[-1])]
+
+    options = {"max_new_tokens": 12, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    reference = model.base.generate(**batch, **options)
+    assert model.generate(**batch, **options).tolist() == reference.tolist()
+    answers = [row[8 - n :].tolist() for row, n in zip(reference, [8, 5, 8], strict=True)]
+    oracle = OracleDrafter(answers, TREE, hit_rate=0.8)
+    drafted = model.generate(**batch, **options, drafter=oracle, return_dict_in_generate=True)
+    assert drafted.sequences.tolist() == reference.tolist()
+    assert drafted.statistics.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_processors_that_hold_all_prompts_work_on_one_row_only(num_rows):
+    model, prompts = MedusaModel(tiny_model("llama")), random_prompts(num_rows, 8)
+    for option in ({"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 1}):
+        options = {"max_new_tokens": 10, "do_sample": False, **option}
+        if num_rows == 1:
+            reference = model.base.generate(prompts, **options)
+            oracle = OracleDrafter(reference.tolist(), TREE, hit_rate=0.8)
+            assert model.generate(prompts, **options, drafter=oracle).tolist() == reference.tolist()
+        else:
+            with pytest.raises(ValueError, match=r"^Encoder\w+ works with batch size 1, got 2 rows"):
+                model.generate(prompts, **options)
+
+
+def test_processors_that_keep_state_are_refused_by_name():
+    guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, tiny_model("llama"))
+    with pytest.raises(
+        ValueError, match=r"^UnbatchedClassifier\w+ keeps state .* transformers' own generate"
+    ):
+        check_processors(LogitsProcessorList([hf.TopKLogitsWarper(3), guidance]), num_rows=1)
+    with pytest.raises(ValueError, match=r"^UnbatchedClassifier\w+ keeps state"):
+        MedusaModel(tiny_model("llama")).generate(random_prompts(1, 4), guidance_scale=1.5, max_new_tokens=2)

@@ -1,0 +1,221 @@
+"""Masks and positions of tree nodes against a loop over (row, node, slot)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, SLIDING_WINDOW, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_candidate_tree import trees
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
+
+from medusa import CandidateTree
+from medusa.base.attention import (
+    FLOAT64_ATTENTION,
+    GROUPED_ATTENTION,
+    MAX_GROUPED_NODES,
+    float64_attention,
+    grouped_attention,
+    grouped_masks,
+    layer_windows,
+    mask_dtype,
+    node_positions,
+    tree_attention_masks,
+)
+from medusa.trees.candidate_tree import TreeTopology
+
+WINDOWS = {
+    "llama": {"full_attention": None},
+    "qwen3": {"full_attention": None},
+    "mistral-sliding": {"sliding_attention": SLIDING_WINDOW},
+    "gemma3": {"sliding_attention": SLIDING_WINDOW, "full_attention": None},
+    "gpt-neox": {"full_attention": None},
+    "phi": {"full_attention": None},
+    "mixtral-moe": {"full_attention": None},
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layer_types_and_windows_are_read_from_the_configuration(architecture):
+    assert layer_windows(tiny_model(architecture).config) == WINDOWS[architecture]
+
+
+def test_a_window_that_is_switched_off_is_none():
+    sizes = {"num_hidden_layers": 2, "sliding_window": 8, "max_window_layers": 1}
+    assert layer_windows(Qwen2Config(**sizes, use_sliding_window=False)) == {"full_attention": None}
+    both = layer_windows(Qwen2Config(**sizes, use_sliding_window=True))
+    assert both == {"full_attention": None, "sliding_attention": 8}
+    assert layer_windows(MistralConfig(sliding_window=None)) == {"full_attention": None}
+    assert layer_windows(LlamaConfig()) == {"full_attention": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (Llama4TextConfig(num_hidden_layers=4), "chunked_attention"),
+        (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local"),
+    ],
+    ids=["llama4", "gpt-neo"],
+)
+def test_layers_that_mask_otherwise_are_refused(config, kind):
+    with pytest.raises(ValueError, match=f"layers of type {kind}: .* full and sliding-window attention only"):
+        layer_windows(config)
+
+
+def naive_masks(lengths: list[int], num_slots: int, tree: CandidateTree, window: int | None) -> torch.Tensor:
+    """(B, N, S) bool: a node sees the row's committed tokens, its ancestors and itself, if near enough."""
+    mask = torch.zeros(len(lengths), tree.num_nodes, num_slots, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        for node, path in enumerate(tree.paths):
+            position = length + len(path)
+            for slot in range(num_slots):
+                if slot < length:
+                    is_before, slot_position = True, slot
+                elif slot < length + tree.num_nodes:
+                    other = tree.paths[slot - length]
+                    is_before, slot_position = path[: len(other)] == other, length + len(other)
+                else:
+                    is_before, slot_position = False, 0
+                mask[row, node, slot] = is_before and (window is None or position - slot_position < window)
+    return mask
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    tree=trees(max_nodes=10),
+    lengths=st.lists(st.integers(0, 14), min_size=1, max_size=3),
+    window=st.integers(1, 9),
+    first=st.integers(0, 9),
+    last=st.integers(1, 10),
+)
+def test_masks_are_those_of_the_loop_for_every_row_node_and_slot(tree, lengths, window, first, last):
+    num_slots = max(lengths) + tree.num_nodes
+    some = torch.tensor(lengths)
+    windows = {"full_attention": None, "sliding_attention": window}
+    masks = tree_attention_masks(some, num_slots, tree.topology(), windows)
+    full, near = naive_masks(lengths, num_slots, tree, None), naive_masks(lengths, num_slots, tree, window)
+    assert torch.equal(masks["full_attention"], full[:, None])
+    assert torch.equal(masks["sliding_attention"], near[:, None])
+    nodes = slice(min(first, tree.num_nodes - 1), max(first + 1, last))
+    part = tree_attention_masks(some, num_slots, tree.topology(), windows, nodes=nodes)
+    assert torch.equal(part["full_attention"], full[:, None, nodes])
+    assert torch.equal(part["sliding_attention"], near[:, None, nodes])
+
+
+def test_rows_may_have_trees_of_their_own():
+    one, other = CandidateTree.chain(3), CandidateTree.from_paths([(0,), (1,), (1, 0)])
+    topology = TreeTopology.from_parents(
+        torch.tensor([one.parents, other.parents]), torch.tensor([[0, 1, 2, 3], [0, 1, 1, 2]]), max_depth=3
+    )
+    mask = tree_attention_masks(torch.tensor([2, 5]), 9, topology, {"sliding_attention": 3})
+    assert torch.equal(mask[0, 0], naive_masks([2], 9, one, 3)[0])
+    assert torch.equal(mask[1, 0], naive_masks([5], 9, other, 3)[0])
+    assert node_positions(torch.tensor([2, 5]), topology).tolist() == [[2, 3, 4, 5], [5, 6, 6, 7]]
+
+
+def test_an_additive_mask_is_zero_where_visible_and_the_smallest_number_elsewhere():
+    tree = CandidateTree.from_paths([(0,), (1,)])
+    arguments = (torch.tensor([2, 1]), 5, tree.topology(), {"full_attention": None})
+    visible = tree_attention_masks(*arguments)
+    for dtype in (torch.float32, torch.bfloat16):
+        additive = tree_attention_masks(*arguments, dtype)
+        assert additive.dtype == dtype and additive.shape == (2, 1, 3, 5)
+        assert torch.equal(additive == 0, visible)
+        assert (additive[~visible] == torch.finfo(dtype).min).all()
+
+
+def test_one_layer_type_gives_one_mask_and_two_give_a_dictionary():
+    arguments = (torch.tensor([3]), 4, CandidateTree.chain(0).topology())
+    assert isinstance(tree_attention_masks(*arguments, {"full_attention": None}), torch.Tensor)
+    both = tree_attention_masks(*arguments, {"full_attention": None, "sliding_attention": 2})
+    assert list(both) == ["full_attention", "sliding_attention"]
+
+
+def test_a_position_is_the_committed_length_plus_the_depth_and_ends_with_the_context():
+    topology = CandidateTree.from_paths([(0,), (1,), (0, 0)]).topology()
+    lengths = torch.tensor([4, 0])
+    assert node_positions(lengths, topology).tolist() == [[4, 5, 5, 6], [0, 1, 1, 2]]
+    assert node_positions(lengths, topology, context=6).tolist() == [[4, 5, 5, 5], [0, 1, 1, 2]]
+    assert node_positions(lengths, topology, nodes=slice(2, 4)).tolist() == [[5, 6], [1, 2]]
+
+
+def config_with(attention: str) -> LlamaConfig:
+    config = LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
+    config._attn_implementation = attention
+    return config
+
+
+def attention_inputs(num_queries: int, num_slots: int = 11, num_key_heads: int = 2):
+    """Query, key, value and a boolean mask in which every query sees something."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, num_queries, 6, 8, generator=generator).transpose(1, 2)
+    key, value = torch.randn(2, 2, num_key_heads, num_slots, 8, generator=generator)
+    mask = torch.rand(2, 1, num_queries, num_slots, generator=generator) < 0.6
+    mask[..., 0] = True
+    return query, key, value, mask
+
+
+def module_with(num_groups: int) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.num_key_value_groups = num_groups
+    return module
+
+
+@pytest.mark.parametrize("num_key_heads", [1, 2, 6])
+@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize("kind", [GROUPED_ATTENTION, FLOAT64_ATTENTION])
+def test_grouped_attention_is_attention_with_keys_repeated_for_their_heads(num_key_heads, num_queries, kind):
+    query, key, value, mask = attention_inputs(num_queries, num_key_heads=num_key_heads)
+    config = config_with(kind)
+    config.num_key_value_heads = num_key_heads
+    additive = torch.zeros(mask.shape, dtype=mask_dtype(config, torch.float32))
+    additive.masked_fill_(~mask, torch.finfo(additive.dtype).min)
+    rows, num_groups = grouped_masks(additive, config), 6 // num_key_heads
+    assert rows.shape[2] == num_groups * num_queries
+    attention = {GROUPED_ATTENTION: grouped_attention, FLOAT64_ATTENTION: float64_attention}[kind]
+    repeated = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
+    for given_mask in (rows, additive):
+        given, _ = attention(module_with(num_groups), query, key, value, given_mask, scaling=0.3)
+        assert torch.allclose(given, expected.transpose(1, 2), atol=1e-6) and given.is_contiguous()
+
+
+def test_attention_that_asks_for_more_is_left_to_transformers():
+    query, key, value, mask = attention_inputs(4)
+    rows = grouped_masks(mask, config_with(GROUPED_ATTENTION))
+    with pytest.raises(ValueError, match="softcap"):
+        grouped_attention(module_with(3), query, key, value, rows, scaling=0.3, softcap=30.0)
+    bias = torch.randn(2, 6, 4, 11)
+    given, _ = grouped_attention(module_with(3), query, key, value, rows, scaling=0.3, position_bias=bias)
+    repeated = (states.repeat_interleave(3, dim=1) for states in (key, value))
+    mask = bias.masked_fill(~mask, torch.finfo(torch.float32).min)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
+    assert torch.allclose(given, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_rows_of_masks_are_repeated_for_grouped_attention_alone_and_not_for_many_nodes():
+    mask = torch.rand(2, 1, 5, 11) < 0.5
+    grouped = config_with(GROUPED_ATTENTION)
+    assert torch.equal(grouped_masks(mask, grouped), torch.cat([mask] * 3, dim=2))
+    both = grouped_masks({"full_attention": mask, "sliding_attention": ~mask}, grouped)
+    assert torch.equal(both["sliding_attention"], torch.cat([~mask] * 3, dim=2))
+    for attention in ("sdpa", "eager"):
+        assert grouped_masks(mask, config_with(attention)) is mask
+    prompt = torch.ones(1, 1, MAX_GROUPED_NODES + 1, 80, dtype=torch.bool)
+    assert grouped_masks(prompt, grouped) is prompt
+    assert grouped_masks(mask, GPTNeoXConfig(attn_implementation=GROUPED_ATTENTION)).shape == mask.shape
+
+
+def test_a_mask_is_boolean_for_sdpa_and_added_to_scores_elsewhere():
+    dtypes = {name: mask_dtype(config_with(name), torch.bfloat16) for name in ("sdpa", "eager")}
+    assert dtypes == {"sdpa": None, "eager": torch.bfloat16}
+    assert mask_dtype(config_with(GROUPED_ATTENTION), torch.float32) == torch.float32
+    assert mask_dtype(config_with(FLOAT64_ATTENTION), torch.float32) == torch.float64

@@ -1,0 +1,296 @@
+import io
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tiny_chat import chat_model, chat_tokenizer, wide_tree
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError, TextStream
+from medusa.cli.chat_terminal import ChatTerminal, stop_button
+from medusa.decoding.loop import StepResult
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.prompts import Prompt
+
+TOKENIZER = chat_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+class ScriptedModel:
+    """Says what it is told to, a step at a time, in place of a MedusaModel."""
+
+    def __init__(self, *answers, max_context=512):
+        model = chat_model(context=max_context)
+        self.base, self.tokenizer, self.tree, self.device = model.base, TOKENIZER, wide_tree(), model.device
+        self.answers = list(answers)
+        self.calls = []
+
+    def stream(self, *, input_ids, max_new_tokens, statistics, **arguments):
+        self.calls.append(
+            {"text": TOKENIZER.decode(input_ids[0]), "max_new_tokens": max_new_tokens, **arguments}
+        )
+        return self._steps(self.answers.pop(0), max_new_tokens, statistics)
+
+    def _steps(self, answer, max_new_tokens, statistics):
+        tokens = [*TOKENIZER(answer, add_special_tokens=False).input_ids, END][:max_new_tokens]
+        statistics.num_rows += 1
+        yield StepResult([tokens[:1]], [[0]], is_first=True)
+        for start in range(1, len(tokens), 2):
+            new = tokens[start : start + 2]
+            statistics.record_step([len(new) - 1], 3)
+            yield StepResult([new], [[1, 0][-len(new) :]])
+
+
+def scripted(*answers, color_depth=False, max_context=512, **chat_settings):
+    """A terminal over a scripted model, and what it has printed so far as a function."""
+    model = ScriptedModel(*answers, max_context=max_context)
+    session = ChatSession(model, ChatSettings(**chat_settings))
+    screen = io.StringIO()
+    console = Console(
+        file=screen,
+        width=200,
+        highlight=False,
+        force_terminal=color_depth,
+        color_system="standard" if color_depth else None,
+    )
+    return ChatTerminal(session, console, color_depth), screen.getvalue
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=30))
+def test_streamed_pieces_join_to_the_whole_text_and_never_show_half_a_character(text):
+    stream = TextStream(TOKENIZER)
+    pieces = [stream.feed(token) for token in TOKENIZER(text, add_special_tokens=False).input_ids]
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + stream.finish() == text
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 259), max_size=30))
+def test_streaming_any_tokens_gives_the_tokenizers_own_decoding(tokens):
+    stream = TextStream(TOKENIZER)
+    streamed = "".join(map(stream.feed, tokens)) + stream.finish()
+    assert streamed == TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def test_words_keep_their_spaces_where_a_lone_token_would_lose_its_own():
+    pieces = Tokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1, "<end>": 2}, unk_token="<end>"))
+    pieces.decoder = decoders.Metaspace()
+    stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=pieces))
+    assert [stream.feed(token) for token in (0, 1, 1)] == ["one", " two", " two"]
+
+
+def test_text_appears_as_soon_as_it_is_certain():
+    stream = TextStream(TOKENIZER)
+    assert [stream.feed(token) for token in TOKENIZER("aé😀").input_ids] == ["a", "", "é", "", "", "", "😀"]
+
+
+def test_history_holds_questions_and_answers_and_is_rendered_with_the_template():
+    terminal, _ = scripted("Hello!", "Fine.", system="Be kind.")
+    terminal.converse(iter(["Hi", "How are you?"]))
+    roles = [message["role"] for message in terminal.session.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert terminal.session.model.calls[1]["text"] == (
+        "<|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>Hello!<|end|>"
+        "<|user|>How are you?<|end|><|assistant|>"
+    )
+
+
+def test_each_answer_is_followed_by_what_it_cost():
+    terminal, printed = scripted("Hello")
+    terminal.ask("Hi")
+    # 6 tokens with the end token: one of the prefill, then 3 steps of which 2 accept a guess.
+    assert "Hello\n6 tokens in " in printed()
+    assert "1.67 tokens per step" in printed()
+
+
+def test_reset_forgets_the_conversation_and_keeps_the_system_message():
+    terminal, printed = scripted("Hello!", "Again.", system="Be kind.")
+    terminal.converse(iter(["Hi", "/reset", "Hi"]))
+    assert (
+        terminal.session.model.calls[1]["text"] == "<|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>"
+    )
+    assert "starts afresh" in printed()
+
+
+def test_stats_cover_the_session_across_resets():
+    terminal, printed = scripted("Hello!", "Again.")
+    terminal.converse(iter(["/stats", "Hi", "/reset", "Hi", "/stats"]))
+    assert "No answers yet." in printed()
+    assert "2 answers · 14 tokens" in printed()
+    assert "accepted once reached" in printed()
+
+
+def test_exit_ends_the_conversation_and_unknown_commands_list_the_known_ones():
+    terminal, printed = scripted("A path.", "never said")
+    terminal.converse(iter(["/foo", "", "  ", "/etc/passwd is what?", "/exit", "more"]))
+    assert "There is no command /foo." in printed()
+    assert "/stats" in printed()
+    assert len(terminal.session.model.calls) == 1, "a slash alone does not make a command"
+
+
+def test_each_row_of_a_prompts_file_is_a_conversation_of_its_own_with_its_own_messages():
+    terminal, printed = scripted("A.", "B.", "C.")
+    system, user = {"role": "system", "content": "Sing."}, {"role": "user", "content": "three"}
+    one = Prompt(({"role": "user", "content": "one"},), later_turns=("two",))
+    terminal.answer_prompts([one, Prompt((system, user))])
+    assert [call["text"] for call in terminal.session.model.calls] == [
+        "<|user|>one<|end|><|assistant|>",
+        "<|user|>one<|end|><|assistant|>A.<|end|><|user|>two<|end|><|assistant|>",
+        "<|system|>Sing.<|end|><|user|>three<|end|><|assistant|>",
+    ]
+    assert "> two\nB.\n" in printed()
+
+
+def test_the_first_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_said():
+    terminal, printed = scripted("One two three", "Go on.")
+    steps = terminal.session.model._steps
+
+    def pressed_in_the_third_step(*arguments):
+        for number, step in enumerate(steps(*arguments)):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield step
+
+    terminal.session.model._steps = pressed_in_the_third_step
+    before = signal.getsignal(signal.SIGINT)
+    terminal.ask("Count")
+    assert terminal.session.messages[-1] == {"role": "assistant", "content": "One "}
+    assert terminal.session.answers[-1].ended_by == "interrupt"
+    assert "what was said so far stays in the conversation" in printed()
+    assert signal.getsignal(signal.SIGINT) is before
+    terminal.session.model._steps = steps
+    terminal.ask("And?")
+    assert "<|assistant|>One <|end|><|user|>And?" in terminal.session.model.calls[1]["text"]
+
+
+def test_ctrl_c_twice_before_the_first_word_forgets_the_question():
+    terminal, printed = scripted("never said")
+
+    def stuck(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        yield
+
+    terminal.session.model._steps = stuck
+    terminal.ask("Anyone?")
+    assert terminal.session.messages == []
+    assert "the question is forgotten" in printed()
+
+
+def test_the_stop_button_raises_only_on_the_second_press():
+    with stop_button() as stopped:
+        signal.raise_signal(signal.SIGINT)
+        assert stopped.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_conversation_beyond_the_context_is_refused_and_the_history_stays_as_it_was():
+    terminal, printed = scripted("Hello!", "Short.", max_context=40)
+    terminal.ask("Hi")
+    history = list(terminal.session.messages)
+    with pytest.raises(ContextFullError, match=r"takes \d+ tokens with this question.*context is 40"):
+        list(terminal.session.reply("x" * 40))
+    terminal.ask("x" * 40)
+    assert terminal.session.messages == history
+    assert "(/reset)" in printed()
+    terminal.ask("ok")
+    assert terminal.session.messages[-1]["content"] == "Short."
+
+
+def test_answers_say_why_they_were_cut():
+    terminal, printed = scripted(
+        "A long answer", "Another long answer", "End", max_new_tokens=4, max_context=50
+    )
+    terminal.ask("Hi")
+    assert terminal.session.answers[-1].ended_by == "max_new_tokens"
+    assert "cut at --max-new-tokens" in printed()
+    terminal.session.reset()
+    terminal.ask("x" * 44)
+    assert terminal.session.answers[-1].ended_by == "context"
+    assert "context is full" in printed()
+    terminal.session.reset()
+    terminal.ask("Hi")
+    assert terminal.session.answers[-1].ended_by == "end", "the end token is the fourth"
+
+
+def test_tokens_are_coloured_by_the_depth_that_guessed_them():
+    terminal, printed = scripted("abc", color_depth=True)
+    assert "depth 3" in printed()
+    terminal.ask("Hi")
+    green = "\x1b[32m"
+    assert f"{green}b\x1b[0m" in printed()
+    assert f"{green}a" not in printed()
+    assert f"{green}c" not in printed()
+
+
+def test_escape_sequences_in_an_answer_are_shown_and_not_obeyed():
+    terminal, printed = scripted("\x1b[31mred\x07\n\tnext")
+    terminal.ask("Hi")
+    assert "\u241b[31mred\u2407\n        next" in printed()
+
+
+def test_markup_in_an_answer_is_plain_text():
+    terminal, printed = scripted("[bold]not bold[/bold] :smile:")
+    terminal.ask("Hi")
+    assert "[bold]not bold[/bold] :smile:" in printed()
+
+
+def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
+    texts = []
+    for is_plain in (False, True):
+        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+            session = ChatSession(chat_model(), ChatSettings(30, 5, sampling, is_plain=is_plain))
+            texts.append(["".join(piece.text for piece in session.reply(text)) for text in ("Hello", "More")])
+            assert session.messages[1]["content"] == texts[-1][0]
+            assert bool(session.statistics.acceptance_rate) is not is_plain
+    assert texts[:2] == texts[2:]
+    model = chat_model()
+    prompt = TOKENIZER("<|user|>Hello<|end|><|assistant|>", return_tensors="pt").input_ids
+    tokens = model.base.generate(prompt, max_new_tokens=30, do_sample=False)[0, prompt.shape[1] :]
+    assert texts[0][0] == TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def test_repeated_answers_of_a_session_draw_other_samples():
+    session = ChatSession(chat_model(), ChatSettings(20, 5, {"do_sample": True, "temperature": 1.5}))
+    first = list(session.reply("Hello"))
+    session.reset()
+    assert list(session.reply("Hello")) != first
+
+
+def test_statistics_of_a_stopped_answer_still_count():
+    session = ChatSession(chat_model(), ChatSettings(50))
+    reply = session.reply("Hello")
+    while not next(reply).text:
+        pass
+    reply.close()
+    assert session.answers[0].ended_by == "interrupt"
+    assert isinstance(session.statistics, DecodingStatistics)
+    assert session.statistics.num_tokens >= 1
+
+
+def test_a_model_without_a_chat_template_is_refused_with_the_way_out():
+    model = chat_model()
+    model.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"no chat template.*medusa generate --raw"):
+        ChatSession(model, ChatSettings())
+
+
+def test_the_interrupted_model_is_as_good_as_new():
+    model = chat_model()
+    session = ChatSession(model, ChatSettings(40))
+    whole = "".join(piece.text for piece in session.reply("Hello"))
+    session.reset()
+    stopped = session.reply("Hello")
+    next(stopped)
+    stopped.close()
+    session.reset()
+    assert "".join(piece.text for piece in session.reply("Hello")) == whole
+    assert not torch.is_inference_mode_enabled()

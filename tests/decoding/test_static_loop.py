@@ -1,0 +1,298 @@
+"""Static steps give the general loop's own results: the same tokens, steps, depths and counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import (
+    ARCHITECTURES,
+    BUSHY,
+    READING,
+    SLIDING_WINDOW,
+    VOCAB_SIZE,
+    counting_model,
+    left_padded,
+    random_prompts,
+    tiny_model,
+)
+from static_oracle import StaticOracle
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process as hf
+
+from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
+from medusa.decoding.loop import StepResult, decode
+from medusa.decoding.state import DecodeRequest
+from medusa.decoding.static_loop import decode_static, rounded_slots
+from medusa.decoding.step_runners import Steppers
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.suffix import SuffixDrafter
+
+TREES = [
+    CandidateTree.chain(0),
+    CandidateTree.chain(3),
+    BUSHY,
+    CandidateTree.from_paths([(rank,) for rank in range(5)]),
+    CandidateTree.from_paths([(1,), (1, 2), (1, 2, 0)]),
+]
+LENGTHS = [40, 7, 1]
+SAMPLED = {
+    "seeds": torch.tensor([3, 4, 5]),
+    "temperature": 1.2,
+    "processors": LogitsProcessorList([hf.TemperatureLogitsWarper(1.2), hf.TopKLogitsWarper(30)]),
+}
+
+
+def request_of(lengths=LENGTHS, max_new_tokens: int = 21, **kwargs) -> DecodeRequest:
+    """Ragged rows, stored from column 0."""
+    prompts = random_prompts(len(lengths), max(lengths))
+    return DecodeRequest(prompts, torch.tensor(lengths), max_new_tokens, **kwargs)
+
+
+def answers_of(base, request: DecodeRequest) -> list[list[int]]:
+    """Prompt and plain answer of every row."""
+    rows = [row[:n].tolist() for row, n in zip(request.tokens, request.lengths.tolist(), strict=True)]
+    for step in decode(base, PlainDrafter(), request):
+        for row, new in zip(rows, step.tokens, strict=True):
+            row.extend(new)
+    return rows
+
+
+def both(base, drafter_of, request: DecodeRequest, steps_unseen: int = 4, kind="static"):
+    """(results, statistics) of the general loop, and of static steps."""
+    general, static = DecodingStatistics(), DecodingStatistics()
+    expected = list(decode(base, drafter_of(), request, general))
+    steppers = Steppers(base)
+    results = list(decode_static(kind, steppers, drafter_of(), request, static, steps_unseen))
+    return (expected, general), (results, static)
+
+
+def assert_same(general: tuple, static: tuple) -> list[StepResult]:
+    (expected, expected_statistics), (results, statistics) = general, static
+    assert results == expected
+    for name in ("num_rows", "num_steps", "num_passes", "accepted_histogram"):
+        assert getattr(statistics, name) == getattr(expected_statistics, name)
+    return results
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_ragged_batch_gives_what_the_general_loop_gives(architecture, sampled):
+    base = tiny_model(architecture)
+    request = request_of([SLIDING_WINDOW + 8, 7, 1], **sampled)
+    answers = answers_of(base, request)
+    results = assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
+    assert len(results) < 16  # 21 tokens each: many guesses were right
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.num_nodes} nodes")
+def test_every_shape_of_tree_gives_it(tree, attention):
+    base = tiny_model("gemma3")
+    base.set_attn_implementation(attention)
+    try:
+        request = request_of([33], **{**SAMPLED, "seeds": torch.tensor([9])})
+        answers = answers_of(base, request)
+        assert_same(*both(base, lambda: StaticOracle(answers, tree), request, steps_unseen=8))
+    finally:
+        base.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("reading", READING)
+@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+def test_every_kind_of_heads_gives_it(unembedding, reading, sampled):
+    base = tiny_model("qwen3")
+    ids = list(range(3, 40)) if unembedding == "token_map" else None
+    config = HeadsConfig(
+        32,
+        VOCAB_SIZE,
+        num_heads=3,
+        unembedding=unembedding,
+        rank=4,
+        token_map_size=len(ids) if ids else None,
+        **READING[reading],
+    )
+    torch.manual_seed(0)
+    heads = MedusaHeads(config, token_map=ids)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tree = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+    drafter_of = lambda: HeadsDrafter(heads, base.get_output_embeddings(), tree)  # noqa: E731
+    assert_same(*both(base, drafter_of, request_of(**sampled)))
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 12))
+def test_max_new_tokens_inside_an_accepted_path_is_exact(max_new_tokens):
+    base = tiny_model("llama")
+    answers = answers_of(base, request_of(max_new_tokens=24))
+    request = request_of(max_new_tokens=max_new_tokens)
+    drafter_of = lambda: StaticOracle(answers, CandidateTree.chain(4), always=True)  # noqa: E731
+    results = assert_same(*both(base, drafter_of, request, steps_unseen=3))
+    assert [sum(len(r.tokens[row]) for r in results) for row in range(3)] == [max_new_tokens] * 3
+
+
+def test_end_of_sequence_inside_an_accepted_path_ends_each_row_there():
+    """One row ends with its first token and leaves the batch, one inside a path, one at its limit."""
+    base = tiny_model("llama")
+    free = [row[n:] for row, n in zip(answers_of(base, request_of()), LENGTHS, strict=True)]
+    eos = frozenset({free[1][0], free[0][9]})
+    request = request_of(eos_ids=eos)
+    answers = [
+        prompt[:n].tolist() + new for prompt, n, new in zip(request.tokens, LENGTHS, free, strict=True)
+    ]
+    for tree in (CandidateTree.chain(4), BUSHY):
+        drafter_of = lambda: StaticOracle(answers, tree, always=True)  # noqa: B023, E731
+        results = assert_same(*both(base, drafter_of, request))
+        for row in range(3):
+            end = next((at + 1 for at, token in enumerate(free[row]) if token in eos), 21)
+            assert [token for result in results for token in result.tokens[row]] == free[row][:end]
+    assert len(free[1][:1]) == 1 and not eos & set(free[0][:9])
+
+
+def test_a_row_that_has_ended_stands_still_while_the_others_go_on():
+    """A counting base: one row reaches the end of sequence at once, the other needs dozens of tokens."""
+    base, size = counting_model(48), 48
+    heads = MedusaHeads(HeadsConfig(size, size, num_heads=3, unembedding="full"))
+    for d, rows in enumerate(heads.unembed, start=1):
+        rows.data = torch.eye(size).roll(1 + d, dims=0)
+    model = MedusaModel(base, heads, tree=CandidateTree.chain(3))
+    prompts = torch.tensor([[38], [2]])
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": 41, "pad_token_id": 0}
+    out = model.generate(prompts, **options, step="static", return_dict_in_generate=True)
+    assert out.sequences.tolist() == [[38, 39, 40, 41] + [0] * 36, list(range(2, 42))]
+    assert out.statistics.acceptance_rate[0] == 1.0
+
+
+@pytest.mark.parametrize("num_tokens", [20, 300])
+def test_the_cache_grows_between_steps_and_keeps_what_it_holds(num_tokens):
+    base = tiny_model("mistral-sliding")
+    request = request_of([250, 180], max_new_tokens=num_tokens)
+    answers = answers_of(base, request)
+    drafter_of = lambda: StaticOracle(answers, CandidateTree.chain(3), always=True)  # noqa: E731
+    assert_same(*both(base, drafter_of, request, steps_unseen=5))
+
+
+def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens():
+    assert [rounded_slots(n) for n in (1, 256, 257, 1024, 1025, 4000, 4097)] == [
+        256,
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        5120,
+    ]
+    base, steppers = tiny_model("llama"), Steppers(tiny_model("llama"))
+    reserved = []
+    lent = steppers.lent
+
+    def watched(*args):
+        context = lent(*args)
+        stepper = context.__enter__()
+        reserve = stepper.state.reserve
+        stepper.state.reserve = lambda slots: (reserved.append(slots), reserve(slots))
+        return _Entered(stepper, context)
+
+    steppers.lent = watched
+    for _ in decode_static("static", steppers, PlainDrafter(), request_of([240], 300), None, 8):
+        pass
+    assert sorted(set(reserved)) == [256, 512, 768]
+    assert base.config.max_position_embeddings > 768
+
+
+class _Entered:
+    def __init__(self, value, context):
+        self.value, self.context = value, context
+
+    def __enter__(self):
+        return self.value
+
+    def __exit__(self, *error):
+        return self.context.__exit__(*error)
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_p": 0.9, "seed": 2}], ids=["greedy", "sampled"]
+)
+def test_generate_and_stream_give_the_same_on_every_engine(engine, options):
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2))
+    model = MedusaModel(tiny_model("phi"), heads, CandidateTree.chain(2), engine=engine)
+    batch = left_padded(random_prompts(3, 40), LENGTHS)
+    options = {"do_sample": False, "max_new_tokens": 12, **options}
+    expected = model.generate(**batch, **options)
+    assert torch.equal(model.generate(**batch, **options, step="static"), expected)
+    rows: list[list[int]] = [[], [], []]
+    for result in model.stream(**batch, **options, step="static"):
+        for row, new in zip(rows, result.tokens, strict=True):
+            row.extend(new)
+    assert rows == expected[:, 40:].tolist()
+
+
+def test_two_streams_of_one_model_do_not_disturb_each_other():
+    model = MedusaModel(tiny_model("llama"), step="static")
+    one, two = random_prompts(1, 9), random_prompts(1, 9, seed=1)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    expected = [model.generate(prompt, **options, step="general")[0, 9:].tolist() for prompt in (one, two)]
+    pairs = zip(model.stream(one, **options), model.stream(two, **options), strict=True)
+    streamed = [[result.tokens[0][0] for result in pair] for pair in pairs]
+    assert [list(row) for row in zip(*streamed, strict=True)] == expected
+
+
+def test_every_processor_that_reads_no_path_is_let_through():
+    base, vocab = tiny_model("llama"), VOCAB_SIZE
+    made = {
+        hf.TemperatureLogitsWarper: (0.8,),
+        hf.TopKLogitsWarper: (20,),
+        hf.TopPLogitsWarper: (0.9,),
+        hf.MinPLogitsWarper: (0.02,),
+        hf.TypicalLogitsWarper: (0.9,),
+        hf.EpsilonLogitsWarper: (0.01,),
+        hf.EtaLogitsWarper: (0.01,),
+        hf.SuppressTokensLogitsProcessor: ([4, 5],),
+        hf.InfNanRemoveLogitsProcessor: (),
+    }
+    assert set(made) == set(PATH_FREE_PROCESSORS) and vocab == base.config.vocab_size
+    processors = LogitsProcessorList(kind(*arguments) for kind, arguments in made.items())
+    request = request_of(**{**SAMPLED, "processors": processors}, max_new_tokens=8)
+    answers = answers_of(base, request)
+    assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
+
+
+REFUSED = {
+    "a processor that reads the path": (
+        {"repetition_penalty": 1.3},
+        r"logits processors that read the tokens before each node .*: RepetitionPenaltyLogitsProcessor",
+    ),
+    "a stopping criterion": (
+        {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(1).bool()])},
+        "stopping criteria",
+    ),
+    "typical acceptance": ({"acceptance": "typical"}, "acceptance='typical'; only 'exact'"),
+    "another rule": ({"acceptance": "token", "do_sample": True}, "acceptance='token'; only 'exact'"),
+    "another drafter": ({"drafter": SuffixDrafter(4)}, "SuffixDrafter, which may ask the host"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_static_step_cannot_decode_is_refused_by_name(what):
+    options, message = REFUSED[what]
+    model = MedusaModel(tiny_model("llama"))
+    call = {"max_new_tokens": 4, "do_sample": False, **options}
+    for method in (model.generate, model.stream):
+        with pytest.raises(
+            ValueError, match=rf"step='static' cannot work with {message}.*; use step='general'"
+        ):
+            method(random_prompts(1, 5), **call, step="static")
+
+
+def test_greedily_every_rule_is_the_exact_one_and_runs():
+    model = MedusaModel(tiny_model("llama"))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(random_prompts(1, 5), **options)
+    assert torch.equal(
+        model.generate(random_prompts(1, 5), **options, acceptance="block", step="static"), expected
+    )

@@ -1,0 +1,167 @@
+"""A static step asks its device for nothing, and traces in one piece that serves every length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, VOCAB_SIZE, random_prompts
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads
+from medusa.base.causal_lm import home_device, new_cache, output_embedding, seen_hidden
+from medusa.decoding.loop import begin
+from medusa.decoding.state import DecodeRequest, DecodeState
+from medusa.decoding.static_step import StaticState, static_step
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.plain import PlainDrafter
+
+TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+CARD = "meta"
+KINDS = ["plain", "heads", "heads that read their path", "heads with a token map", "both", "dynamic"]
+
+
+def drafter_of(kind: str, base, map_is_loaded: bool = True):
+    """A drafter of random heads, or none; tensors without data have no map to check."""
+    if kind == "plain":
+        return PlainDrafter()
+    ids = list(range(3, 40)) if kind in ("heads with a token map", "both", "dynamic") else None
+    config = HeadsConfig(
+        32,
+        VOCAB_SIZE,
+        num_heads=3,
+        unembedding="token_map" if ids else "shared",
+        token_map_size=len(ids) if ids else None,
+        reads_path=kind in ("heads that read their path", "both", "dynamic"),
+        fused_layers=(1, 2) if kind == "both" else (),
+    )
+    heads = MedusaHeads(config, token_map=ids if map_is_loaded else None)
+    drafter_type = DynamicHeadsDrafter if kind == "dynamic" else HeadsDrafter
+    return drafter_type(heads.eval(), output_embedding(base), TREE)
+
+
+def sampling(num_rows: int, device="cpu") -> dict:
+    warpers = [hf.TemperatureLogitsWarper(0.9), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.9)]
+    return {
+        "seeds": torch.arange(num_rows, device=device),
+        "temperature": 0.9,
+        "processors": LogitsProcessorList([*warpers, hf.MinPLogitsWarper(0.01)]),
+    }
+
+
+def prefilled(base, drafter, lengths: list[int], **kwargs) -> StaticState:
+    """The state after the prompts, with room for 256 tokens."""
+    prompts = random_prompts(len(lengths), max(lengths))
+    rows, first = begin(base, drafter, DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs))
+    rows.append([[token] for token in first])
+    state = StaticState.like(rows, num_steps=4)
+    state.reserve(256)
+    state.load(rows, num_left=29)
+    return state
+
+
+def on_a_card(base, drafter, device: str) -> StaticState:
+    """Two rows on a graphics card that is only pretended, inside a FakeTensorMode."""
+    config, lengths = base.config, torch.tensor([9, 4]).to(device)
+    cache = new_cache(base, 2)
+    cache.lengths = lengths - 1
+    for layer in cache.tree_layers:
+        empty = torch.empty(2, config.num_key_value_heads, 0, config.head_dim, device=device)
+        layer.lazy_initialization(empty, empty)
+    request = DecodeRequest(
+        lengths.new_zeros(2, 9), lengths, 30, eos_ids=frozenset({3}), **sampling(2, device)
+    )
+    hidden = torch.empty(2, (1 + len(drafter.reads_layers)) * config.hidden_size, device=device)
+    rows = DecodeState([0, 1], request.tokens, lengths, hidden, cache, request)
+    state = StaticState.like(rows, num_steps=4)
+    state.reserve(256)
+    state.load(rows, num_left=29)
+    return state
+
+
+class HostTraffic(TorchDispatchMode):
+    """Collects the operations that bring data from one kind of device to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [
+            each for each in torch.utils._pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(each)
+        ]
+        kinds = {tensor.device.type for tensor in tensors if tensor.dim() > 0}
+        if len(kinds) > 1 or func is torch.ops.aten.lift_fresh.default:
+            self.found.append(str(func))
+        return out
+
+
+def pretended() -> FakeTensorMode:
+    """Tensors without data, so that a second device can be pretended: CARD."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_step_moves_nothing_between_host_and_device(kind):
+    """Such traffic waits for the device, and a CUDA graph cannot hold it."""
+    with pretended():
+        with torch.device(CARD):
+            base = ARCHITECTURES["llama"]()
+            drafter = drafter_of(kind, base, map_is_loaded=False)
+        drafter.begin(2)
+        state = on_a_card(base, drafter, CARD)
+        with seen_hidden(base, layers=drafter.reads_layers) as seen, HostTraffic() as traffic:
+            for _ in range(2):
+                static_step(base, drafter, state, seen)
+        assert traffic.found == []
+        assert {state.rows.tokens.device.type, state.finished.device.type} == {CARD}
+
+
+def test_such_traffic_would_be_seen():
+    with pretended(), HostTraffic() as traffic:
+        there = torch.zeros(3, device=CARD)
+        there + 1
+        assert traffic.found == []
+        there + torch.tensor([1, 2, 3]).to(CARD)
+        assert len(traffic.found) > 0
+        with pytest.raises(DataDependentOutputException):
+            there.sum().item()
+
+
+@pytest.mark.parametrize("last", ["cpu", CARD])
+@pytest.mark.parametrize("kind", ["plain", "heads", "both"])
+@torch.no_grad()
+def test_a_step_runs_on_a_model_sharded_over_devices(kind, last):
+    """accelerate's hooks move what passes between layers; what stands around the model has to follow.
+
+    The output embedding is on ``last``: with the last layers, or, as tied ones are, with the first.
+    """
+    hooks = pytest.importorskip("accelerate.hooks")
+    with pretended():
+        parts = {}
+        for device in ("cpu", CARD):
+            with torch.device(device):
+                parts[device] = ARCHITECTURES["llama"]()
+        base, other = parts["cpu"], parts[CARD]
+        base.model.layers[1], base.model.norm = other.model.layers[1], other.model.norm
+        base.lm_head = parts[last].lm_head
+        places = {base.model.layers[1]: CARD, base.model.norm: CARD, base.lm_head: last}
+        places |= dict.fromkeys((base.model.embed_tokens, base.model.rotary_emb, base.model.layers[0]), "cpu")
+        for module, device in places.items():
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device))
+        hooks.add_hook_to_module(base, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+        assert home_device(base) == torch.device(last)
+        with torch.device(last):
+            drafter = drafter_of(kind, base, map_is_loaded=False)
+        drafter.begin(2)
+        state = on_a_card(base, drafter, last)
+        for layer, device in zip(state.cache.tree_layers, ("cpu", CARD), strict=True):
+            layer.entries = [entries.to(device) for entries in layer.entries]
+        with seen_hidden(base, layers=drafter.reads_layers) as seen:
+            for _ in range(2):
+                static_step(base, drafter, state, seen)

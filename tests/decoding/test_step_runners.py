@@ -1,0 +1,245 @@
+"""Compiled and captured steps: one compilation for every length, the same tokens, clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from test_static_step import KINDS, TREE, drafter_of, prefilled, sampling
+
+from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base.causal_lm import seen_hidden
+from medusa.decoding.loop import begin, decode
+from medusa.decoding.state import DecodeRequest
+from medusa.decoding.static_loop import decode_static
+from medusa.decoding.static_step import static_step
+from medusa.decoding.step_runners import MAX_KEPT, Steppers
+from medusa.drafters.heads import drafter_of_heads
+
+CASES = [("llama", "both", True), ("llama", "heads", False), ("gemma3", "plain", True)]
+MORE = [(name, kind, sampled) for name in ARCHITECTURES for kind in KINDS for sampled in (False, True)]
+DATA_DEPENDENT = "mixtral-moe"
+"""Its eager experts ask which tokens they got."""
+
+
+def traced_as_often_as_not_at_all(architecture: str, kind: str, sampled: bool) -> None:
+    """One trace in one graph serves rows of other lengths, and does what the step itself does."""
+    base = tiny_model(architecture)
+    drafter = drafter_of(kind, base)
+    options = sampling(2) if sampled else {}
+    torch._dynamo.reset()
+    step = torch.compile(static_step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for lengths in ([40, 17], [21, 90]):
+            state, expected = (prefilled(base, drafter, lengths, **options) for _ in range(2))
+            for _ in range(3):
+                seen_by = seen_hidden(base, layers=drafter.reads_layers)
+                with seen_by as seen, torch._dynamo.config.patch(error_on_recompile=True):
+                    step(base, drafter, state, seen)
+                with seen_hidden(base, layers=drafter.reads_layers) as seen:
+                    static_step(base, drafter, expected, seen)
+            assert torch.equal(state.rows.lengths, expected.rows.lengths)
+            for row, length in enumerate(state.rows.lengths.tolist()):
+                assert state.rows.tokens[row, :length].tolist() == expected.rows.tokens[row, :length].tolist()
+
+
+@pytest.mark.parametrize(("architecture", "kind", "sampled"), CASES)
+def test_a_step_is_traced_in_one_piece_and_never_again_for_another_length(architecture, kind, sampled):
+    traced_as_often_as_not_at_all(architecture, kind, sampled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "kind", "sampled"),
+    [case for case in MORE if case not in CASES and case[0] != DATA_DEPENDENT],
+)
+def test_every_architecture_is_traced_so(architecture, kind, sampled):
+    traced_as_often_as_not_at_all(architecture, kind, sampled)
+
+
+def tokens_of_one_row(results):
+    return [token for step in results for token in step.tokens[0]]
+
+
+def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilations(monkeypatch):
+    """A dozen sizes of cache take two compilations, and every setting may have as many of its own."""
+    monkeypatch.setattr("medusa.decoding.static_loop.SLOTS", 8)
+    base = tiny_model("llama")
+    steppers, drafter = Steppers(base, backend="eager"), drafter_of("plain", base)
+    torch._dynamo.reset()
+    setups = []
+    for options in ({}, {"eos_ids": frozenset({VOCAB_SIZE})}, {}):
+        request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 90, **options)
+        statistics = DecodingStatistics()
+        num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch._dynamo.config.patch(recompile_limit=2):
+            results = list(decode_static("compiled", steppers, drafter, request, statistics))
+        assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
+        setups.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before)
+        assert (statistics.setup_seconds > 0) is (setups[-1] > 0)
+    assert setups[0] == 2 and setups[1] in (1, 2) and setups[2] == 0
+
+
+def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_rows():
+    """Nothing is compiled here: that happens when a step first runs."""
+    base = tiny_model("llama")
+    steppers, drafter = Steppers(base), drafter_of("plain", base)
+
+    def step_for(num_rows, temperature):
+        request = DecodeRequest(
+            random_prompts(num_rows, 4), torch.full((num_rows,), 4), 9, temperature=temperature
+        )
+        rows, _ = begin(base, drafter, request)
+        with steppers.lent("compiled", drafter, rows, 1) as stepper:
+            return stepper._step
+
+    first = step_for(1, 0.5)
+    assert step_for(2, 0.5) is first is not step_for(1, 0.6)
+    for number in range(MAX_KEPT):
+        assert step_for(1, 0.5) is first, "it was used a moment ago"
+        step_for(1, 1.0 + number)
+    assert len(steppers._compiled) == MAX_KEPT
+    assert [step_for(1, 1.0 + number) for number in range(MAX_KEPT)] and step_for(1, 0.5) is not first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
+    """By Inductor. The second call compiles nothing; growth past 256 slots compiles once more."""
+    base = tiny_model("llama")
+    steppers = Steppers(base)
+    request = DecodeRequest(
+        random_prompts(2, 240), torch.tensor([240, 9]), 60, **(sampling(2) if sampled else {})
+    )
+    heads = drafter_of("both", base).heads
+    expected = list(decode(base, drafter_of_heads(heads, base, TREE), request))
+    setups = []
+    for _ in range(2):
+        statistics = DecodingStatistics()
+        drafter = drafter_of_heads(heads, base, TREE)  # a new one, as every call has
+        results = list(decode_static("compiled", steppers, drafter, request, statistics, 4))
+        setups.append(statistics.setup_seconds)
+        assert tokens_of_one_row(results) == tokens_of_one_row(expected)
+    assert setups[0] > 0 and setups[1] == 0
+
+
+def test_an_unknown_kind_of_step_is_refused():
+    with pytest.raises(ValueError, match=r"step must be one of \('general', .*'captured'\), got 'fast'"):
+        MedusaModel(tiny_model("llama"), step="fast")
+
+
+@pytest.mark.parametrize(
+    ("step", "engine", "message"),
+    [
+        (
+            "captured",
+            "eager",
+            "step='captured' needs a model on a CUDA device, got one on cpu; use step='static'",
+        ),
+        ("compiled", "packed", "step='compiled' needs engine='eager', since what it compiles it lays out by"),
+        ("compiled", "int8", "step='compiled' needs engine='eager'"),
+    ],
+)
+def test_steps_that_cannot_run_on_a_base_are_refused_at_once(step, engine, message):
+    with pytest.raises(ValueError, match=message):
+        MedusaModel(tiny_model("llama"), engine=engine, step=step)
+    model = MedusaModel(tiny_model("llama"), engine=engine)
+    with pytest.raises(ValueError, match=message):
+        model.stream(random_prompts(1, 4), max_new_tokens=3, do_sample=False, step=step)
+
+
+@pytest.mark.parametrize("step", ["compiled", "captured"])
+def test_on_a_sharded_model_only_static_steps_run(step, monkeypatch):
+    base = tiny_model("llama")
+    monkeypatch.setattr(base, "hf_device_map", {"model": "cpu", "lm_head": "disk"}, raising=False)
+    with pytest.raises(ValueError, match=r"this one is sharded.*\(device_map\); use step='static'"):
+        MedusaModel(base, step=step)
+    prompt, options = random_prompts(1, 4), {"max_new_tokens": 5, "do_sample": False}
+    expected = MedusaModel(base).generate(prompt, **options)
+    assert torch.equal(MedusaModel(base, step="static").generate(prompt, **options), expected)
+
+
+def test_a_model_that_layers_were_offloaded_from_runs_static_steps(tmp_path):
+    """accelerate's own hooks on every module, a layer's weights on disk."""
+    hooks = pytest.importorskip("accelerate")
+    base = ARCHITECTURES["llama"]().eval()
+    prompt, options = random_prompts(2, 4), {"max_new_tokens": 5, "do_sample": False}
+    expected = MedusaModel(base).generate(prompt, **options)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "cpu")
+    places |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    sharded = hooks.dispatch_model(base, places, main_device="cpu", offload_dir=tmp_path)
+    for step in ("general", "static"):
+        assert torch.equal(MedusaModel(sharded, step=step).generate(prompt, **options), expected)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def model_on_a_card():
+    torch.manual_seed(0)
+    base = ARCHITECTURES["llama"]().to("cuda").eval()
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, reads_path=True))
+    return MedusaModel(base, heads, TREE)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("step", ["static", "compiled", "captured"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3}])
+def test_on_a_card_every_kind_of_step_gives_the_tokens_of_the_general_loop(model_on_a_card, step, options):
+    """Twice, so that what was captured is replayed; past 256 slots, so that the cache grows."""
+    batch = {name: each.to("cuda") for name, each in left_padded(random_prompts(3, 240), [240, 9, 1]).items()}
+    options = {"do_sample": False, "max_new_tokens": 60, **options}
+    expected = model_on_a_card.generate(**batch, **options)
+    for _ in range(2):
+        assert torch.equal(model_on_a_card.generate(**batch, **options, step=step), expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_what_was_captured_is_kept_for_the_next_answer_and_captured_anew_when_weights_move(model_on_a_card):
+    def answered() -> tuple[torch.Tensor, float]:
+        prompt = random_prompts(1, 9).to("cuda")
+        options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+        out = model_on_a_card.generate(prompt, **options, step="captured")
+        assert torch.equal(out.sequences, model_on_a_card.generate(prompt, **options).sequences)
+        return out.statistics.setup_seconds
+
+    assert answered() > 0
+    assert answered() == 0
+    with torch.no_grad():
+        lm_head = model_on_a_card.base.lm_head
+        lm_head.weight = torch.nn.Parameter(lm_head.weight.flip(0).contiguous())
+    assert answered() > 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_two_captured_streams_do_not_disturb_each_other(model_on_a_card):
+    one, two = (random_prompts(1, 9, seed=seed).to("cuda") for seed in range(2))
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [model_on_a_card.generate(prompt, **options)[0, 9:].tolist() for prompt in (one, two)]
+    streams = [model_on_a_card.stream(prompt, **options, step="captured") for prompt in (one, two)]
+    answers: list[list[int]] = [[], []]
+    while streams:
+        for stream, answer in zip(list(streams), answers, strict=False):
+            answer.extend(next(stream).tokens[0])
+        streams = [] if any(len(answer) >= 30 for answer in answers) else streams
+    for answer, full in zip(answers, expected, strict=True):
+        assert answer == full[: len(answer)]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
+    for depth in range(4):
+        for num_rows in range(1, 8):
+            model_on_a_card.generate(
+                random_prompts(num_rows, 4).to("cuda"),
+                tree=CandidateTree.chain(depth),
+                max_new_tokens=4,
+                do_sample=False,
+                step="captured",
+            )
+    assert len(model_on_a_card._steppers._captured) == MAX_KEPT

@@ -1,0 +1,496 @@
+"""Every drafter is exact under the default rule; every rule for sampled drafts keeps the law, in the loop."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, counting_model, left_padded, random_prompts, tiny_model
+from scipy.stats import chi2
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.acceptance.rules import RULES
+from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import hidden_states
+from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.eagle import EagleDrafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.protocol import DraftContext
+from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
+from medusa.drafters.suffix import SuffixAutomaton, SuffixDrafter
+from medusa.drafters.union import UnionDrafter
+from medusa.heads.eagle import EagleConfig, EagleHead
+
+PLAIN = CandidateTree.chain(0)
+BUSHY = CandidateTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
+CHAIN = CandidateTree.chain(3)
+
+
+def noisy_copy(base, scale: float):
+    """A draft model that agrees with ``base`` often, not always."""
+    clone = copy.deepcopy(base)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * scale * parameter.abs().mean())
+    return clone
+
+
+def eagle_drafter(base, tree=BUSHY, token_map_size=None):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = EagleConfig(
+            base.config.hidden_size, VOCAB_SIZE, num_attention_heads=4, token_map_size=token_map_size
+        )
+        head = EagleHead(
+            config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None
+        ).eval()
+    return EagleDrafter(head, base, tree)
+
+
+def heads_drafter(base, tree=BUSHY):
+    heads = MedusaHeads(HeadsConfig(base.config.hidden_size, VOCAB_SIZE, num_heads=3))
+    return HeadsDrafter(heads, base.get_output_embeddings(), tree)
+
+
+def path_heads_drafter(base, tree=BUSHY):
+    config = HeadsConfig(
+        base.config.hidden_size,
+        VOCAB_SIZE,
+        num_heads=3,
+        unembedding="token_map",
+        token_map_size=40,
+        reads_path=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        heads = MedusaHeads(config, torch.randperm(VOCAB_SIZE)[:40])
+        for parameter in heads.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+    return HeadsDrafter(heads, base.get_output_embeddings(), tree)
+
+
+def fusing_heads_drafter(base, *layers: int):
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=layers))
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        torch.nn.init.normal_(heads.fusion.weight)
+    return HeadsDrafter(heads, base.get_output_embeddings(), BUSHY)
+
+
+def dynamic(drafter: HeadsDrafter) -> DynamicHeadsDrafter:
+    return DynamicHeadsDrafter(drafter.heads, drafter.output_embedding, drafter.tree)
+
+
+DRAFTERS = {
+    "heads": heads_drafter,
+    "path-reading heads": path_heads_drafter,
+    "dynamic heads": lambda base: dynamic(heads_drafter(base)),
+    "dynamic path-reading heads": lambda base: dynamic(path_heads_drafter(base)),
+    "draft-model": lambda base: DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, BUSHY),
+    "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
+    "low-precision": lambda base: LowPrecisionDrafter(low_precision(base), BUSHY),
+    "suffix": lambda base: SuffixDrafter(length=5, min_match=1),
+    "eagle": eagle_drafter,
+    "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
+    "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
+    "union of readers": lambda base: UnionDrafter(
+        [eagle_drafter(base), fusing_heads_drafter(base, 1, 2), fusing_heads_drafter(base, 2)]
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_gives_plain_output_greedy_and_sampled(name, architecture):
+    base = tiny_model(architecture)
+    model = MedusaModel(base)
+    drafter = DRAFTERS[name](base)
+    for lengths in ([9], [37, 1, 20]):
+        batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
+        for options in (
+            {"do_sample": False},
+            {"do_sample": True, "temperature": 0.8, "seed": 3, "top_p": 0.95},
+            {"do_sample": True, "temperature": 1.2, "seed": 4, "repetition_penalty": 1.2},
+        ):
+            plain = model.generate(**batch, **options, max_new_tokens=25)
+            drafted = model.generate(**batch, **options, max_new_tokens=25, drafter=drafter)
+            assert drafted.tolist() == plain.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("make", [heads_drafter, path_heads_drafter], ids=["heads", "path-reading heads"])
+def test_a_dynamic_tree_holds_the_paths_that_the_heads_find_likeliest(make, sampled, monkeypatch):
+    """Against all paths written out; with so small a vocabulary no beam loses one."""
+    base, num_nodes = tiny_model("llama"), 9
+    sized = CandidateTree.from_paths([*((rank,) for rank in range(num_nodes - 3)), (0, 0), (0, 0, 0)])
+    monkeypatch.setattr("medusa.drafters.dynamic.MIN_BEAM", VOCAB_SIZE)
+    monkeypatch.setattr("medusa.drafters.dynamic.MAX_BEAM", VOCAB_SIZE)
+    drafter = dynamic(make(base, sized))
+    lengths = torch.tensor([5, 9])
+    hidden, root = torch.randn(2, 32), torch.tensor([7, 11])
+    noise = torch.randn(2, 4, VOCAB_SIZE) if sampled else None
+    context = DraftContext(root, hidden, random_prompts(2, 9), lengths, TreeCache(2, 1, "cpu"), noise, 0.7)
+    draft = drafter.draft(context)
+    assert draft.tokens.shape == (2, num_nodes)
+    topology = draft.topology
+    for row in range(2):
+        found = {}
+        for node in range(1, num_nodes):
+            lineage = topology.lineage[row, node, : topology.depths[row, node] + 1]
+            assert topology.parents[row, node] == lineage[-2] < node
+            found[tuple(draft.tokens[row, lineage].tolist())] = None
+        assert len(found) == num_nodes - 1
+        expected = likeliest_paths(drafter, context, row, num_nodes - 1)
+        assert set(found) == expected
+
+
+def likeliest_paths(drafter, context, row: int, count: int) -> set[tuple[int, ...]]:
+    """The ``count`` paths of the highest probability, searched best first."""
+    root = int(context.root[row])
+    frontier, taken = [(0.0, (root,))], []
+    while len(taken) <= count:
+        frontier.sort()
+        cost, path = frontier.pop(0)
+        taken.append(path)
+        if len(path) > drafter.tree.depth:
+            continue
+        logits = drafter.heads.logits_of(
+            len(path) - 1, context.hidden[row], drafter.output_embedding, torch.tensor(path)
+        )
+        if context.noise is not None:
+            noise = context.noise[row, len(path) - 1]
+            noise = noise if drafter.token_map is None else noise[drafter.token_map]
+            logits = drafter.beta / context.temperature * logits + noise
+        for column, value in enumerate(logits.log_softmax(-1).tolist()):
+            token = column if drafter.token_map is None else int(drafter.token_map[column])
+            frontier.append((cost - value, (*path, token)))
+    return set(taken[1:])
+
+
+def test_in_a_union_every_drafter_reads_its_own_layers():
+    base, batch = tiny_model("llama"), left_padded(random_prompts(2, 20), [20, 7])
+    ways = {
+        "heads": lambda: fusing_heads_drafter(base, 2),
+        "heads of two": lambda: fusing_heads_drafter(base, 1, 2),
+        "eagle": lambda: eagle_drafter(base),
+    }
+    seen = {name: [] for name in ways}
+
+    def watched(name, drafter):
+        draft = drafter.draft
+        drafter.draft = lambda context: seen[name].append(draft(context)) or seen[name][-1]
+        return drafter
+
+    alone = {}
+    for name, make in ways.items():
+        seen[name].clear()
+        answer = MedusaModel(base).generate(
+            **batch, max_new_tokens=2, do_sample=False, drafter=watched(name, make())
+        )
+        alone[name] = seen[name][0].tokens.tolist()
+        seen[name].clear()
+    union = UnionDrafter([watched(name, make()) for name, make in ways.items()])
+    together = MedusaModel(base).generate(**batch, max_new_tokens=2, do_sample=False, drafter=union)
+    assert together.tolist() == answer.tolist()
+    assert {name: drafts[0].tokens.tolist() for name, drafts in seen.items()} == alone
+    assert len({str(tokens) for tokens in alone.values()}) == 3
+
+
+def test_a_perfect_draft_model_is_always_accepted():
+    base = tiny_model("qwen3")
+    drafter = DraftModelDrafter(base, VOCAB_SIZE, CHAIN, beta=1.0)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 0}):
+        out = MedusaModel(base).generate(
+            **left_padded(random_prompts(3, 12), [12, 5, 8]),
+            **options,
+            max_new_tokens=21,
+            drafter=drafter,
+            return_dict_in_generate=True,
+        )
+        assert out.statistics.accepted_histogram == [0, 0, 0, 15]
+
+
+class WatchedEagle(EagleDrafter):
+    """Checks each step's predictions against the head run over the whole sequence from scratch."""
+
+    num_checked = 0
+
+    def logits_after(self, context, tokens, nodes):
+        logits = super().logits_after(context, tokens, nodes)
+        if nodes.start == 0:
+            embed = self.base.get_input_embeddings()
+            for row, length in enumerate(context.lengths.tolist()):
+                features = hidden_states(self.base, context.tokens[row : row + 1, : length - 1])
+                fresh = self.head(features, embed(context.tokens[row : row + 1, 1:length]))[:, -1]
+                assert torch.allclose(logits[row], self.base.get_output_embeddings()(fresh), atol=1e-3)
+                self.num_checked += 1
+        return logits
+
+
+def test_an_eagle_head_drafts_from_true_features_however_ragged_the_batch():
+    base = tiny_model("llama")
+    eagle = eagle_drafter(base)
+    drafter = WatchedEagle(eagle.head, base, BUSHY)
+    batch = left_padded(random_prompts(3, 12), [12, 3, 7])
+    MedusaModel(base).generate(**batch, do_sample=False, max_new_tokens=9, drafter=drafter)
+    assert drafter.num_checked >= 3 * 2
+
+
+def test_an_often_right_draft_model_is_sometimes_accepted():
+    base = tiny_model("llama")
+    out = MedusaModel(base).generate(
+        random_prompts(1, 12),
+        do_sample=False,
+        max_new_tokens=40,
+        drafter=DRAFTERS["draft-model"](base),
+        return_dict_in_generate=True,
+    )
+    assert out.statistics.accepted_histogram[0] > 0
+    assert out.statistics.num_accepted > 0
+
+
+def test_an_early_exit_shares_the_weights_and_equals_the_truncated_model():
+    base = tiny_model("gemma3")
+    shallow = early_exit(base, 1)
+    assert (
+        shallow.model.layers[0].mlp.up_proj.weight.data_ptr()
+        == base.model.layers[0].mlp.up_proj.weight.data_ptr()
+    )
+    ids = random_prompts(1, 9)
+    with torch.no_grad():
+        truncated = base.model.norm(base(ids, output_hidden_states=True).hidden_states[1])
+        assert torch.allclose(hidden_states(shallow, ids), truncated, atol=1e-5)
+    with pytest.raises(ValueError, match=r"num_layers of an early exit must be in \[1, 1\], got 2"):
+        early_exit(base, 2)
+
+
+def test_a_low_precision_copy_is_near_the_base_and_leaves_it_alone():
+    base = tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    ids = random_prompts(1, 20)
+    with torch.no_grad():
+        logits, cheap = base(ids).logits, low_precision(base)(ids).logits
+    assert 0 < (logits - cheap).abs().mean() < 0.15 * logits.std()
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+
+
+def test_the_suffix_automaton_finds_the_longest_earlier_suffix():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        tokens = torch.randint(0, 3, (40,), generator=generator).tolist()
+        automaton = SuffixAutomaton()
+        for end in range(1, len(tokens) + 1):
+            automaton.extend(tokens[end - 1])
+            seen = tokens[:end]
+            expected = max(
+                n for n in range(end) if any(seen[i : i + n] == seen[end - n :] for i in range(end - n))
+            )
+            assert automaton.match_length == expected
+            if expected:
+                follow = automaton.continuation(3, min_match=1)
+                assert any(
+                    seen[i : i + expected + len(follow)] == seen[end - expected :] + follow
+                    for i in range(end - expected)
+                )
+
+
+def test_repeated_text_is_drafted_from_its_first_occurrence():
+    """A base that counts modulo 16 repeats itself after 16 tokens; from then on every draft is right."""
+    model = MedusaModel(counting_model(16))
+    options = {"do_sample": False, "max_new_tokens": 61, "return_dict_in_generate": True}
+    out = model.generate(torch.tensor([[3]]), **options, drafter=SuffixDrafter(length=5, min_match=1))
+    assert out.sequences[0].tolist() == [(3 + i) % 16 for i in range(62)]
+    assert out.statistics.accepted_histogram == [15, 0, 1, 0, 0, 7]
+
+
+SAMPLED = {
+    "draft-model": lambda base, tree: DraftModelDrafter(noisy_copy(base, 0.3), VOCAB_SIZE, tree),
+    "early-exit": lambda base, tree: SelfDrafter(early_exit(base, 1), tree),
+    "heads": heads_drafter,
+    "path-reading heads": path_heads_drafter,
+    "eagle": eagle_drafter,
+    "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
+}
+
+
+@pytest.mark.parametrize("source", SAMPLED)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sampled_rule_keeps_the_exact_joint_law_through_the_loop(rule, source):
+    """Chi-square over three tokens of 3,000 seeds; false alarm rate 1e-5 a case."""
+    base = tiny_model("gpt-neox" if source != "early-exit" else "llama")
+    tree = CHAIN if RULES[rule].only_chains else CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
+    drafter = SAMPLED[source](base, tree)
+    if RULES[rule].context_only_proposal and not drafter.context_only:
+        pytest.skip("refused, see test_impossible_pairs_are_refused_with_the_reason")
+    check_the_law_of_three_tokens(base, drafter, rule, [TopKLogitsWarper(3)], {"top_k": 3}, min_cells=6)
+
+
+@pytest.mark.parametrize("rule", ["token", "greedy_block", "multi_draft_without_replacement"])
+def test_a_sampled_rule_keeps_the_law_where_every_flag_leaves_tokens_out(rule):
+    """Where q keeps fewer tokens than siblings are drawn, too."""
+    base = tiny_model("gpt-neox")
+    tree = CHAIN if RULES[rule].only_chains else CandidateTree.from_paths([(0,), (1,), (2,), (1, 0)])
+    flags = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.2}
+    warpers = [
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.8),
+        MinPLogitsWarper(0.2),
+    ]
+    check_the_law_of_three_tokens(base, SAMPLED["draft-model"](base, tree), rule, warpers, flags, min_cells=3)
+
+
+def check_the_law_of_three_tokens(base, drafter, rule, warpers, flags, min_cells) -> None:
+    num_rows = 3000
+    prompt = random_prompts(1, 4, seed=1)
+    rows = (
+        MedusaModel(base)
+        .generate(
+            prompt.expand(num_rows, -1),
+            do_sample=True,
+            **flags,
+            max_new_tokens=4,
+            seed=[7919 * row for row in range(num_rows)],
+            acceptance=rule,
+            drafter=drafter,
+        )[:, 4:7]
+        .tolist()
+    )
+    counts: dict[tuple[int, ...], int] = {}
+    for triple in rows:
+        counts[tuple(triple)] = counts.get(tuple(triple), 0) + 1
+    statistic, cells = 0.0, 0
+    for path, probability in joint_law(base, prompt, warpers, depth=3).items():
+        observed, expected = counts.pop(path, 0), num_rows * probability
+        if expected >= 5:
+            statistic, cells = statistic + (observed - expected) ** 2 / expected, cells + 1
+    assert not counts, f"tokens outside the support: {counts}"
+    assert cells >= min_cells
+    assert statistic < chi2.isf(1e-5, cells)
+
+
+def joint_law(base, prompt, warpers, depth: int) -> dict[tuple[int, ...], float]:
+    laws = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for path, probability in laws.items():
+            ids = torch.cat([prompt, torch.tensor([path], dtype=torch.long)], dim=1)
+            with torch.no_grad():
+                scores = base(ids).logits[:, -1]
+            for warper in warpers:
+                scores = warper(ids, scores)
+            for token in scores[0].isfinite().nonzero()[:, 0].tolist():
+                longer[(*path, token)] = probability * scores[0].softmax(0)[token].item()
+        laws = longer
+    return laws
+
+
+def watched(drafter):
+    """``drafter``, and a list that each of its drafts is added to."""
+    drafts, draft = [], drafter.draft
+    drafter.draft = lambda context: drafts.append(draft(context)) or drafts[-1]
+    return drafter, drafts
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "traversal"])
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.3}])
+def test_a_drafter_leaves_out_what_the_base_leaves_out_so_a_perfect_one_is_always_accepted(rule, cut):
+    base = tiny_model("llama")
+    drafter, drafts = watched(DraftModelDrafter(base, VOCAB_SIZE, CHAIN))
+    out = MedusaModel(base).generate(
+        random_prompts(2, 9),
+        do_sample=True,
+        **{"top_k": 0, **cut},
+        max_new_tokens=21,
+        seed=5,
+        drafter=drafter,
+        acceptance=rule,
+        return_dict_in_generate=True,
+    )
+    assert out.statistics.accepted_histogram == [0, 0, 0, 10]
+    for draft in drafts:
+        proposal, drawn = draft.proposal[:, :-1], draft.tokens[:, 1:]
+        assert (proposal.gather(2, drawn[..., None]) > 0).all()
+        assert torch.allclose(proposal.sum(-1), torch.ones(proposal.shape[:2]))
+        if cut == {"top_k": 2}:
+            assert ((proposal > 0).sum(-1) == 2).all()
+
+
+def test_a_token_map_is_cut_before_it_is_spread_over_the_vocabulary():
+    base = tiny_model("llama")
+    drafter, drafts = watched(path_heads_drafter(base, CHAIN))
+    options = {"do_sample": True, "top_k": 3, "max_new_tokens": 6, "seed": 0, "acceptance": "token"}
+    MedusaModel(base).generate(random_prompts(2, 9), **options, drafter=drafter)
+    drafted = drafts[0].proposal[:, :-1] > 0
+    assert (drafted.sum(-1) == 3).all()
+    assert set(drafted.nonzero()[:, 2].tolist()) <= set(drafter.token_map.tolist())
+
+
+def test_a_sampled_rule_decodes_greedily_as_plain_decoding_does():
+    base = tiny_model("llama")
+    model, prompts = MedusaModel(base), random_prompts(2, 7)
+    drafter = DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, CHAIN)
+    plain = model.generate(prompts, do_sample=False, max_new_tokens=15)
+    block = model.generate(prompts, do_sample=False, max_new_tokens=15, drafter=drafter, acceptance="block")
+    assert block.tolist() == plain.tolist()
+
+
+def test_impossible_pairs_are_refused_with_the_reason():
+    base = tiny_model("llama")
+    model, options = MedusaModel(base), {"do_sample": True, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match="point mass, so a test on p/q is biased"):
+        model.generate(random_prompts(1, 4), **options, drafter=SuffixDrafter(), acceptance="token")
+    with pytest.raises(ValueError, match="the rule walks one path; draft a chain"):
+        model.generate(random_prompts(1, 4), **options, drafter=heads_drafter(base), acceptance="block")
+    with pytest.raises(ValueError, match="q depends on the text alone"):
+        model.generate(
+            random_prompts(1, 4), **options, drafter=heads_drafter(base, CHAIN), acceptance="greedy_block"
+        )
+    with pytest.raises(ValueError, match="q depends on the text alone"):
+        int8 = LowPrecisionDrafter(low_precision(base), CHAIN)
+        model.generate(random_prompts(1, 4), **options, drafter=int8, acceptance="greedy_block")
+    with pytest.raises(ValueError, match=r"acceptance must be .* got 'lucky'"):
+        model.generate(random_prompts(1, 4), **options, acceptance="lucky")
+
+
+def test_draft_models_over_other_tokens_are_refused():
+    base = tiny_model("llama")
+    other = LlamaForCausalLM(LlamaConfig(**{**base.config.to_dict(), "vocab_size": 500}))
+    with pytest.raises(ValueError, match="draft model has vocab_size=500, the base 61"):
+        check_draft_vocabulary(base, other)
+
+    class Tokenizer:
+        def __init__(self, *tokens):
+            self.tokens = tokens
+
+        def get_vocab(self):
+            return {token: index for index, token in enumerate(self.tokens)}
+
+    check_same_tokens(Tokenizer("a", "b"), Tokenizer("a", "b"))
+    with pytest.raises(
+        ValueError, match=r"2 differ \(for example 'b'\); choose a draft model of the same family"
+    ):
+        check_same_tokens(Tokenizer("a", "b", "c"), Tokenizer("a", "c", "b"))
+
+
+def test_a_draft_model_with_a_wider_or_narrower_embedding_still_drafts():
+    base = tiny_model("llama")
+    prompts = random_prompts(2, 6)
+    plain = MedusaModel(base).generate(prompts, do_sample=False, max_new_tokens=9)
+    for size in (VOCAB_SIZE - 3, VOCAB_SIZE + 3):
+        draft = LlamaForCausalLM(LlamaConfig(**{**base.config.to_dict(), "vocab_size": size})).eval()
+        drafter = DraftModelDrafter(draft, VOCAB_SIZE, CHAIN)
+        out = MedusaModel(base).generate(prompts, do_sample=False, max_new_tokens=9, drafter=drafter)
+        assert out.tolist() == plain.tolist()

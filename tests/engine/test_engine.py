@@ -1,0 +1,384 @@
+"""Every engine leaves the base alone; packed computes what eager does, int8 the same for any tree."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base.attention import FLOAT64_ATTENTION, GROUPED_ATTENTION
+from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.drafters.quick_heads import quick_heads
+from medusa.engine import prepared_base
+from medusa.engine.int8 import Int8Linear, Int8Product, activation_steps, int8_view, missing_for_int8
+from medusa.engine.norms import InPlaceNorm, in_place_norm
+from medusa.engine.packed import PackedLinear, PackedProduct, missing_for_packed, packed
+from medusa.engine.siblings import JoinedLinear, joined, sibling_linears
+
+needs_packing = pytest.mark.skipif(
+    missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
+)
+needs_int8 = pytest.mark.skipif(
+    missing_for_int8(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
+)
+BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
+
+
+def with_random_biases(base):
+    """A copy whose biases count: architectures that have them start with zeros."""
+    clone = copy.deepcopy(base)
+    for name, parameter in clone.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return clone
+
+
+@needs_packing
+@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma3", "gpt-neox", "mixtral-moe"])
+def test_packed_logits_equal_eager_ones(architecture):
+    base = with_random_biases(tiny_model(architecture))
+    for num_tokens in (1, 2, 16, 100):
+        ids = random_prompts(2, num_tokens)
+        with torch.no_grad():
+            assert torch.allclose(packed(base)(ids).logits, base(ids).logits, atol=1e-4)
+
+
+@needs_packing
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mistral-sliding"])
+def test_a_tree_on_the_packed_engine_gives_the_logits_of_the_eager_one(architecture):
+    base, (prompts, lengths) = tiny_model(architecture), (random_prompts(2, 41), torch.tensor([41, 13]))
+    tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    logits = []
+    for runner in (base, packed(base)):
+        cache = new_cache(runner, 2)
+        with torch.no_grad():
+            prefill(runner, prompts, lengths, cache, chunk=70)
+            logits.append(verify(runner, tree, BUSHY.topology(), cache)[1])
+    assert torch.allclose(*logits, atol=1e-4)
+
+
+@needs_packing
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_packed_view_heeds_padding_as_the_base_does(architecture):
+    base, batch = tiny_model(architecture), left_padded(random_prompts(2, 14), [14, 5])
+    with torch.no_grad():
+        logits, packed_logits = base(**batch).logits, packed(base)(**batch).logits
+    real = batch["attention_mask"].bool()
+    assert torch.allclose(packed_logits[real], logits[real], atol=1e-4)
+
+
+@needs_packing
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_decoding_on_the_packed_engine_is_token_identical(temperature):
+    base = tiny_model("llama")
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
+    options = {"do_sample": temperature > 0, "seed": 2, "max_new_tokens": 20}
+    if temperature:
+        options["temperature"] = temperature
+    batch = left_padded(random_prompts(3, 14), [14, 2, 9])
+    eager = MedusaModel(base).generate(**batch, **options)
+    fast = MedusaModel(base, heads, BUSHY, engine="packed")
+    assert fast.generate(**batch, **options).tolist() == eager.tolist()
+    assert fast.base is base and fast.runner is not base
+
+
+@needs_packing
+def test_packing_shares_parameters_and_leaves_the_base_as_it_was():
+    base = tiny_model("llama")
+    clone = packed(base)
+    assert {id(p) for p in clone.parameters()} == {id(p) for p in base.parameters()}
+    assert any(isinstance(module, PackedLinear) for module in clone.modules())
+    assert not any(isinstance(module, PackedLinear) for module in base.modules())
+    assert clone.get_output_embeddings().weight is base.get_output_embeddings().weight
+
+
+def linears_of(widths, bias=False, inputs=40):
+    torch.manual_seed(0)
+    return [torch.nn.Linear(inputs, width, bias=bias) for width in widths]
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_joined_in_int8_give_each_bit_that_they_give_alone(bias):
+    linears, x = linears_of((24, 8, 8), bias), 3 * torch.randn(2, 5, 40)
+    for layer, linear in zip(joined(linears, Int8Product), linears, strict=True):
+        assert torch.equal(layer(x), Int8Linear(linear)(x))
+        assert layer.weight is linear.weight and layer.bias is linear.bias
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_joined_in_float32_give_what_they_give_alone(bias):
+    linears, x = linears_of((24, 8, 8), bias), 3 * torch.randn(2, 5, 40)
+    for layer, linear in zip(joined(linears, PackedProduct), linears, strict=True):
+        assert torch.allclose(layer(x), linear(x), atol=1e-5)
+
+
+class CountedProduct(torch.nn.Module):
+    """An ordinary product that counts its calls."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias, self.num_calls = weight, bias, 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_joined_layers_compute_once_for_one_input_and_again_for_any_other():
+    linears = linears_of((6, 3))
+    first, second = joined(linears, CountedProduct)
+    product = first._shared.product
+    x, other = torch.randn(4, 40), torch.randn(4, 40)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(first(x), linears[0](x)) and torch.allclose(second(x), linears[1](x))
+        assert product.num_calls == 2  # nothing is kept once all have taken their part
+        first(x)
+        assert torch.allclose(second(other), linears[1](other))
+        first(x)
+        x.mul_(2)
+        assert torch.allclose(second(x), linears[1](x))
+        assert torch.allclose(second(x), linears[1](x)) and torch.allclose(first(x), linears[0](x))
+    with torch.inference_mode():
+        assert torch.allclose(first(x + 1), linears[0](x + 1))
+
+
+def test_only_plain_layers_that_can_read_one_input_are_joined():
+    attention = tiny_model("llama").model.layers[0].self_attn
+    assert list(sibling_linears(attention)) == [[attention.q_proj, attention.k_proj, attention.v_proj]]
+    mlp = torch.nn.Module()
+    mlp.gate_proj, mlp.up_proj = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    assert len(list(sibling_linears(mlp))) == 1
+    for up_proj in (torch.nn.Linear(9, 4), torch.nn.Linear(8, 4, bias=False), torch.nn.Bilinear(8, 8, 4)):
+        mlp.up_proj = up_proj
+        assert list(sibling_linears(mlp)) == []
+    assert not any(list(sibling_linears(module)) for module in tiny_model("gpt-neox").modules())
+
+
+@needs_packing
+def test_a_view_joins_what_reads_one_input_and_packs_the_rest():
+    layer = packed(tiny_model("llama")).model.layers[0]
+    joined_names = {name for name, module in layer.named_modules() if type(module) is JoinedLinear}
+    attention, mlp = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+    assert joined_names == {f"self_attn.{name}" for name in attention} | {f"mlp.{name}" for name in mlp}
+    assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is PackedLinear
+    assert type(layer.input_layernorm) is InPlaceNorm
+    plain = {PackedLinear, InPlaceNorm}
+    assert plain.isdisjoint(map(type, tiny_model("llama").modules()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 576), (2, 7, 576), (64, 33)])
+def test_a_norm_of_a_view_gives_every_bit_of_the_models_own(shape):
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5)
+    torch.nn.init.normal_(norm.weight)
+    quick, x = in_place_norm(norm), 10 * torch.randn(shape)
+    assert torch.equal(quick(x), norm(x)) and quick.weight is norm.weight
+
+
+class CentredNorm(LlamaRMSNorm):
+    """Named and built as a root-mean-square norm, and none."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+def test_a_norm_that_computes_something_else_is_left_alone():
+    gemma = tiny_model("gemma3").model.norm
+    for norm in (CentredNorm(8), gemma, torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)):
+        assert in_place_norm(norm) is None
+
+
+def test_auto_falls_back_to_eager_where_packing_does_not_apply():
+    base = tiny_model("phi").to(torch.bfloat16)
+    try:
+        assert prepared_base(base, "auto") is base
+        with pytest.raises(ValueError, match=r"needs a float32 model on the CPU, got torch.bfloat16"):
+            prepared_base(base, "packed")
+    finally:
+        base.to(torch.float32)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(ValueError, match=r"engine must be one of .*'eager', 'packed'.*, got 'warp'"):
+        MedusaModel(tiny_model("llama"), engine="warp")
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_int8_layer_multiplies_integers_and_scales_the_sum(bias):
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(40, 24, bias=bias), 5 * torch.randn(2, 3, 40)
+    steps = activation_steps()
+    with torch.no_grad():
+        weight_scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        row_scale = x.abs().amax(-1, keepdim=True) / steps
+        sums = (x / row_scale).round().double() @ (linear.weight / weight_scale).round().double().T
+        expected = sums * row_scale * weight_scale.T + (linear.bias if bias else 0)
+        given = Int8Linear(linear)(x)
+        assert (given - linear(x)).abs().max() < 0.03 * linear(x).abs().max()
+    assert torch.allclose(given.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_int8
+@pytest.mark.parametrize(("width", "out"), [(576, 192), (33, 61), (1, 7)])
+def test_an_int8_layer_gives_a_row_alone_what_it_gives_it_among_others(width, out):
+    torch.manual_seed(0)
+    layer = Int8Linear(torch.nn.Linear(width, out))
+    x = torch.randn(37, width) * torch.logspace(-3, 3, 37)[:, None]
+    x[5] = 0.0
+    together = layer(x)
+    for size in (1, 2, 8, 16):
+        assert torch.equal(torch.cat([layer(part) for part in x.split(size)]), together)
+
+
+@needs_int8
+@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma3"])
+def test_int8_logits_do_not_depend_on_the_tree_that_a_node_stands_in(architecture):
+    view = int8_view(tiny_model(architecture))
+    prompts, lengths = random_prompts(2, 21), torch.tensor([21, 13])
+    tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+    def after_prompt():
+        cache = new_cache(view, 2)
+        prefill(view, prompts, lengths, cache)
+        return cache
+
+    with torch.no_grad():
+        _, together = verify(view, tree, BUSHY.topology(), after_prompt())
+        for node, path in enumerate(BUSHY.paths):
+            nodes = [BUSHY.paths.index(path[:depth]) for depth in range(len(path) + 1)]
+            cache = after_prompt()
+            for at in nodes:
+                _, alone = verify(view, tree[:, [at]], CandidateTree.chain(0).topology(), cache)
+                cache.commit_prefix(torch.ones(2, dtype=torch.long))
+            assert torch.equal(alone[:, 0], together[:, node])
+
+
+@needs_int8
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_int8_decoding_with_heads_is_token_identical_to_int8_decoding_without(temperature):
+    base = tiny_model("llama")
+    model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3)), BUSHY, engine="int8")
+    options = {"do_sample": temperature > 0, "seed": 2, "max_new_tokens": 30}
+    if temperature:
+        options["temperature"] = temperature
+    batch = left_padded(random_prompts(3, 14), [14, 2, 9])
+    plain = model.generate(**batch, **options, tree=CandidateTree.chain(0))
+    assert model.generate(**batch, **options).tolist() == plain.tolist()
+
+
+@needs_int8
+def test_an_int8_view_is_near_the_base_and_leaves_it_alone():
+    base = tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    view, ids = int8_view(base), random_prompts(1, 20)
+    with torch.no_grad():
+        logits, near = base(ids).logits, view(ids).logits
+    assert 0 < (logits - near).abs().mean() < 0.15 * logits.std()
+    assert {id(p) for p in view.parameters()} == {id(p) for p in base.parameters()}
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+    assert base.config._attn_implementation == "sdpa"
+
+
+@needs_int8
+def test_an_int8_view_that_need_not_be_exact_runs_attention_in_float32():
+    base, ids = tiny_model("llama"), random_prompts(1, 20)
+    quick, exact = prepared_base(base, "int8", is_exact=False), prepared_base(base, "int8")
+    assert quick.config._attn_implementation == GROUPED_ATTENTION
+    assert exact.config._attn_implementation == FLOAT64_ATTENTION
+    with torch.no_grad():
+        logits = base(ids).logits
+        assert 0 < (logits - quick(ids).logits).abs().mean() < 0.15 * logits.std()
+
+
+def test_an_engine_says_what_it_lacks():
+    eager_attention = copy.deepcopy(tiny_model("llama"))
+    eager_attention.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"engine='int8' needs attn_implementation='sdpa'.* got 'eager'"):
+        prepared_base(eager_attention, "int8")
+    sharded = copy.deepcopy(tiny_model("llama"))
+    sharded.hf_device_map = {"model": "cpu", "lm_head": "cuda:0"}
+    with pytest.raises(ValueError, match=r"the whole model in one place, and this one is sharded"):
+        prepared_base(sharded, "packed")
+    assert prepared_base(sharded, "auto") is sharded
+
+
+class QuantisedWeight(torch.Tensor):
+    """What torchao puts in place of a weight: a subclass of tensor."""
+
+
+def test_a_model_whose_weights_are_quantised_already_runs_as_loaded():
+    quantised = copy.deepcopy(tiny_model("llama"))
+    linear = quantised.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(QuantisedWeight))
+    assert prepared_base(quantised, "auto") is quantised
+    with pytest.raises(ValueError, match="plain weights, and this model's are quantised already"):
+        prepared_base(quantised, "int8")
+
+
+def drawn_heads(**options):
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, **options))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return heads
+
+
+@needs_int8
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("reads_path", [True, False])
+@torch.no_grad()
+def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, reads_path):
+    heads, base = drawn_heads(reads_path=reads_path, num_layers=2), tiny_model("llama")
+    embedding = prepared_base(base, engine).get_output_embeddings()
+    quick = quick_heads(heads, embedding)
+    hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
+    exact, near = (each(hidden, base.get_output_embeddings(), path) for each in (heads, quick))
+    assert 0 < (near - exact).abs().max() < 0.1 * exact.abs().max()
+    assert {id(p) for p in quick.parameters()} == {id(p) for p in heads.parameters()}
+    assert quick_heads(heads, base.get_output_embeddings()) is heads
+    assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
+
+
+@needs_int8
+@torch.no_grad()
+def test_quick_heads_are_kept_until_a_weight_changes_and_not_by_a_copy():
+    heads, embedding = drawn_heads(reads_path=True), packed(tiny_model("llama")).get_output_embeddings()
+    quick = quick_heads(heads, embedding)
+    assert quick_heads(heads, embedding) is quick and type(quick.blocks[0][0].linear) is not torch.nn.Linear
+    assert type(heads.blocks[0][0].linear) is torch.nn.Linear
+    assert quick_heads(copy.deepcopy(heads), embedding) is not quick
+    heads.paths[1].mul_(2)
+    assert quick_heads(heads, embedding) is not quick
+    assert quick_heads(heads.double(), embedding) is heads
+
+
+@needs_int8
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("reads_path", [True, False])
+def test_heads_with_a_token_map_draft_in_int8_and_decode_exactly(engine, reads_path):
+    torch.manual_seed(0)
+    base, ids = tiny_model("llama"), list(range(0, VOCAB_SIZE, 2))
+    config = HeadsConfig(
+        32, VOCAB_SIZE, num_heads=3, unembedding="token_map", token_map_size=len(ids), reads_path=reads_path
+    )
+    heads = MedusaHeads(config, ids)
+    model = MedusaModel(base, heads, BUSHY, engine=engine)
+    hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
+    with torch.no_grad():
+        exact = heads(hidden, base.get_output_embeddings(), path)
+        quick = heads(hidden, model.runner.get_output_embeddings(), path)
+        again = heads(hidden, base.get_output_embeddings(), path)
+    assert 0 < (quick - exact).abs().max() < 0.05 * exact.abs().max()
+    assert torch.equal(again, exact)  # the rows kept for one precision do not serve another
+    prompt, options = {"inputs": random_prompts(1, 9)}, {"max_new_tokens": 20, "do_sample": False}
+    plain = model.generate(**prompt, **options, tree=CandidateTree.chain(0))
+    assert model.generate(**prompt, **options).tolist() == plain.tolist()
+    assert torch.equal(copy.deepcopy(heads)(hidden, base.get_output_embeddings(), path), exact)

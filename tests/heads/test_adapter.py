@@ -1,0 +1,308 @@
+"""Heads and adapter on disk, and back onto a base: the very model that was trained, or a clear refusal."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from conftest import VOCAB_SIZE, program, random_prompts, tiny_model
+from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import medusa.heads.checkpoint
+from medusa import (
+    Adapter,
+    CandidateTree,
+    HeadsCheckpoint,
+    HeadsConfig,
+    MedusaHeads,
+    MedusaModel,
+    apply_adapter,
+    load_heads,
+    save_heads,
+)
+from medusa.cli.main import main
+from medusa.engine.packed import PackedLinear, missing_for_packed
+from medusa.heads.adapter import folded
+from medusa.training.config.options import JointOptions
+from medusa.training.run.lora import TrainedAdapter
+
+ADAPTED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+ENGINES = ["eager", *(["packed"] if missing_for_packed(chat_base()) is None else [])]
+PROMPTS = torch.tensor([[256, 40, 77, 12, 9, 33], [256, 41, 78, 13, 10, 34]])
+
+
+def new_adapter(seed: int = 5) -> Adapter:
+    """An adapter large enough to change every answer."""
+    adapter = TrainedAdapter(chat_base(), JointOptions(joint=True, lora_rank=4, lora_alpha=8), seed)
+    torch.manual_seed(seed)
+    for name, each in adapter.parameters.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each, std=0.3)
+    return adapter.taken_out()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, Path]:
+    """A base and, in another directory, heads with an adapter."""
+    place = tmp_path_factory.mktemp("joint")
+    base, heads = save_chat_model(place)
+    checkpoint = HeadsCheckpoint(chat_heads(), base, wide_tree(), adapter=new_adapter())
+    save_heads(checkpoint, heads, overwrite=True)
+    return Path(base), Path(heads)
+
+
+@pytest.fixture
+def copied(saved, tmp_path) -> Path:
+    """The heads directory, to be damaged."""
+    return Path(shutil.copytree(saved[1], tmp_path / "heads"))
+
+
+def by_peft(saved: tuple[Path, Path]) -> torch.nn.Module:
+    """The adapted model as peft itself loads it from the files."""
+    base = AutoModelForCausalLM.from_pretrained(saved[0], dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(base, saved[1] / "adapter").get_base_model().eval()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_decoding_is_exactly_plain_decoding_of_the_adapted_model(saved, engine):
+    model = MedusaModel.from_pretrained(*saved, engine=engine)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    ours = model.generate(PROMPTS, **options)
+    assert ours.tolist() == by_peft(saved).generate(PROMPTS, **options).tolist()
+    assert ours.tolist() != chat_base().generate(PROMPTS, **options).tolist()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sampling_draws_the_tokens_that_the_adapted_model_would(saved, engine):
+    options = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.9, "seed": 3}
+    plain = MedusaModel(by_peft(saved)).generate(PROMPTS, **options)
+    ours = MedusaModel.from_pretrained(*saved, engine=engine).generate(PROMPTS, **options)
+    assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.skipif("packed" not in ENGINES, reason="this torch has no oneDNN to pack weights with")
+def test_packing_folds_the_adapter_into_the_packed_weights_and_leaves_the_base_alone(saved):
+    """Two more products a layer would cost a third of a step."""
+    model = MedusaModel.from_pretrained(*saved, engine="packed")
+    assert isinstance(model.runner.model.layers[0].self_attn.o_proj, PackedLinear)
+    query = model.base.model.layers[0].self_attn.q_proj
+    assert type(query.base_layer) is torch.nn.Linear
+    assert torch.equal(query.base_layer.weight, chat_base().model.layers[0].self_attn.q_proj.weight)
+    with torch.no_grad():
+        assert torch.allclose(model.runner(PROMPTS).logits, model.base(PROMPTS).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gpt-neox", "phi", "mixtral-moe"])
+def test_other_architectures_take_an_adapter_out_and_on_and_decode_exactly(architecture):
+    trained, fresh = (copy.deepcopy(tiny_model(architecture)) for _ in range(2))
+    adapter = TrainedAdapter(trained, JointOptions(joint=True, lora_rank=3), seed=1)
+    for each in adapter.parameters.values():
+        torch.nn.init.normal_(each, std=0.3)
+    apply_adapter(fresh, adapter.taken_out())
+    ids, options = random_prompts(2, 9), {"max_new_tokens": 12, "do_sample": False}
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
+    ours = MedusaModel(fresh, heads, engine="auto").generate(ids, **options)
+    assert ours.tolist() == trained.generate(ids, **options).tolist()
+    with torch.no_grad():
+        assert torch.equal(fresh(ids).logits, trained(ids).logits)
+        assert not torch.allclose(fresh(ids).logits, tiny_model(architecture)(ids).logits, atol=1e-2)
+
+
+def test_folding_leaves_what_is_no_plain_sum_as_it_is():
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True)
+    base = peft.get_peft_model(chat_base(), config).get_base_model()
+    assert hasattr(folded(base).model.layers[0].self_attn.q_proj, "lora_A")
+    assert folded(plain := chat_base()) is plain
+    switched_off = chat_base()
+    wrapped = peft.get_peft_model(switched_off, peft.LoraConfig(r=3, target_modules=["q_proj"]))
+    wrapped.base_model.disable_adapter_layers()
+    with torch.no_grad():
+        assert torch.equal(folded(switched_off)(PROMPTS).logits, chat_base()(PROMPTS).logits)
+
+
+def test_the_files_hold_what_was_saved(saved):
+    checkpoint, adapter = load_heads(saved[1]), new_adapter()
+    assert checkpoint.adapter.weights.keys() == adapter.weights.keys()
+    for name, tensor in checkpoint.adapter.weights.items():
+        assert torch.equal(tensor, adapter.weights[name])
+    assert checkpoint.adapter.base_sample == adapter.base_sample
+    assert json.loads((saved[1] / "config.json").read_text())["adapter"]["type"] == "lora"
+    assert sorted(path.name for path in (saved[1] / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_heads_without_an_adapter_say_nothing_of_one(tmp_path):
+    save_heads(HeadsCheckpoint(chat_heads(), "base"), tmp_path / "heads")
+    assert "adapter" not in json.loads((tmp_path / "heads" / "config.json").read_text())
+    assert load_heads(tmp_path / "heads").adapter is None
+
+
+def test_the_hub_is_asked_for_the_adapter_too(saved, monkeypatch):
+    asked = []
+
+    def download(_name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(saved[1])
+
+    monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", download)
+    model = MedusaModel.from_pretrained(saved[0], "owner/heads")
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(asked)
+    assert model.base.peft_config
+
+
+def test_a_loaded_base_without_the_adapter_is_refused_and_left_alone(saved):
+    base = chat_base()
+    with pytest.raises(
+        ValueError, match=r"trained together with a LoRA adapter, .* has none; pass the base's"
+    ):
+        MedusaModel.from_pretrained(base, saved[1])
+    assert not hasattr(base, "peft_config")
+
+
+def test_a_loaded_base_that_carries_the_adapter_is_taken(saved):
+    base = chat_base()
+    apply_adapter(base, load_heads(saved[1]).adapter)
+    model = MedusaModel.from_pretrained(base, saved[1])
+    options = {"max_new_tokens": 16, "do_sample": False}
+    assert model.generate(PROMPTS, **options).tolist() == by_peft(saved).generate(PROMPTS, **options).tolist()
+    assert MedusaModel.from_pretrained(by_peft(saved), saved[1]).heads is not None  # peft's own loading too
+
+
+def test_a_loaded_base_with_another_adapter_is_refused(saved):
+    base = chat_base()
+    apply_adapter(base, new_adapter(seed=6))
+    with pytest.raises(ValueError, match=r"carries another \(default\), or has it switched off"):
+        MedusaModel.from_pretrained(base, saved[1])
+    with pytest.raises(ValueError, match=r"carries an adapter already \(default\); give one without"):
+        apply_adapter(base, new_adapter())
+
+
+def test_a_loaded_base_whose_adapter_is_switched_off_is_refused(saved):
+    wrapped = peft.PeftModel.from_pretrained(chat_base(), saved[1] / "adapter")
+    wrapped.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match="or has it switched off; pass the base's path"):
+        MedusaModel.from_pretrained(wrapped.get_base_model(), saved[1])
+
+
+def test_a_base_of_other_layers_is_refused_and_left_alone(saved):
+    config = chat_base().config.to_dict()
+    for change, message in (
+        (
+            {"num_hidden_layers": 1},
+            r"changes layer 'model.layers.1.*' of .* has no such layer; load the base",
+        ),
+        ({"intermediate_size": 80}, r"changes layer '.*' of 64 inputs x 32 outputs.* has 80 x 32"),
+    ):
+        other = LlamaForCausalLM(LlamaConfig(**{**config, **change}))
+        with pytest.raises(ValueError, match=message):
+            apply_adapter(other, load_heads(saved[1]).adapter)
+        assert not hasattr(other, "peft_config")
+
+
+def test_another_base_of_the_same_sizes_is_refused_and_a_cast_one_is_not(saved):
+    adapter = load_heads(saved[1]).adapter
+    other = chat_base(seed=1)
+    with pytest.raises(ValueError, match="the adapter was trained on another model than"):
+        apply_adapter(other, adapter)
+    assert not hasattr(other, "peft_config")
+    with pytest.raises(ValueError, match="the adapter was trained on another model than"):
+        MedusaModel.from_pretrained(other, saved[1])
+    for dtype in (torch.bfloat16, torch.float16):
+        apply_adapter(chat_base().to(dtype), adapter)
+
+
+def test_without_peft_the_error_says_what_to_install(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install 'medusa-heads"):
+        MedusaModel.from_pretrained(*saved)
+    assert load_heads(saved[1]).adapter is not None  # looking is possible without
+
+
+def test_an_adapter_that_the_configuration_does_not_speak_of_is_refused(copied):
+    config = json.loads((copied / "config.json").read_text())
+    del config["adapter"]
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"holds an adapter that config.json does not speak of"):
+        load_heads(copied)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_of_the_adapter_is_an_error(copied, name):
+    (copied / "adapter" / name).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{name} does not exist"):
+        load_heads(copied)
+
+
+def test_a_damaged_adapter_is_an_error(copied):
+    path = copied / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged or cut short"):
+        load_heads(copied)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "message"),
+    [
+        ("config.json", "adapter", {"type": "ia3"}, r"says adapter={'type': 'ia3'}, this version .* 'lora'"),
+        ("adapter/adapter_config.json", "peft_type", "IA3", r"must say peft_type='LORA', got 'IA3'"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(copied, file, key, value, message):
+    config = json.loads((copied / file).read_text())
+    (copied / file).write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ValueError, match=message):
+        load_heads(copied)
+
+
+def test_tensors_that_the_configuration_does_not_ask_for_are_refused():
+    adapter = new_adapter()
+    config = {**adapter.config, "target_modules": ["q_proj"]}
+    with pytest.raises(ValueError, match="the adapter's tensors are not those of its configuration"):
+        apply_adapter(chat_base(), Adapter(config, adapter.weights, adapter.base_sample))
+
+
+def test_info_shows_the_adapter(saved, capsys, tmp_path):
+    assert main(["info", "--json", str(saved[1])]) == 0
+    described = json.loads(capsys.readouterr().out)["adapter"]
+    assert described["rank"] == 4
+    assert described["targets"] == ADAPTED
+    assert described["num_parameters"] == sum(each.numel() for each in new_adapter().weights.values())
+    assert main(["info", str(saved[1])]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "LoRA of rank 4" in shown
+    save_heads(HeadsCheckpoint(chat_heads(), "base"), tmp_path / "heads")
+    assert main(["info", str(tmp_path / "heads")]) == 0
+    assert "none: the text is the base model's own" in capsys.readouterr().out
+
+
+def test_plain_decoding_on_the_command_line_is_the_adapted_model_s(saved, capsys):
+    flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--max-new-tokens", "16", "Hello"]
+    assert main(["generate", *flags]) == 0
+    printed = capsys.readouterr()
+    assert "the text is the adapted model's" in printed.err
+    assert main(["generate", *flags, "--plain"]) == 0
+    assert capsys.readouterr().out == printed.out
+
+
+def test_the_benchmark_compares_with_the_adapted_model(saved, capsys):
+    prompts = saved[0].parent / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n{"prompt": "And now?"}\n')
+    flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--prompts", str(prompts)]
+    assert program("inference/benchmark.py").main([*flags, "--max-new-tokens", "12"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["compared"] == ["heads", "plain", "transformers"]
+    assert report["identical"]
+
+
+def test_a_tree_of_another_size_goes_with_an_adapter(saved):
+    model = MedusaModel.from_pretrained(*saved, tree=CandidateTree.chain(2))
+    assert model.tree.num_nodes == 3

@@ -1,0 +1,364 @@
+"""The heads directory: what goes in comes out, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+import medusa.heads.checkpoint
+from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads, save_tree
+from medusa.files import check_writable_target, write_json
+from medusa.pretrained import shipped_heads
+
+KINDS = ["shared", "full", "low_rank", "token_map"]
+MAP = [20, 3, 7, 0, 11]
+TREE = CandidateTree.from_paths([(0,), (1,), (0, 2)])
+
+
+def checkpoint_of(unembedding: str = "shared", seed: int = 0) -> HeadsCheckpoint:
+    token_map = MAP if unembedding == "token_map" else None
+    config = HeadsConfig(
+        hidden_size=8,
+        vocab_size=21,
+        num_heads=3,
+        num_layers=2,
+        unembedding=unembedding,
+        rank=4,
+        token_map_size=len(MAP) if token_map else None,
+    )
+    torch.manual_seed(seed)
+    heads = MedusaHeads(config, token_map)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return HeadsCheckpoint(heads, "some/base", TREE, {"command": "train it", "loss": 1.5})
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below ``directory``, byte for byte."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_heads(checkpoint_of(), tmp_path / "heads")
+
+
+def edit_config(directory: Path, drop: str | None = None, **changes) -> None:
+    raw = json.loads((directory / "config.json").read_text())
+    raw.pop(drop, None)
+    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
+
+
+def edit_weights(directory: Path, edit) -> None:
+    weights = load_file(directory / "model.safetensors")
+    edit(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("unembedding", KINDS)
+def test_what_is_saved_is_what_is_loaded(unembedding, tmp_path):
+    checkpoint = checkpoint_of(unembedding)
+    path = save_heads(checkpoint, tmp_path / "deep" / "heads")
+    assert path == tmp_path / "deep" / "heads"
+    loaded = load_heads(path)
+    assert loaded.heads.config == checkpoint.heads.config
+    assert loaded.base_model == "some/base"
+    assert loaded.tree == TREE
+    assert loaded.provenance == {"command": "train it", "loss": 1.5}
+    before, after = checkpoint.heads.state_dict(), loaded.heads.state_dict()
+    assert list(before) == list(after)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+    hidden, embedding = torch.randn(2, 8), torch.nn.Linear(8, 21, bias=False)
+    assert torch.equal(loaded.heads(hidden, embedding), checkpoint.heads(hidden, embedding))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_written_in_half_precision_are_loaded_in_float32(dtype, tmp_path):
+    checkpoint = checkpoint_of("token_map")
+    whole, half = (
+        save_heads(checkpoint, tmp_path / "whole"),
+        save_heads(checkpoint, tmp_path / "half", dtype=dtype),
+    )
+    sizes = [(path / "model.safetensors").stat().st_size for path in (whole, half)]
+    assert sizes[1] < 0.8 * sizes[0]
+    loaded = load_heads(half).heads.state_dict()
+    for name, tensor in checkpoint.heads.state_dict().items():
+        expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded[name], expected), name
+
+
+def test_shipped_heads_are_loaded_by_name_and_listed_where_a_name_is_unknown():
+    assert shipped_heads(), "some heads ship"
+    for name in shipped_heads():
+        loaded = load_heads(name)
+        assert loaded.tree is not None and loaded.heads.num_heads >= loaded.tree.depth > 0
+        assert all(each.isfinite().all() for each in loaded.heads.parameters())
+        assert (shipped_heads()[name] / "README.md").read_text().startswith("# ")
+    with pytest.raises(FileNotFoundError, match=f"one of those that ship: {', '.join(shipped_heads())}"):
+        load_heads("no-such-heads")
+
+
+def test_the_directory_holds_four_files_that_others_may_read(saved):
+    assert sorted(contents(saved)) == ["config.json", "model.safetensors", "provenance.json", "tree.json"]
+    assert saved.stat().st_mode & 0o055 == 0o055
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["heads"]
+
+
+def test_tree_and_provenance_may_be_absent(tmp_path):
+    checkpoint = HeadsCheckpoint(checkpoint_of().heads, "some/base")
+    saved = save_heads(checkpoint, tmp_path / "heads")
+    (saved / "provenance.json").unlink()
+    loaded = load_heads(saved)
+    assert loaded.tree is None and loaded.provenance == {}
+
+
+def test_a_tree_is_written_into_an_existing_directory_with_its_origin(saved):
+    chain = CandidateTree.chain(2)
+    path = save_tree(saved, chain, measured_on="some text", num_positions=7)
+    assert json.loads(path.read_text())["measured_on"] == "some text"
+    assert load_heads(str(saved)).tree == chain
+
+
+@pytest.mark.parametrize(("name", "count"), [("num_heads", 4), ("num_heads", 2), ("num_layers", 1)])
+def test_counts_are_read_from_the_tensors_and_a_config_that_disagrees_is_refused(saved, name, count):
+    edit_config(saved, **{name: count})
+    held = {"num_heads": 3, "num_layers": 2}[name]
+    message = f"says {name}={count}, model.safetensors holds {held}; the two files do not belong together"
+    with pytest.raises(ValueError, match=message):
+        load_heads(saved)
+
+
+def test_a_missing_tensor_is_named(saved):
+    edit_weights(saved, lambda weights: weights.pop("blocks.1.0.linear.bias"))
+    with pytest.raises(ValueError, match=r"missing \['blocks.1.0.linear.bias'\], extra \[\]"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "blocks.extra"])
+def test_a_tensor_left_over_is_named(saved, name):
+    edit_weights(saved, lambda weights: weights.update({name: torch.zeros(2)}))
+    with pytest.raises(ValueError, match=rf"'shared' heads: missing \[\], extra \['{name}'\]"):
+        load_heads(saved)
+
+
+def test_heads_of_another_kind_than_the_config_says_are_refused(saved):
+    edit_config(saved, unembedding="full")
+    with pytest.raises(ValueError, match=r"tensors of 'full' heads: missing \['unembed.0'"):
+        load_heads(saved)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(saved):
+    edit_weights(saved, lambda weights: weights.update({"blocks.0.1.linear.bias": torch.zeros(9)}))
+    message = r"tensor 'blocks.0.1.linear.bias' must have shape \(8,\), got \(9,\)"
+    with pytest.raises(ValueError, match=message):
+        load_heads(saved)
+
+
+def test_a_config_for_another_hidden_size_is_refused(saved):
+    edit_config(saved, hidden_size=16)
+    with pytest.raises(ValueError, match=r"must have shape \(16, 16\), got \(8, 8\)"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 40, -1])
+def test_weights_cut_short_are_refused(saved, kept):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut short .*train it again"):
+        load_heads(saved)
+
+
+def test_a_token_map_that_leaves_the_vocabulary_is_refused(tmp_path):
+    saved = save_heads(checkpoint_of("token_map"), tmp_path / "heads")
+    edit_weights(saved, lambda weights: weights["token_map"].__setitem__(0, 21))
+    with pytest.raises(ValueError, match=r"token_map ids must be in \[0, 21\), got 0 to 21"):
+        load_heads(saved)
+
+
+def test_an_unknown_key_is_refused_and_the_nearest_one_suggested(saved):
+    edit_config(saved, num_head=3)
+    with pytest.raises(ValueError, match=r"unknown key 'num_head'; did you mean 'num_heads'\?"):
+        load_heads(saved)
+
+
+def test_an_unknown_key_near_to_none_gets_the_list(saved):
+    edit_config(saved, zzz=3)
+    with pytest.raises(ValueError, match=r"unknown key 'zzz'; known are \['fused_layers', 'hidden_size'"):
+        load_heads(saved)
+
+
+def test_a_config_without_its_sizes_is_refused(saved):
+    edit_config(saved, drop="hidden_size")
+    with pytest.raises(ValueError, match=r"config.json must say hidden_size"):
+        load_heads(saved)
+
+
+def test_a_config_of_a_model_and_not_of_heads_is_refused(saved):
+    edit_config(saved, drop="format_version")
+    with pytest.raises(ValueError, match="has format_version=None, this version of medusa reads 1"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "must hold a JSON object")])
+def test_a_damaged_config_is_refused(saved, text, message):
+    (saved / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_heads(saved)
+
+
+def test_a_tree_deeper_than_the_heads_is_refused(saved):
+    save_tree(saved, CandidateTree.chain(4))
+    with pytest.raises(ValueError, match=r"tree has depth 4, the heads are 3: .*use tree.subtree\(3\)"):
+        load_heads(saved)
+
+
+def test_a_tree_file_without_paths_is_refused(saved):
+    (saved / "tree.json").write_text('{"nodes": []}')
+    with pytest.raises(ValueError, match=r"tree.json must hold 'paths', .*got \['nodes'\]"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_incomplete_directory_is_refused(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("source", ["/nowhere/heads", "./nowhere", "a/b/c", "nowhere"])
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(source, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", None)
+    with pytest.raises(FileNotFoundError, match=f"no heads directory at '{source}'; train one"):
+        load_heads(source)
+
+
+def test_a_hub_id_is_downloaded_and_only_the_files_of_a_heads_directory(saved, monkeypatch, tmp_path):
+    asked = []
+
+    def download(repo_id, allow_patterns):
+        asked.append((repo_id, sorted(allow_patterns)))
+        return str(saved)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", download)
+    assert load_heads("someone/their-heads").tree == TREE
+    adapter = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
+    assert asked == [("someone/their-heads", [*adapter, *sorted(contents(saved))])]
+
+
+def test_a_hub_id_that_the_hub_does_not_have_reads_as_a_missing_directory(monkeypatch, tmp_path):
+    def download(repo_id, allow_patterns):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="no heads directory at 'runs/heads', and the hub gives no"):
+        load_heads("runs/heads")
+
+
+def test_an_output_directory_that_holds_something_is_refused_and_left_alone(saved):
+    before = contents(saved)
+    with pytest.raises(FileExistsError, match="is not empty; choose another, or allow overwriting"):
+        save_heads(checkpoint_of("full"), saved)
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        check_writable_target(saved)
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        check_writable_target(saved / "config.json")
+    assert contents(saved) == before
+
+
+def test_an_empty_output_directory_is_used(tmp_path):
+    (tmp_path / "heads").mkdir()
+    assert load_heads(save_heads(checkpoint_of(), tmp_path / "heads")).tree == TREE
+
+
+def test_overwriting_replaces_the_directory_whole(saved):
+    (saved / "stale.txt").write_text("from the run before")
+    save_heads(checkpoint_of("low_rank"), saved, overwrite=True)
+    assert load_heads(saved).heads.config.unembedding == "low_rank"
+    assert not (saved / "stale.txt").exists()
+    assert [path.name for path in saved.parent.iterdir()] == ["heads"]
+
+
+def disk_full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def cut_short(state, path, metadata=None):
+    Path(path).write_bytes(b"half a file")
+    disk_full()
+
+
+def fails_on_call(number: int):
+    """Makes an ``os.replace`` that fails at its call ``number``, counted from 1, and works otherwise."""
+
+    def flaky_replace():
+        calls, replace = [], os.replace
+
+        def flaky(source, target):
+            calls.append(source)
+            if len(calls) == number:
+                disk_full()
+            replace(source, target)
+
+        return flaky
+
+    return flaky_replace
+
+
+FAILURES = {
+    "weights": (medusa.heads.checkpoint, "save_file", lambda: cut_short),
+    "json": (medusa.heads.checkpoint, "write_json", lambda: disk_full),
+    **{f"rename {number}": (os, "replace", fails_on_call(number)) for number in (1, 2, 3, 4)},
+}
+
+
+@pytest.mark.parametrize(
+    ("is_there", "failure"),
+    [
+        *((False, failure) for failure in FAILURES.values()),
+        *((True, failure) for failure in FAILURES.values()),
+        (True, (os, "replace", fails_on_call(5))),
+    ],
+    ids=[*(f"new, {name}" for name in FAILURES), *(f"old, {name}" for name in FAILURES), "old, rename 5"],
+)
+def test_a_write_that_fails_half_way_leaves_what_was_there(is_there, failure, tmp_path, monkeypatch):
+    """Renames 1 to 3 are the JSON files, 4 moves the old directory away, the last one the new one in."""
+    target = tmp_path / "heads"
+    if is_there:
+        save_heads(checkpoint_of(), target)
+    before = contents(tmp_path)
+    owner, name, failing = failure
+    monkeypatch.setattr(owner, name, failing())
+    with pytest.raises(OSError, match="No space left on device"):
+        save_heads(checkpoint_of("full", seed=9), target, overwrite=True)
+    monkeypatch.undo()
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == (["heads"] if is_there else [])
+
+
+def test_a_tree_write_that_fails_leaves_the_old_tree(saved, monkeypatch):
+    before = contents(saved)
+    monkeypatch.setattr(os, "replace", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        save_tree(saved, CandidateTree.chain(1))
+    assert contents(saved) == before
+
+
+def test_json_that_cannot_be_written_leaves_no_partial_file(tmp_path):
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,265 @@
+"""The heads: untrained they are the base's own LM head, and each owns its weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import READING
+from torch import nn
+
+from medusa import HeadsConfig, MedusaHeads
+from medusa.heads.medusa_heads import ResidualBlock, check_heads_fit
+
+HIDDEN_SIZE, VOCAB_SIZE, NUM_HEADS = 8, 21, 3
+MAP = [20, 3, 7, 0, 11]
+
+
+def config_of(unembedding: str, **changes) -> HeadsConfig:
+    size = len(MAP) if unembedding == "token_map" else None
+    values = {
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "num_heads": NUM_HEADS,
+        "num_layers": 2,
+        "unembedding": unembedding,
+        "rank": 4,
+        "token_map_size": size,
+    }
+    return HeadsConfig(**{**values, **changes})
+
+
+def heads_of(unembedding: str, is_random: bool = False, **changes) -> MedusaHeads:
+    torch.manual_seed(3)
+    heads = MedusaHeads(config_of(unembedding, **changes), MAP if unembedding == "token_map" else None)
+    if is_random:
+        for parameter in heads.parameters():
+            nn.init.normal_(parameter, std=0.5)
+    return heads
+
+
+def output_embedding(bias: bool = False, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=bias)
+
+
+HIDDEN = torch.randn(2, 5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
+
+
+PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("reading", READING)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reading):
+    embedding = output_embedding(bias=bias and unembedding != "full")
+    heads = heads_of(unembedding, **READING[reading])
+    heads.initialise_from(embedding)
+    expected = embedding(HIDDEN)
+    if unembedding == "token_map":
+        expected = expected[..., MAP]
+    below = torch.randn(2, 5, len(heads.reads_layers) * HIDDEN_SIZE)
+    logits = heads(heads.fuse(torch.cat([HIDDEN, below], -1)), embedding, PATH)
+    assert logits.shape == (2, 5, NUM_HEADS, expected.shape[-1])
+    for k in range(NUM_HEADS):
+        torch.testing.assert_close(logits[:, :, k], expected)
+
+
+@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+def test_one_head_alone_gives_its_column_of_all(unembedding):
+    embedding, heads = output_embedding(), heads_of(unembedding, is_random=True)
+    together = heads(HIDDEN, embedding)
+    assert not torch.allclose(together[..., 0, :], together[..., 1, :])
+    for k in range(NUM_HEADS):
+        torch.testing.assert_close(heads.logits_of(k, HIDDEN, embedding), together[..., k, :])
+
+
+@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+def test_a_head_reads_its_own_parameters_and_no_others(unembedding):
+    embedding, heads = output_embedding(), heads_of(unembedding, is_random=True)
+    heads.logits_of(1, HIDDEN, embedding).sum().backward()
+    own = {id(parameter) for parameter in heads.parameters_of(1)}
+    touched = {id(p) for p in heads.parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert touched == own
+    everyones = [id(p) for k in range(NUM_HEADS) for p in heads.parameters_of(k)]
+    assert sorted(everyones) == sorted(id(p) for p in heads.parameters())
+
+
+def test_no_two_blocks_share_a_weight():
+    """The ``[block] * n`` bug: one module repeated, so that all heads train the same weights."""
+    heads = heads_of("shared", num_layers=3)
+    blocks = [module for module in heads.modules() if isinstance(module, ResidualBlock)]
+    assert len({id(block) for block in blocks}) == NUM_HEADS * 3
+    assert len({block.linear.weight.data_ptr() for block in blocks}) == NUM_HEADS * 3
+    before = heads.features(HIDDEN)
+    nn.init.constant_(heads.blocks[1][2].linear.bias, 1.0)
+    changed = (heads.features(HIDDEN) != before).flatten(0, 1).flatten(2).any(dim=2).any(dim=0)
+    assert changed.tolist() == [False, True, False]
+
+
+def test_a_residual_block_adds_silu_of_a_linear_map():
+    block = ResidualBlock(HIDDEN_SIZE)
+    assert torch.equal(block(HIDDEN), HIDDEN)
+    nn.init.normal_(block.linear.weight)
+    nn.init.normal_(block.linear.bias)
+    inner = HIDDEN @ block.linear.weight.T + block.linear.bias
+    torch.testing.assert_close(block(HIDDEN), HIDDEN + inner * torch.sigmoid(inner))
+
+
+@pytest.mark.parametrize(
+    ("unembedding", "shapes"),
+    [
+        ("shared", {}),
+        ("full", {"unembed.2": (VOCAB_SIZE, HIDDEN_SIZE)}),
+        ("low_rank", {"down.2": (4, HIDDEN_SIZE), "up.2": (VOCAB_SIZE, 4)}),
+        ("token_map", {"token_map": (len(MAP),)}),
+    ],
+)
+def test_the_weights_of_each_kind_have_the_shapes_it_says(unembedding, shapes):
+    state = heads_of(unembedding).state_dict()
+    assert {name: tuple(state[name].shape) for name in shapes} == shapes
+    per_head = {"shared": 0, "full": 1, "low_rank": 2, "token_map": 0}[unembedding]
+    extra = 1 if unembedding == "token_map" else 0
+    assert len(state) == NUM_HEADS * (2 * 2 + per_head) + extra
+
+
+def test_a_low_rank_head_adds_its_correction_to_the_base_logits():
+    embedding, heads = output_embedding(), heads_of("low_rank", is_random=True)
+    features = heads.features(HIDDEN)
+    expected = embedding(features[..., 2, :]) + features[..., 2, :] @ heads.down[2].T @ heads.up[2].T
+    torch.testing.assert_close(heads(HIDDEN, embedding)[..., 2, :], expected)
+
+
+def test_columns_of_a_token_map_stand_for_its_tokens():
+    embedding, heads = output_embedding(bias=True), heads_of("token_map", is_random=True)
+    logits = heads(HIDDEN, embedding)
+    every_token = embedding(heads.features(HIDDEN))
+    torch.testing.assert_close(logits, every_token[..., MAP])
+    assert heads.token_ids(torch.tensor([[4, 0], [1, 1]])).tolist() == [[11, 20], [3, 3]]
+    best = heads.token_ids(logits.argmax(dim=-1))
+    assert set(best.flatten().tolist()) <= set(MAP)
+
+
+def test_without_a_map_columns_are_token_ids():
+    columns = torch.tensor([5, 0])
+    assert heads_of("shared").token_ids(columns) is columns
+
+
+def test_a_token_map_follows_the_output_embedding_when_it_changes():
+    """The gathered rows are kept between calls, and must not outlive a changed weight."""
+    heads = heads_of("token_map", is_random=True)
+    embedding = output_embedding()
+    heads(HIDDEN, embedding)
+    other = output_embedding(seed=9)
+    torch.testing.assert_close(heads(HIDDEN, other), other(heads.features(HIDDEN))[..., MAP])
+    with torch.no_grad():
+        other.weight.mul_(2.0)
+    torch.testing.assert_close(heads(HIDDEN, other), other(heads.features(HIDDEN))[..., MAP])
+    other.to(torch.bfloat16)
+    assert heads(HIDDEN, other).dtype == torch.bfloat16
+    other.to(torch.float32)
+    heads.token_map = heads.token_map.flip(0)
+    torch.testing.assert_close(heads(HIDDEN, other), other(heads.features(HIDDEN))[..., MAP[::-1]])
+
+
+def test_heads_in_float32_sit_on_a_base_in_bfloat16():
+    embedding = output_embedding().to(torch.bfloat16)
+    for unembedding in ("shared", "low_rank", "token_map", "full"):
+        heads = heads_of(unembedding, is_random=True)
+        logits = heads(HIDDEN.to(torch.bfloat16), embedding)
+        assert logits.shape[:3] == (2, 5, NUM_HEADS) and logits.isfinite().all()
+
+
+def test_the_base_is_no_part_of_the_heads():
+    embedding, heads = output_embedding(), heads_of("token_map")
+    heads(HIDDEN, embedding)
+    assert all(p is not embedding.weight for p in heads.parameters())
+    assert {name.split(".")[0] for name in heads.state_dict()} == {"blocks", "token_map"}
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_heads", "num_layers", "rank"])
+def test_sizes_that_are_no_count_are_refused(name):
+    for value in (0, "4", 2.0):
+        with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value!r}"):
+            config_of("shared", **{name: value})
+
+
+def test_an_unknown_unembedding_is_refused():
+    with pytest.raises(ValueError, match=r"unembedding must be one of \('shared', .*, got 'tied'"):
+        config_of("tied")
+
+
+@pytest.mark.parametrize(("unembedding", "size"), [("token_map", None), ("shared", 5)])
+def test_a_token_map_size_goes_with_a_token_map_only(unembedding, size):
+    with pytest.raises(ValueError, match=f"got unembedding='{unembedding}', token_map_size={size}"):
+        config_of(unembedding, token_map_size=size)
+
+
+@pytest.mark.parametrize(
+    ("token_map", "message"),
+    [
+        ([1, 2, 3], r"must hold 5 different ids, got shape \(3,\)"),
+        ([1, 2, 3, 4, 4], "must hold 5 different ids"),
+        ([1, 2, 3, 4, VOCAB_SIZE], r"must be in \[0, 21\), got 1 to 21"),
+        ([1, 2, 3, 4, -1], r"must be in \[0, 21\), got -1 to 4"),
+    ],
+)
+def test_a_token_map_that_fits_no_vocabulary_is_refused(token_map, message):
+    with pytest.raises(ValueError, match=message):
+        MedusaHeads(config_of("token_map"), token_map)
+
+
+def test_a_token_map_on_heads_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="token_map goes with unembedding='token_map', got 'shared'"):
+        MedusaHeads(config_of("shared"), MAP)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((16, VOCAB_SIZE), "heads were trained for hidden_size=8, base model 'tiny' has 16; load the base"),
+        ((HIDDEN_SIZE, 99), "heads were trained for vocab_size=21, base model 'tiny' has 99; load the base"),
+    ],
+)
+def test_heads_of_another_base_are_refused(sizes, message):
+    check_heads_fit(config_of("shared"), HIDDEN_SIZE, VOCAB_SIZE, "tiny")
+    with pytest.raises(ValueError, match=message):
+        check_heads_fit(config_of("shared"), *sizes, "tiny")
+
+
+def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
+    embedding, heads = output_embedding(), heads_of("shared", is_random=True, reads_path=True)
+    logits = heads(HIDDEN, embedding, PATH)
+    for depth in range(1, NUM_HEADS + 1):
+        torch.testing.assert_close(
+            heads.logits_of(depth - 1, HIDDEN, embedding, PATH[..., :depth]), logits[..., depth - 1, :]
+        )
+        other = PATH.clone()
+        other[..., depth - 1] += 1
+        is_same = (heads(HIDDEN, embedding, other % VOCAB_SIZE) == logits).flatten(0, 1).all(-1).all(0)
+        assert is_same.tolist() == [index < depth - 1 for index in range(NUM_HEADS)]
+
+
+def test_heads_that_read_their_path_ask_for_it():
+    with pytest.raises(ValueError, match=r"read the tokens of their path .*: pass path"):
+        heads_of("shared", reads_path=True)(HIDDEN, output_embedding())
+
+
+def test_fused_layers_are_read_at_unit_size_whatever_the_size_of_their_dimensions():
+    heads = heads_of("shared", fused_layers=(2, 5))
+    torch.manual_seed(0)
+    below = torch.randn(200, 2 * HIDDEN_SIZE)
+    sizes = torch.logspace(-2, 3, 2 * HIDDEN_SIZE)
+    heads.set_layer_scale(torch.cat([torch.zeros(200, HIDDEN_SIZE), below * sizes], -1))
+    torch.testing.assert_close(heads.layer_scale, sizes * below.square().mean(0).sqrt())
+    heads.fusion.weight.data.normal_()
+    hidden = torch.cat([torch.ones(200, HIDDEN_SIZE), below * sizes], -1)
+    unit = (below / below.square().mean(0).sqrt()).unflatten(-1, (2, HIDDEN_SIZE))
+    unit = unit / unit.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(heads.fuse(hidden), 1 + unit.flatten(-2) @ heads.fusion.weight.T)
+
+
+@pytest.mark.parametrize("layers", [(0,), (3, 2), (2, 2), ("1",), (1.0,)], ids=str)
+def test_layers_that_cannot_be_fused_are_refused(layers):
+    with pytest.raises(ValueError, match=r"fused_layers must be different numbers of layers from 1 up"):
+        config_of("shared", fused_layers=layers)

@@ -1,0 +1,134 @@
+import pytest
+import torch
+from tiny_chat import chat_model, wide_tree
+
+from medusa import CandidateTree
+from medusa.measurement.tuning import (
+    TreeSize,
+    fastest,
+    held_out_tokens_per_step,
+    measure_step_seconds,
+    measured_sizes,
+    trees_by_size,
+)
+from medusa.prompts import padded_batch
+from medusa.trees.rank_counts import RankCounts
+
+
+def test_step_times_are_taken_for_every_tree_in_every_round():
+    model = chat_model()
+    inputs = {"input_ids": torch.arange(10)[None]}
+    trees = {1: CandidateTree.chain(0), 13: wide_tree()}
+    seconds = measure_step_seconds(model, trees, [inputs] * 3, num_steps=2)
+    assert set(seconds) == {1, 13}
+    assert all(0 < value < 5 for value in seconds.values())
+    with pytest.raises(ValueError, match="no answer lasted two steps with the tree of 1 nodes"):
+        measure_step_seconds(model, trees, [inputs])
+
+
+def test_the_fastest_size_may_be_plain_decoding():
+    plain = TreeSize(1, 0, tokens_per_step=1.0, step_seconds=1.0)
+    slow = TreeSize(8, 2, tokens_per_step=1.8, step_seconds=2.0)
+    fast = TreeSize(4, 2, tokens_per_step=1.5, step_seconds=1.2)
+    assert fastest([plain, slow]) is plain
+    assert fastest([plain, fast, slow]) is fast
+
+
+def test_sizes_that_the_counts_cannot_fill_are_left_out():
+    counts = RankCounts((torch.tensor([[0], [1], [0]], dtype=torch.int16),), max_rank=2)
+    assert list(trees_by_size(counts, (1, 2, 3, 4, 64))) == [1, 2, 3]
+
+
+def test_held_out_tokens_per_step_judges_a_tree_on_other_answers():
+    # Each half likes the rank that the other half never sees.
+    even = torch.zeros(50, 1, dtype=torch.int16)
+    odd = torch.ones(50, 1, dtype=torch.int16)
+    counts = RankCounts((even, odd, even, odd), max_rank=2)
+    assert counts.replayed_tokens_per_step(counts.best_tree(2)) > 1.3
+    assert held_out_tokens_per_step(counts, 2) == 1.0
+    assert held_out_tokens_per_step(counts, 3) == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_tree_must_beat_plain_decoding_by_more_than_noise():
+    plain = TreeSize(1, 0, tokens_per_step=1.0, step_seconds=1.0)
+    barely = TreeSize(4, 2, tokens_per_step=1.22, step_seconds=1.2)
+    assert fastest([plain, barely]) is plain
+    assert fastest([plain, barely], min_gain=1.0) is barely
+
+
+def test_the_speed_of_a_batch_is_that_of_its_rows_together():
+    assert TreeSize(4, 2, 1.5, step_seconds=2.0, batch_size=8).tokens_per_second == 6.0
+
+
+def test_batches_are_timed_too_and_a_hopeless_size_is_not_timed(monkeypatch):
+    model = chat_model()
+    rows = [
+        {"input_ids": torch.arange(n)[None], "attention_mask": torch.ones(1, n, dtype=torch.long)}
+        for n in (10, 3, 6)
+    ]
+    trees = {1: CandidateTree.chain(0), 2: CandidateTree.chain(1), 13: wide_tree()}
+    worth = {1: 1.0, 2: 0.9, 13: 1e-9}
+    table = measured_sizes(model, trees, worth, [padded_batch(rows)] * 3, batch_size=3)
+    assert [row.num_nodes for row in table] == [1, 2]
+    assert [(row.depth, row.tokens_per_step, row.batch_size) for row in table] == [(0, 1.0, 3), (1, 0.9, 3)]
+
+
+def test_what_a_first_run_sets_up_makes_no_later_size_hopeless(monkeypatch):
+    trees = {1: CandidateTree.chain(0), 2: CandidateTree.chain(1), 3: CandidateTree.chain(2)}
+    runs = []
+
+    def step_seconds(_model, tree, _batch, _num_steps):
+        runs.append(tree.num_nodes)
+        return 100.0 if runs == [1, 1, 2] else 1.0
+
+    monkeypatch.setattr("medusa.measurement.tuning._step_seconds", step_seconds)
+    seconds = measure_step_seconds(None, trees, [{}] * 2, tokens_per_step={1: 1.0, 2: 1.3, 3: 1.5})
+    assert list(seconds) == [1, 2, 3]
+
+
+def test_steps_are_timed_only_while_every_row_decodes():
+    """A stand-in that says how long each step takes: the mean is over steps 2 to 3, then a row has ended."""
+    seconds = {0: 5.0, 1: 100.0, 2: 2.0, 3: 4.0, 4: 1000.0}
+    clock = [0.0]
+
+    class Step:
+        def __init__(self, tokens):
+            self.tokens = tokens
+
+    class Model:
+        device = torch.device("cpu")
+
+        def stream(self, statistics, **arguments):
+            for number, taken in seconds.items():
+                clock[0] += taken
+                statistics.num_passes = number
+                yield Step([[1], [2]] if number < 4 else [[1], []])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
+        found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2)
+    assert found == {1: 3.0}
+
+
+def test_steps_that_come_in_bursts_are_timed_from_burst_to_burst():
+    """A stand-in that gives three steps of 3 seconds at a time, and sets up for 50 in the second burst."""
+    clock = [0.0]
+
+    class Step:
+        tokens = ([1],)
+
+    class Model:
+        device = torch.device("cpu")
+
+        def stream(self, statistics, **arguments):
+            yield Step()
+            for burst in range(1, 10):
+                clock[0] += 9.0 + 50.0 * (burst == 2)
+                statistics.setup_seconds += 50.0 * (burst == 2)
+                statistics.num_passes += 3
+                yield from [Step()] * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
+        found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2, num_steps=4)
+    assert found == {1: 3.0}

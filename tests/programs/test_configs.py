@@ -1,0 +1,37 @@
+"""Every file in configs/ parses, and says what it is for and how to launch it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa.training.config.configuration import read_configuration
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if "compute_environment" not in path.read_text())
+
+
+def test_there_are_training_configurations():
+    assert {"smollm2_demo.yaml", "smollm2.yaml", "smollm2_eagle.yaml", "smollm2_joint.yaml"} <= {
+        path.name for path in TRAINING
+    }
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
+def test_a_configuration_is_complete(path):
+    read_configuration(["--config", str(path)])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
+    comment = [line for line in path.read_text().splitlines()[:4] if line.startswith("#")]
+    assert len(comment[0]) > 30
+    assert any(f"--config configs/{path.name}" in line or f"configs/{path.name}" in line for line in comment)
+
+
+def test_the_demo_leaves_its_heads_where_everything_expects_them():
+    read = read_configuration(["--config", str(CONFIGS / "smollm2_demo.yaml")])
+    assert read.run.output_dir == "runs/demo"
+    assert read.base.base == "models/smollm2-135m-instruct"
+    assert read.data.data == ["runs/demo/data.jsonl"]

@@ -1,0 +1,303 @@
+import json
+
+import pytest
+import torch
+from conftest import CHECKOUT, program
+from fake_endpoint import fake_endpoints
+from tiny_chat import chat_base, chat_tokenizer, save_chat_model
+
+from medusa import MedusaModel
+from medusa.engine.int8 import missing_for_int8
+from medusa.files import read_json
+from medusa.prompts import read_prompts
+from medusa.training.distillation.answer_file import AnswerFile, configuration_path
+from medusa.training.distillation.answering import (
+    Conversation,
+    LocalAnswerer,
+    Refusal,
+    Reply,
+    end_of_turn_ids,
+    question_frame,
+)
+from medusa.training.distillation.distill import TimeLimit, distill, prompt_free, unanswered
+
+PROGRAM = "train/distill_data.py"
+MAX_NEW_TOKENS = 12
+
+
+@pytest.fixture
+def serve():
+    with fake_endpoints() as start:
+        yield start
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prompts_file(tmp_path, num_prompts=7):
+    rows = [{"prompt": "word " * (1 + 3 * i % 5) + str(i), "category": "qa"} for i in range(num_prompts)]
+    return write_rows(tmp_path / "prompts.jsonl", *rows)
+
+
+def brief_base():
+    """A base that often ends its turn."""
+    base = chat_base()
+    with torch.no_grad():
+        base.lm_head.weight[256] *= 6
+    return base
+
+
+def answer_all(tmp_path, name, prompts, batch_size=3, temperatures=(0.0, 0.9), seed=5, **options):
+    """Rows by index, as a run over ``prompts`` writes them."""
+    answerer = LocalAnswerer(chat_base(), chat_tokenizer(), batch_size, MAX_NEW_TOKENS, **options)
+    path = tmp_path / name
+    with AnswerFile(path, {}) as answers:
+        waiting = unanswered(prompts, answers, temperatures, seed)
+        distill(waiting, answerer, answers, TimeLimit(None))
+    return {row["index"]: row for row in read_rows(path)}
+
+
+def test_answers_are_the_same_for_every_batch_size_and_order(tmp_path):
+    prompts = read_prompts(prompts_file(tmp_path))
+    alone = answer_all(tmp_path, "alone.jsonl", prompts, batch_size=1)
+    assert sorted(alone) == list(range(7))
+    for batch_size in (2, 3, 16):
+        assert answer_all(tmp_path, f"{batch_size}.jsonl", prompts, batch_size) == alone
+
+
+def test_an_answer_is_what_the_model_generates_at_that_temperature_and_seed(tmp_path):
+    prompts = read_prompts(prompts_file(tmp_path))
+    model = MedusaModel(chat_base(), tokenizer=chat_tokenizer())
+    for index, row in answer_all(tmp_path, "rows.jsonl", prompts).items():
+        ids = model.tokenizer.apply_chat_template(
+            list(prompts[index].messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        sampling = {"do_sample": True, "temperature": 0.9, "top_k": 0} if index % 2 else {"do_sample": False}
+        out = model.generate(**ids, max_new_tokens=MAX_NEW_TOKENS, seed=5 + index, **sampling)
+        new = out[0, ids["input_ids"].shape[1] :]
+        expected = model.tokenizer.decode(new, skip_special_tokens=True)
+        assert row["temperature"] == (0.9 if index % 2 else 0.0)
+        assert row["messages"][-1]["content"].rstrip("\ufffd") == expected.rstrip("\ufffd")
+
+
+def test_later_turns_are_asked_after_the_model_has_answered(tmp_path):
+    turns = [f"question {letter}" for letter in "abcd"]
+    file = write_rows(tmp_path / "p.jsonl", *({"turns": turns[i:]} for i in range(4)))
+    answerer = LocalAnswerer(brief_base(), chat_tokenizer(), 2, max_new_tokens=60)
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        distill(unanswered(read_prompts(file), answers, [0.7], 3), answerer, answers, TimeLimit(None))
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert max(len(row["messages"]) for row in rows) > 2
+    for row in rows:
+        asked, given = row["messages"][::2], row["messages"][1::2]
+        assert [message["content"] for message in asked] == turns[row["index"] :][: len(asked)]
+        assert {message["role"] for message in given} == {"assistant"}
+
+
+def test_a_conversation_takes_replies_in_turn_and_ends_at_a_cut_one():
+    whole, cut = Reply("fine", was_cut=False, num_tokens=1), Reply("fi", was_cut=True, num_tokens=1)
+    conversation = Conversation(0, [{"role": "user", "content": "a"}])
+    conversation.later_turns.extend(["b", "c"])
+    assert conversation.receive(whole)
+    assert conversation.messages[-1] == {"role": "user", "content": "b"}
+    assert not conversation.receive(cut)
+    assert [m["content"] for m in conversation.messages] == ["a", "fine", "b", "fi"]
+    assert conversation.was_cut
+
+
+def test_a_turn_that_gets_no_answer_is_taken_back():
+    conversation = Conversation(0, [{"role": "user", "content": "a"}])
+    conversation.later_turns.append("b")
+    conversation.receive(Reply("fine", was_cut=False, num_tokens=1))
+    assert not conversation.receive(Refusal("too long"))
+    assert [m["content"] for m in conversation.messages] == ["a", "fine"]
+    assert conversation.num_answers == 1
+
+
+def test_answers_in_the_file_stay_part_of_the_question_but_are_not_written_as_ours(tmp_path):
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "x" * 600},  # does not fit the context of 512
+    ]
+    fits = [*history[:2], {"role": "user", "content": "bye"}]
+    file = write_rows(tmp_path / "p.jsonl", {"messages": history}, {"messages": fits})
+    rows = answer_all(tmp_path, "rows.jsonl", read_prompts(file))
+    assert list(rows) == [1]
+    assert rows[1]["messages"][:3] == fits
+
+
+def test_the_model_asks_its_own_questions_when_there_are_no_prompts(tmp_path):
+    prefix, stop = question_frame(chat_tokenizer())
+    assert chat_tokenizer().decode(prefix) == "<|user|>"
+    assert chat_tokenizer().decode([stop]) == "<|end|>"
+    answerer = LocalAnswerer(brief_base(), chat_tokenizer(), 4, max_new_tokens=40)
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        waiting = unanswered(prompt_free(12), answers, [0.7], seed=0)
+        report = distill(waiting, answerer, answers, TimeLimit(None))
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert report.num_ended == 12
+    assert rows
+    assert len({row["messages"][0]["content"] for row in rows}) > 1
+    for row in rows:
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert row["messages"][0]["content"].strip()
+
+
+def test_prompt_free_mode_needs_a_template_that_shows_the_question():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ValueError, match="marks its end"):
+        question_frame(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        question_frame(tokenizer)
+
+
+def test_a_model_without_an_end_token_is_refused():
+    base, tokenizer = chat_base(), chat_tokenizer()
+    base.generation_config.eos_token_id = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="names no end-of-sequence token"):
+        end_of_turn_ids(base, tokenizer)
+
+
+def test_giving_up_when_the_first_prompts_are_all_refused(tmp_path):
+    rows = [{"prompt": "x" * 600} for _ in range(5)]
+    prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *rows))
+    with pytest.raises(ValueError, match=r"first 3 prompts were all refused: .*p\.jsonl row 1: prompt of"):
+        answer_all(tmp_path, "rows.jsonl", prompts)
+
+
+def test_the_time_limit_keeps_what_is_there_and_marks_it_as_cut(tmp_path):
+    class Limit(TimeLimit):
+        checks = 0
+
+        def is_up(self):
+            self.checks += 1
+            return self.checks > 20
+
+    prompts = read_prompts(prompts_file(tmp_path))
+    answerer = LocalAnswerer(chat_base(), chat_tokenizer(), 2, max_new_tokens=300)
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        report = distill(unanswered(prompts, answers, [0.0], 0), answerer, answers, Limit(None))
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert 0 < len(rows) == report.num_written < 7
+    assert report.num_unasked == 7 - len(rows)
+    assert rows[-1]["finish_reason"] == "length"
+    assert report.num_tokens <= 2 * 20
+
+
+def test_a_run_goes_on_where_a_killed_one_stopped(tmp_path):
+    prompts = read_prompts(prompts_file(tmp_path))
+    whole = answer_all(tmp_path, "whole.jsonl", prompts)
+    torn = tmp_path / "torn.jsonl"
+    answer_all(tmp_path, "torn.jsonl", prompts[:4])
+    with torn.open("a", encoding="utf-8") as file:
+        file.write('{"index": 6, "messages": [{"role": "us')
+    assert answer_all(tmp_path, "torn.jsonl", prompts) == whole
+    assert len(read_rows(torn)) == 7
+
+
+def test_rows_that_were_answered_are_not_asked_again(tmp_path):
+    prompts = read_prompts(prompts_file(tmp_path))
+    answer_all(tmp_path, "rows.jsonl", prompts[:5])
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        assert [c.index for c in unanswered(prompts, answers, [0.0], 0)] == [5, 6]
+
+
+def test_an_output_that_answers_other_prompts_is_refused(tmp_path):
+    prompts = read_prompts(prompts_file(tmp_path))
+    answer_all(tmp_path, "rows.jsonl", prompts)
+    with pytest.raises(ValueError, match=r"answers other prompts: its row for index \d"):
+        answer_all(tmp_path, "rows.jsonl", prompts[1:])
+
+
+def test_the_program_answers_from_an_endpoint_and_goes_on_after_a_stop(serve, tmp_path, capsys):
+    fake = serve()
+    file = write_rows(
+        tmp_path / "p.jsonl", {"turns": ["a", "b"], "category": "x"}, {"prompt": "REFUSE"}, {"prompt": "c"}
+    )
+    output = tmp_path / "out" / "rows.jsonl"
+    command = ["--prompts", str(file), "--output", str(output), "--endpoint", fake.url, "--model", "tiny"]
+    assert program(PROGRAM).main([*command, "--limit", "1"]) == 0
+    assert len(fake.requests) == 2
+    assert program(PROGRAM).main(command) == 0
+    rows = {row["index"]: row for row in read_rows(output)}
+    assert sorted(rows) == [0, 2]
+    assert [m["content"] for m in rows[0]["messages"]] == ["a", "you said a", "b", "you said b"]
+    assert rows[0] | {"messages": None} == {
+        "index": 0, "category": "x", "messages": None, "temperature": 0.0, "finish_reason": "stop"
+    }  # fmt: skip
+    said = capsys.readouterr().err
+    assert "1 answered before" in said
+    assert "1 could not be answered" in said
+
+
+def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
+    base, _ = save_chat_model(tmp_path)
+    output = tmp_path / "rows.jsonl"
+    command = ["--base", base, "--prompts", str(prompts_file(tmp_path)), "--output", str(output)]
+    command += ["--max-new-tokens", "8", "--device", "cpu", "--batch-size", "3"]
+    assert program(PROGRAM).main(command) == 0
+    rows = read_rows(output)
+    assert sorted(row["index"] for row in rows) == list(range(7))
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+    assert program(PROGRAM).main(command) == 0
+    assert read_rows(output) == rows
+    said = capsys.readouterr().err
+    assert "medusa 0." in said
+    assert "7 prompts, 7 answered before" in said
+
+
+@pytest.mark.skipif(missing_for_int8(chat_base()) is not None, reason="this torch has no oneDNN")
+def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path, capsys):
+    base, _ = save_chat_model(tmp_path)
+    output = tmp_path / "rows.jsonl"
+    command = ["--base", base, "--prompts", str(prompts_file(tmp_path)), "--output", str(output)]
+    command += ["--max-new-tokens", "8", "--device", "cpu"]
+    assert program(PROGRAM).main([*command, "--engine", "int8"]) == 0
+    assert len(read_rows(output)) == 7
+    assert read_json(configuration_path(output))["engine"] == "int8"
+    assert program(PROGRAM).main([*command, "--engine", "eager"]) == 1
+    assert "was made with engine='int8' (now None)" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+        (["--prompts", "bad.jsonl"], "bad.jsonl row 2 is not valid JSON"),
+        (["--prompts", "fine.jsonl", "--endpoint", "http://x"], "--endpoint and --model go together"),
+        (
+            ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y", "--engine", "int8"],
+            "--engine int8 is for a base in this process",
+        ),
+        (["--prompt-free", "3", "--endpoint", "http://x", "--model", "y"], "--prompt-free needs the model"),
+        (["--prompts", "fine.jsonl", "--max-minutes", "0"], "nothing was answered; give more time"),
+    ],
+)
+def test_the_program_says_what_is_wrong_in_one_sentence(tmp_path, monkeypatch, capsys, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    base, _ = save_chat_model(tmp_path)
+    write_rows(tmp_path / "fine.jsonl", {"prompt": "hi"})
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "hi"}\n{"prompt"\n')
+    options = ["--output", "rows.jsonl", "--base", base, "--device", "cpu"]
+    assert program(PROGRAM).main([*options, *arguments]) == 1
+    said = capsys.readouterr().err
+    assert f"error: {complaint}" in said.replace("\n", " ") or complaint in said
+    assert "Traceback" not in said
+
+
+def test_the_demo_prompts_are_readable_varied_and_disjoint():
+    configs = CHECKOUT / "configs"
+    training, held_out = (read_prompts(configs / f"demo_{name}.jsonl") for name in ("prompts", "heldout"))
+    said = [prompt.messages[0]["content"] for prompt in (*training, *held_out)]
+    assert len(set(said)) == len(said)
+    assert len(training) >= 200
+    assert {p.category for p in held_out} == {p.category for p in training}

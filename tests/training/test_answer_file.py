@@ -1,0 +1,38 @@
+import pytest
+
+from medusa.training.distillation.answer_file import AnswerFile, configuration_path
+
+
+def test_a_very_long_torn_line_is_cut_and_nothing_else(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with AnswerFile(path, {}) as answers:
+        answers.append({"index": 0, "messages": [], "finish_reason": "stop", "note": "é" * 50_000})
+    kept = path.read_bytes()
+    path.write_bytes(kept + b'{"index": 1, "text": "' + b"y" * 200_000)
+    with AnswerFile(path, {}):
+        assert path.read_bytes() == kept
+
+
+def test_an_output_of_another_configuration_is_refused_by_the_option_that_differs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"index": 0, "messages": [], "finish_reason": "stop"}
+    with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}) as answers:
+        answers.append(row)
+    with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}):
+        pass
+    with pytest.raises(ValueError, match=r"made with seed=0 \(now 1\).*choose another output"):
+        AnswerFile(path, {"seed": 1, "temperatures": (0.0,)})
+    configuration_path(path).unlink()
+    with pytest.raises(ValueError, match=r"rows\.config\.json is missing"):
+        AnswerFile(path, {"seed": 0, "temperatures": (0.0,)})
+
+
+def test_a_damaged_row_in_the_output_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with AnswerFile(path, {}) as answers:
+        path.write_text('{"index": 0\n{"a": 1}\n')
+        with pytest.raises(ValueError, match=r"rows\.jsonl row 1 is not valid JSON"):
+            list(answers.rows())
+        path.write_text('{"a": 1}\n')
+        with pytest.raises(ValueError, match=r"row 1 must hold index, messages and finish_reason"):
+            list(answers.rows())

@@ -1,0 +1,116 @@
+"""What a run says of itself as it goes: tokens per step on held-out documents, and the picture of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from rich.console import Console
+from tiny_training import chat_tokenizer, configured, conversation, counting_rows, history, tiny_base
+
+from medusa.heads.calibration import AnsweredTokens, calibrate
+from medusa.measurement.tuning import held_out_tokens_per_step
+from medusa.training.run import preparation
+from medusa.training.run.curve import draw_training, is_stale
+from medusa.training.run.replay import NUM_NODES, replayed_metrics
+from medusa.training.run.trainer import Trainer
+
+PNG = b"\x89PNG"
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+
+def new_trainer(directory: Path, rows: list, **options) -> Trainer:
+    configuration, base = configured(directory, rows, **options), tiny_base()
+    data = preparation.load_data(configuration.data, chat_tokenizer())
+    heads = preparation.new_heads(configuration, base, data.training)
+    return Trainer(configuration, Accelerator(cpu=True), base, heads, data, Console(quiet=True))
+
+
+def entries_of(trainer: Trainer) -> list[dict]:
+    return [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
+
+
+def test_a_run_records_tokens_per_step_by_tokens_seen_and_draws_the_curve(tmp_path):
+    options = {"unembedding": "full", "max_steps": 60, "evaluation_steps": 20, "logging_steps": 20}
+    trainer = new_trainer(tmp_path, counting_rows(60), **options)
+    metrics = trainer.train()
+    measured = [entry for entry in entries_of(trainer) if "held_out/loss" in entry]
+    seen = [entry["num_tokens"] for entry in measured]
+    assert [entry["step"] for entry in measured] == [20, 40, 60]
+    assert 0 < seen[0] < seen[1] < seen[2] == trainer.state.num_tokens
+    gains = [entry["held_out/tokens_per_step"] for entry in measured]
+    assert 1 < gains[0] < gains[-1] <= 1 + trainer.heads.num_heads
+    assert metrics["held_out/tokens_per_step"] == gains[-1]
+    held_out = trainer.data.held_out
+    rows = [held_out[index] for index in range(len(held_out))]
+    answers = [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
+    counts = calibrate(trainer.base, trainer.heads, answers)
+    assert gains[-1] == pytest.approx(held_out_tokens_per_step(counts, NUM_NODES))
+    assert trainer.run.picture.read_bytes().startswith(PNG)
+
+
+def test_replaying_reads_as_many_documents_as_asked_for_and_none_is_none(tmp_path):
+    trainer = new_trainer(tmp_path, counting_rows(60), replayed_documents=0)
+    assert "held_out/tokens_per_step" not in trainer.train()
+    assert not trainer.run.picture.exists(), "one evaluation makes no curve"
+    everything = trainer.data.held_out
+    two = everything.subset([0, 1])
+    arguments = trainer.base, trainer.heads
+    assert replayed_metrics(*arguments, everything, 2) == replayed_metrics(*arguments, two, 99) != {}
+    assert replayed_metrics(*arguments, everything, 1) == {}, "nothing to judge a tree on"
+    assert replayed_metrics(trainer.base, None, everything, 2) == {}
+
+
+def test_answers_too_short_for_every_head_are_not_replayed(tmp_path):
+    rows = [conversation(f"Say it {i}", "ab") for i in range(40)]
+    trainer = new_trainer(tmp_path, rows, num_heads=6, max_steps=2)
+    assert "held_out/tokens_per_step" not in trainer.train()
+
+
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path):
+    options = {"max_steps": 8, "evaluation_steps": 2, "checkpoint_steps": 4}
+    whole = new_trainer(tmp_path / "whole", counting_rows(40), **options)
+    whole.train()
+    new_trainer(tmp_path / "parts", counting_rows(40), **options).train()
+    parts = tmp_path / "parts" / "run" / "checkpoints"
+    for file in (parts / "step-00000008").iterdir():
+        file.unlink()
+    (parts / "step-00000008").rmdir()
+    resumed = new_trainer(tmp_path / "parts", counting_rows(40), **options, resume=True)
+    resumed.train()
+    assert history(resumed, "held_out") == history(whole, "held_out")
+    seen = [[entry.get("num_tokens") for entry in entries_of(run)] for run in (resumed, whole)]
+    assert seen[0] == seen[1]
+
+
+def evaluation(step: int, **more: float) -> dict[str, float]:
+    top1 = {f"held_out/top1_{head}": 0.1 * step / head for head in (1, 2, 3)}
+    return {"step": step, "num_tokens": 1000 * step, "held_out/loss": 1.0 / step, **top1, **more}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"held_out/tokens_per_step": 1.5}], ids=["top-1", "tokens per step too"]
+)
+def test_two_evaluations_make_a_picture_and_nothing_half_written_stays(tmp_path, more):
+    entries = [{"step": 1, "train/loss": 2.0}, evaluation(1, **more), evaluation(4, **more)]
+    assert draw_training(entries, tmp_path / "training.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["training.png"]
+    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
+
+
+def test_one_evaluation_makes_no_picture(tmp_path):
+    assert not draw_training([{"step": 1, "train/loss": 2.0}, evaluation(1)], tmp_path / "training.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_is_drawn_again_after_half_a_minute(tmp_path):
+    picture = tmp_path / "training.png"
+    assert is_stale(picture)
+    picture.write_bytes(PNG)
+    assert not is_stale(picture)
+    old = picture.stat().st_mtime - 31
+    os.utime(picture, (old, old))
+    assert is_stale(picture)

@@ -1,0 +1,273 @@
+"""Training an EAGLE-style head: the loss by its definition, the run by the same trainer, the result live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import counting_model
+from rich.console import Console
+from tiny_training import (
+    chat_tokenizer,
+    configured,
+    counting_rows,
+    history,
+    stop_after,
+    tiny_base,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa import CandidateTree, MedusaModel
+from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.training.config.configuration import ConfigurationError
+from medusa.training.data.documents import Document, Documents
+from medusa.training.losses.alignment import align
+from medusa.training.losses.eagle_loss import EagleLoss, FeatureBatch
+from medusa.training.losses.loss import LossOptions
+from medusa.training.run import preparation, result
+from medusa.training.run.trainer import Trainer
+from medusa.training.states.hidden_source import LiveFeatures
+
+DEPTH, HIDDEN, VOCAB = 3, 16, 40
+LENGTHS = (5, 8)
+"""Two documents, packed into the first row; the second row is one document."""
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+
+class Problem:
+    """Two rows of 13 tokens, the first of two documents, 60 % of their tokens labels."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        self.head = EagleHead(EagleConfig(HIDDEN, VOCAB, num_attention_heads=2, max_depth=DEPTH))
+        self.head.set_scales(3 * torch.randn(40, HIDDEN), torch.randn(40, HIDDEN))
+        self.embedding = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
+        self.tokens, self.is_label = torch.randint(0, VOCAB, (2, 13)), torch.rand(2, 13) > 0.4
+        packed = torch.cat([torch.arange(length) for length in LENGTHS])
+        self.positions = torch.stack([packed, torch.arange(13)])
+        self.features, self.following = torch.randn(2, 2, 13, HIDDEN)
+        self.num_scored = torch.tensor([9, 8, 7])
+
+    def fused(self, objective: str = "kl", **options: Any):
+        teacher = options.pop("teacher", self.embedding)
+        module = EagleLoss(self.head, LossOptions(objective, **{"block_elements": 200, **options}))
+        alignment = align(self.tokens.flatten(), self.is_label.flatten(), self.positions.flatten(), DEPTH)
+        batch = FeatureBatch(self.features, self.following, self.positions)
+        return module(batch, alignment, self.embedding, self.num_scored, teacher)
+
+    def documents(self) -> list[tuple[int, slice]]:
+        return [(0, slice(0, 5)), (0, slice(5, 13)), (1, slice(0, 13))]
+
+    def naive(self, objective: str, feature_weight: float = 10.0, decay: float = 0.8) -> Tensor:
+        """The same loss, target by target and draft by draft, as the definition says."""
+        total = torch.zeros(())
+        for row, span in self.documents():
+            features, following = self.features[row, span], self.following[row, span]
+            tokens, is_label = self.tokens[row, span], self.is_label[row, span]
+            for target in is_label.nonzero().flatten().tolist():
+                for depth in range(1, DEPTH + 1):
+                    if target - 1 - depth < 0:
+                        continue
+                    inputs = features[: target - depth]  # the first entry joins the state before the root
+                    for _ in range(depth):
+                        predicted = self.head(inputs[None], following[None, : len(inputs)])[0]
+                        inputs = torch.cat([inputs, predicted[-1:]])
+                    guess, truth = predicted[-1], features[target - 1]
+                    scale = self.head.feature_scale
+                    loss = feature_weight * F.smooth_l1_loss(guess / scale, truth / scale)
+                    log_q, log_p = (self.embedding(each).log_softmax(-1) for each in (guess, truth))
+                    if objective == "kl":
+                        loss = loss + (log_p.exp() * (log_p - log_q)).sum()
+                    else:
+                        loss = loss - log_q[tokens[target]]
+                    total = total + decay**depth / self.num_scored[depth - 1] * loss
+        return total
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(self.head.parameters())))
+
+
+@pytest.mark.parametrize("objective", ["ce", "kl"])
+def test_loss_and_gradients_are_those_of_the_definition(objective):
+    problem = Problem()
+    expected = problem.naive(objective, feature_weight=3.0)
+    loss, _ = problem.fused(objective, feature_weight=3.0)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(problem.gradients(loss), problem.gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block_elements", [1, VOCAB * 7, 10**9])
+def test_the_block_size_changes_nothing_but_memory(block_elements):
+    problem = Problem()
+    reference, reference_sums = problem.fused()
+    loss, sums = problem.fused(block_elements=block_elements)
+    torch.testing.assert_close(loss, reference)
+    for ours, theirs in zip(problem.gradients(loss), problem.gradients(reference), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(sums, reference_sums, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_sums_add_up_to_the_loss_and_count_every_target():
+    problem = Problem()
+    loss, sums = problem.fused()
+    weights = 0.8 ** torch.arange(1, DEPTH + 1) / problem.num_scored
+    torch.testing.assert_close((weights * sums.loss).sum(), loss.detach())
+    starts = [
+        sum(int(problem.is_label[row, span][depth + 1 :].sum()) for row, span in problem.documents())
+        for depth in (1, 2, 3)
+    ]
+    assert sums.num_scored.tolist() == sums.num_labels.tolist() == starts
+    with torch.no_grad():
+        measured, the_same = problem.fused()
+    torch.testing.assert_close(measured, loss.detach())
+    assert [each.tolist() for each in the_same] == [each.tolist() for each in sums]
+
+
+def test_a_soft_objective_without_the_base_is_refused():
+    problem = Problem()
+    with pytest.raises(ValueError, match="objective 'kl' needs the base's logits: pass teacher"):
+        problem.fused("kl", teacher=None)
+
+
+def new_trainer(directory: Path, base: Any = None, data: Any = None, **options: Any) -> Trainer:
+    """A trainer of an EAGLE-style head; options as in the YAML file."""
+    defaults = {
+        "head_kind": "eagle",
+        "num_attention_heads": 4,
+        "objective": "kl",
+        "max_steps": 8,
+        "tokens_per_batch": 512,
+        "learning_rate": 3e-3,
+    }
+    configuration = configured(directory, counting_rows(40), **defaults | options)
+    base = tiny_base() if base is None else base
+    data = preparation.load_data(configuration.data, chat_tokenizer()) if data is None else data
+    head = preparation.new_heads(configuration, base, data.training)
+    return Trainer(configuration, Accelerator(cpu=True), base, head, data, Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory) -> tuple[Trainer, dict[str, float]]:
+    """A head trained where every token is the one before plus one, and its held-out metrics."""
+    size = 32
+    documents = [
+        Document((np.arange(20) + start).astype(np.int32) % size, np.arange(20) >= 4) for start in range(size)
+    ]
+    data = preparation.TrainingData(Documents.of(documents), Documents.of(documents[:4]), {})
+    base = counting_model(size).requires_grad_(False)
+    trainer = new_trainer(
+        tmp_path_factory.mktemp("counted"), base, data, max_steps=60, learning_rate=1e-2, logging_steps=20
+    )
+    metrics = trainer.train()
+    AcceleratorState._reset_state(True)
+    return trainer, metrics
+
+
+def test_a_trained_head_is_accepted_more_than_half_the_time_live(counted):
+    trainer, metrics = counted
+    assert [metrics[f"held_out/top1_{depth}"] for depth in (1, 2, 3)] == [1.0] * 3
+    tree = result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=4)
+    assert tree == CandidateTree.chain(3)
+    result.save_result(trainer.run.heads, trainer.heads, "counting", tree, {})
+    model = MedusaModel.from_pretrained(trainer.base, trainer.run.heads)
+    prompts = torch.tensor([[3, 4, 5, 6], [20, 21, 22, 23]])
+    arguments = {"do_sample": False, "max_new_tokens": 21}
+    out = model.generate(prompts, **arguments, return_dict_in_generate=True)
+    plain = model.generate(prompts, **arguments, tree=CandidateTree.chain(0))
+    assert out.sequences.tolist() == plain.tolist()
+    assert min(out.statistics.acceptance_rate) > 0.5
+
+
+def test_training_lowers_the_loss_and_leaves_the_base_alone(tmp_path):
+    trainer = new_trainer(tmp_path, max_steps=12)
+    metrics = trainer.train()
+    losses = [entry["train/loss"] for entry in history(trainer).values()]
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(f"held_out/{key}_{depth}" in metrics for key in ("top1", "top5") for depth in (1, 2, 3))
+    for name, tensor in tiny_base().state_dict().items():
+        assert torch.equal(trainer.base.state_dict()[name], tensor), name
+
+
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, monkeypatch):
+    whole = new_trainer(tmp_path / "whole", checkpoint_steps=3)
+    whole.train()
+    stop_after(new_trainer(tmp_path / "part", checkpoint_steps=3), 4, monkeypatch)
+    resumed = new_trainer(tmp_path / "part", checkpoint_steps=3, resume=True)
+    resumed.train()
+    assert len(history(whole)) == 8
+    assert history(resumed) == history(whole)
+    for name, tensor in whole.heads.state_dict().items():
+        assert torch.equal(resumed.heads.state_dict()[name], tensor), name
+
+
+def test_packed_documents_have_the_loss_of_documents_alone(tmp_path):
+    metrics = []
+    for name, options in {"alone": {}, "packed": {"packing": True, "max_length": 200}}.items():
+        trainer = new_trainer(tmp_path / name, **options)
+        sums, embedding = trainer.window, trainer.base.get_output_embeddings()
+        source = LiveFeatures(trainer.base, trainer.data.training, DEPTH)
+        batches = [batch for group in trainer._plan(0) for batch in group]
+        assert (max(len(row) for batch in batches for row in batch) > 1) == (name == "packed")
+        with torch.no_grad():
+            for batch in batches:
+                _, more = trainer.loss(*source(batch), embedding, torch.ones(DEPTH), trainer.teacher)
+                sums = sums.plus(more)
+        metrics.append(sums)
+    torch.testing.assert_close(metrics[0].loss, metrics[1].loss, rtol=1e-4, atol=1e-3)
+    assert metrics[0].num_scored.tolist() == metrics[1].num_scored.tolist()
+
+
+def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path):
+    histories = []
+    for name, options in {"live": {}, "stored": {"cache_hidden_states": True}}.items():
+        trainer = new_trainer(tmp_path / name, token_map_size=60, **options)
+        trainer.train()
+        assert (trainer.run.states / "training" / "states.bin").exists() == (name == "stored")
+        histories.append(history(trainer))
+    live, stored = histories
+    assert live.keys() == stored.keys() and len(live) > 2
+    for step, metrics in live.items():
+        assert stored[step] == pytest.approx(metrics, rel=1e-4, abs=1e-5), step
+
+
+def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
+    base, problem = tiny_base(), Problem()
+    head = EagleHead(EagleConfig(32, 258, num_attention_heads=4, max_depth=DEPTH))
+    source = LiveFeatures(base, Documents.of([]), DEPTH)
+    module = EagleLoss(head, LossOptions("ce"))
+    loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)
+    loss.backward()
+    assert float(loss.detach()) == 0 and int(sums.num_labels.sum()) == 0
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reads_path": False}, "reads_path does not go with head_kind=eagle, got False"),
+        ({"unembedding": "full"}, "unembedding does not go with head_kind=eagle, got 'full'"),
+        ({"head_kind": "medusa"}, "num_attention_heads does not go with head_kind=medusa, got 4"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"feature_weight": -1}, "feature_weight must be at least 0, got -1"),
+    ],
+    ids=["path", "unembedding", "attention heads", "no attention heads", "weight"],
+)
+def test_options_of_the_other_kind_are_refused(tmp_path, options, message):
+    with pytest.raises((ConfigurationError, ValueError), match=message):
+        new_trainer(tmp_path, **options)
+
+
+def test_attention_heads_that_do_not_divide_the_base_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_attention_heads must divide hidden_size=32, got 5"):
+        new_trainer(tmp_path, num_attention_heads=5)

@@ -1,0 +1,304 @@
+"""The fused loss against plain autograd on every target written out, and what it must never learn from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import READING
+from torch import Tensor, nn
+
+from medusa import HeadsConfig, MedusaHeads
+from medusa.training.losses.alignment import Alignment, align, needed_states
+from medusa.training.losses.loss import HeadsLoss, LossOptions
+
+NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20
+UNEMBEDDINGS = ("shared", "full", "low_rank", "token_map")
+OBJECTIVES = ("ce", "kl", "blend", "lk")
+
+
+def new_heads(unembedding: str, num_layers: int = 2, **reading) -> MedusaHeads:
+    """Heads with random weights everywhere."""
+    size = {"token_map_size": MAPPED} if unembedding == "token_map" else {}
+    config = HeadsConfig(HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, rank=4, **reading, **size)
+    heads = MedusaHeads(config, torch.randperm(VOCAB)[:MAPPED] if size else None)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return heads
+
+
+def new_embedding() -> nn.Linear:
+    return nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
+
+
+class Problem:
+    """Two documents, 13 and 17 tokens, one behind the other, 60 % of their tokens labels."""
+
+    def __init__(self, unembedding: str = "shared", **reading):
+        torch.manual_seed(1)
+        self.heads, self.embedding = new_heads(unembedding, **reading), new_embedding()
+        self.tokens = torch.randint(0, VOCAB, (30,))
+        self.is_label = torch.rand(30) > 0.4
+        self.positions = torch.cat([torch.arange(13), torch.arange(17)])
+        self.hidden = torch.randn(30, HIDDEN * (1 + len(self.heads.reads_layers)))
+        self.num_scored = torch.tensor([9, 8, 7])
+
+    @property
+    def column_of(self) -> Tensor | None:
+        if self.heads.token_map is None:
+            return None
+        columns = torch.full((VOCAB,), -1)
+        columns[self.heads.token_map] = torch.arange(MAPPED)
+        return columns
+
+    def alignment(self) -> Alignment:
+        return align(self.tokens, self.is_label, self.positions, NUM_HEADS, self.column_of)
+
+    def teacher(self, states: Tensor) -> Tensor:
+        logits = self.embedding(states)
+        return logits if self.heads.token_map is None else logits[:, self.heads.token_map]
+
+    def fused(self, objective: str = "ce", **options):
+        module = HeadsLoss(self.heads, LossOptions(objective, **{"block_elements": 200, **options}))
+        return module(self.hidden, self.alignment(), self.embedding, self.num_scored, self.teacher)
+
+    def naive(self, objective: str, kl_weight: float = 0.5, decay: float = 0.8) -> Tensor:
+        """The same loss, target by target, as the definition says."""
+        # Of position t the path is t + 1 .. t + K; past the end any token will do, no target follows it.
+        path = torch.stack([self.tokens.roll(-depth) for depth in range(1, NUM_HEADS + 1)], dim=1)
+        logits, total = self.heads(self.heads.fuse(self.hidden), self.embedding, path), torch.zeros(())
+        for target in range(30):
+            for depth in range(1, NUM_HEADS + 1):
+                source = target - 1 - depth
+                same_document = self.positions[target] - 1 - depth >= 0
+                if not self.is_label[target] or not same_document:
+                    continue
+                column = int(
+                    self.tokens[target] if self.column_of is None else self.column_of[self.tokens[target]]
+                )
+                if column < 0:
+                    continue
+                log_q = logits[source, depth - 1].log_softmax(-1)
+                log_p = self.teacher(self.hidden[target - 1 : target, :HIDDEN].detach())[0].log_softmax(-1)
+                hard, soft = -log_q[column], (log_p.exp() * (log_p - log_q)).sum()
+                loss = {
+                    "ce": hard,
+                    "kl": soft,
+                    "blend": kl_weight * soft + (1 - kl_weight) * hard,
+                    "lk": -torch.minimum(log_p.exp(), log_q.exp()).sum().log(),
+                }[objective]
+                total = total + decay**depth / self.num_scored[depth - 1] * loss
+        return total
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, [*self.heads.parameters(), self.hidden]))
+
+
+@pytest.mark.parametrize("reading", READING)
+@pytest.mark.parametrize("unembedding", UNEMBEDDINGS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_and_gradients_are_those_of_the_definition(unembedding, objective, reading):
+    problem = Problem(unembedding, **READING[reading])
+    problem.hidden.requires_grad_()
+    expected = problem.naive(objective)
+    loss, _ = problem.fused(objective)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(problem.gradients(loss), problem.gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.3, 1.0])
+def test_blend_moves_from_hard_labels_to_the_base(kl_weight):
+    problem = Problem()
+    torch.testing.assert_close(
+        problem.fused("blend", kl_weight=kl_weight)[0], problem.naive("blend", kl_weight=kl_weight)
+    )
+
+
+@pytest.mark.parametrize("block_elements", [1, VOCAB * 7, 10**9])
+@pytest.mark.parametrize("depth_weighting", ["decay", "dpace"])
+def test_the_block_size_changes_nothing_but_memory(block_elements, depth_weighting):
+    problem = Problem()
+    problem.hidden.requires_grad_()
+    reference, reference_sums = problem.fused(depth_weighting=depth_weighting)
+    loss, sums = problem.fused(depth_weighting=depth_weighting, block_elements=block_elements)
+    torch.testing.assert_close(loss, reference)
+    for ours, theirs in zip(problem.gradients(loss), problem.gradients(reference), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(sums, reference_sums, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("depth_weighting", ["decay", "dpace"])
+def test_no_block_of_logits_is_larger_than_asked(monkeypatch, depth_weighting):
+    problem, seen = Problem(), []
+    logits_of = MedusaHeads.logits_of
+
+    def recorded(self, *arguments):
+        logits = logits_of(self, *arguments)
+        seen.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(MedusaHeads, "logits_of", recorded)
+    problem.fused(depth_weighting=depth_weighting, block_elements=3 * VOCAB)
+    assert max(seen) == 3 * VOCAB
+    assert len(seen) > NUM_HEADS
+
+
+def test_without_gradients_the_same_sums_come_back():
+    problem = Problem("token_map")
+    loss, sums = problem.fused()
+    with torch.no_grad():
+        silent, silent_sums = problem.fused()
+    torch.testing.assert_close(silent, loss.detach())
+    assert not silent.requires_grad
+    for ours, theirs in zip(silent_sums, sums, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_two_micro_batches_give_the_gradient_of_the_joined_batch():
+    """The documents have different numbers of labels, so a mean of means would be wrong."""
+    problem = Problem()
+    joined = list(torch.autograd.grad(problem.fused()[0], list(problem.heads.parameters())))
+    everything = (problem.tokens, problem.is_label, problem.positions, problem.hidden)
+    parts = []
+    for span in (slice(0, 13), slice(13, 30)):
+        problem.tokens, problem.is_label, problem.positions, problem.hidden = (x[span] for x in everything)
+        parts.append(torch.autograd.grad(problem.fused()[0], list(problem.heads.parameters())))
+    for whole, first, second in zip(joined, *parts, strict=True):
+        torch.testing.assert_close(first + second, whole, atol=1e-6, rtol=1e-5)
+
+
+def test_tokens_that_are_no_labels_never_matter():
+    problem = Problem()
+    before = problem.fused()[0]
+    problem.tokens[~problem.is_label] = torch.randint(0, VOCAB, ((~problem.is_label).sum(),))
+    torch.testing.assert_close(problem.fused()[0], before)
+
+
+def test_a_mask_that_calls_every_token_a_label_would_be_noticed():
+    problem = Problem()
+    before, sums = problem.fused()
+    problem.is_label[:] = True
+    after, all_sums = problem.fused()
+    assert all_sums.num_labels.sum() > sums.num_labels.sum()
+    assert not torch.isclose(before, after)
+
+
+def test_no_target_is_predicted_from_another_document():
+    problem = Problem()
+    problem.is_label[:] = True
+    alignment = problem.alignment()
+    targets = torch.arange(30)[problem.positions > 0]
+    for sources in alignment.sources:
+        document = torch.where(sources >= 0, sources, targets) >= 13
+        assert torch.equal(document, targets >= 13)
+
+
+def test_depth_d_predicts_d_tokens_beyond_the_next_one():
+    tokens = torch.arange(10)
+    alignment = align(tokens, torch.ones(10, dtype=torch.bool), tokens, num_heads=4)
+    for depth, sources in enumerate(alignment.sources):
+        valid = sources >= 0
+        assert torch.equal(alignment.columns[valid], sources[valid] + depth + 1)
+        assert valid.sum() == 9 - depth
+
+
+def test_needed_states_are_exactly_the_sources():
+    problem = Problem()
+    problem.is_label = torch.arange(30) % 9 == 0
+    sources = problem.alignment().sources
+    needed = needed_states(problem.is_label, problem.positions, NUM_HEADS)
+    assert 0 < needed.sum() < 20
+    assert set(needed.nonzero().flatten().tolist()) == set(sources[sources >= 0].tolist())
+
+
+def test_rows_without_a_label_cost_nothing_and_give_no_nan():
+    problem = Problem()
+    problem.is_label[:] = False
+    loss, sums = problem.fused()
+    assert loss == 0
+    assert sums.num_labels.tolist() == [0, 0, 0]
+    assert all(not gradient.any() for gradient in torch.autograd.grad(loss, list(problem.heads.parameters())))
+
+
+def test_targets_outside_the_token_map_are_misses_and_not_losses():
+    problem = Problem("token_map")
+    loss, sums = problem.fused()
+    is_mapped = torch.isin(problem.tokens, problem.heads.token_map)
+    for depth in range(1, NUM_HEADS + 1):
+        reachable = problem.is_label & (problem.positions - 1 - depth >= 0)
+        assert sums.num_labels[depth - 1] == reachable.sum()
+        assert sums.num_scored[depth - 1] == (reachable & is_mapped).sum()
+    assert (sums.num_scored < sums.num_labels).all()
+    assert loss.isfinite()
+
+
+def test_hits_are_counted_against_the_head_where_logits_tie():
+    problem = Problem()
+    problem.embedding.weight.zero_()
+    _, sums = problem.fused()
+    assert sums.top1.tolist() == [0, 0, 0]
+    assert sums.top5.tolist() == [0, 0, 0]
+
+
+def test_hit_counts_are_those_of_a_plain_top_k():
+    problem = Problem()
+    _, sums = problem.fused()
+    guesses = problem.heads(problem.hidden, problem.embedding).topk(5, dim=-1).indices  # (P, K, 5)
+    alignment = problem.alignment()
+    for depth in range(1, NUM_HEADS + 1):
+        sources = alignment.sources[depth]
+        hits = guesses[sources.clamp(min=0), depth - 1] == alignment.columns[:, None]
+        hits &= (sources >= 0)[:, None]
+        assert sums.top1[depth - 1] == hits[:, 0].sum()
+        assert sums.top5[depth - 1] == hits.sum()
+
+
+@pytest.mark.parametrize("unembedding", UNEMBEDDINGS)
+def test_every_head_learns_to_count(unembedding):
+    """Tokens 0, 1, 2, ...: a state names its token, so depth d is right only if it learns to add d + 1.
+
+    A head order off by one, or blocks shared by all heads, cannot reach 100 % at every depth.
+    """
+    torch.manual_seed(0)
+    length = 32
+    config = HeadsConfig(64, length, 4, 1, unembedding, **_map_of(length, unembedding))
+    embedding = nn.Linear(64, length, bias=False).requires_grad_(False)
+    heads = MedusaHeads(config, range(length) if unembedding == "token_map" else None)
+    heads.initialise_from(embedding)
+    tokens = torch.arange(length)
+    hidden = embedding.weight.roll(-1, 0) * 8  # the base's own head predicts the next token
+    alignment = align(tokens, torch.ones(length, dtype=torch.bool), tokens, num_heads=4)
+    module = HeadsLoss(heads, LossOptions(decay=1.0))
+    optimiser = torch.optim.Adam(heads.parameters(), lr=1e-2)
+    for _ in range(150):
+        loss, sums = module(hidden, alignment, embedding, torch.full((4,), length))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert torch.equal(sums.top1, sums.num_labels), sums.top1 / sums.num_labels
+
+
+def _map_of(length: int, unembedding: str) -> dict[str, int]:
+    return {"token_map_size": length} if unembedding == "token_map" else {}
+
+
+def test_soft_objectives_ask_for_the_teacher():
+    problem = Problem()
+    module = HeadsLoss(problem.heads, LossOptions("kl"))
+    with pytest.raises(ValueError, match="objective 'kl' needs the base's logits: pass teacher"):
+        module(problem.hidden, problem.alignment(), problem.embedding, problem.num_scored)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "mse"}, "objective must be one of .*got 'mse'"),
+        ({"kl_weight": 1.5}, r"kl_weight must be in \[0, 1\], got 1.5"),
+        ({"decay": 0.0}, r"decay must be in \(0, 1\], got 0.0"),
+        ({"block_elements": 0}, "block_elements must be at least 1, got 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LossOptions(**options)

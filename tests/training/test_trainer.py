@@ -1,0 +1,470 @@
+"""The loop on a tiny base: what it learns, what it repeats exactly, what survives a failure."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from tiny_training import (
+    accelerator_of,
+    assert_equal_weights,
+    chat_tokenizer,
+    configured,
+    conversation,
+    counting_rows,
+    history,
+    stop_after,
+    tiny_base,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from medusa import load_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
+from medusa.training.config.configuration import ConfigurationError
+from medusa.training.run import preparation, result
+from medusa.training.run.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return counting_rows(40)
+
+
+def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
+    """A trainer on ``rows``; options as in the YAML file."""
+    configuration = configured(directory, rows, **options)
+    accelerator, base = accelerator_of(configuration), tiny_base()
+    documents = preparation.load_data(configuration.data, chat_tokenizer())
+    heads = preparation.new_heads(configuration, base, documents.training)
+    return Trainer(configuration, accelerator, base, heads, documents, Console(quiet=True))
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.heads.state_dict().items()}
+
+
+def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, evaluation_steps=1, max_steps=30)
+    metrics = trainer.train()
+    evaluated = history(trainer, "held_out")
+    assert metrics["held_out/loss"] < evaluated[1]["held_out/loss"] - 0.5
+    assert all(
+        f"held_out/{key}_{depth}" in metrics for key in ("loss", "top1", "top5") for depth in (1, 2, 3)
+    )
+    for name, tensor in tiny_base().state_dict().items():
+        assert torch.equal(trainer.base.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"unembedding": "token_map", "token_map_size": 20}, {"head_kind": "eagle"}, {"fused_layers": [1]}],
+    ids=str,
+)
+def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_path, rows, kind):
+    first = new_trainer(tmp_path, rows, max_steps=20, **kind)
+    first.train()
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
+    again = new_trainer(tmp_path / "again", rows[:20], start_from=given, **kind)
+    theirs = weights(first)
+    for name, tensor in weights(again).items():
+        assert name == "token_map" or torch.equal(tensor, theirs[name]), name
+    if "token_map_size" in kind:
+        map_of_new_data = again.data.training.most_frequent_labels(20, 258)
+        assert again.heads.token_map.tolist() == map_of_new_data.tolist() != theirs["token_map"].tolist()
+
+
+def test_heads_that_fuse_layers_begin_as_the_heads_without_that_they_start_from(tmp_path, rows):
+    first = new_trainer(tmp_path, rows, max_steps=20)
+    metrics = first.train()
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
+    again = new_trainer(tmp_path / "again", rows, start_from=given, fused_layers=[1, 2])
+    assert (again.heads.layer_scale != 1).all()
+    again.run.begin(again.configuration)
+    before = again.evaluate(again._source(again.data.held_out, "held-out"))
+    assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
+    again.train()
+    assert again.heads.fusion.weight.abs().max() > 0
+    fused = save_heads(HeadsCheckpoint(again.heads, base_model="tiny"), tmp_path / "fused")
+    third = new_trainer(tmp_path / "third", rows[:9], start_from=fused, fused_layers=[1, 2])
+    assert torch.equal(third.heads.layer_scale, again.heads.layer_scale)
+
+
+def test_heads_of_other_options_are_no_start(tmp_path, rows):
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(new_trainer(tmp_path, rows).heads, base_model="tiny"), given)
+    with pytest.raises(ConfigurationError, match=r"start_from: .*num_layers is 1, not 2"):
+        new_trainer(tmp_path, rows, start_from=given, num_layers=2)
+
+
+def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
+    sequence = "abcdefghijklmnopqrstuvwxyz0123456789"
+    trainer = new_trainer(
+        tmp_path,
+        [{"text": sequence}],
+        num_heads=4,
+        unembedding="full",
+        max_steps=200,
+        held_out_fraction=0,
+        decay=1.0,
+        logging_steps=200,
+    )
+    trainer.train()
+    (last,) = history(trainer).values()
+    final = new_trainer_on_same(trainer)
+    assert [final[f"held_out/top1_{depth}"] for depth in (1, 2, 3, 4)] == [1.0] * 4, last
+
+
+def new_trainer_on_same(trainer: Trainer) -> dict[str, float]:
+    """The metrics of the trained heads on the training documents."""
+    trainer.data = preparation.TrainingData(trainer.data.training, trainer.data.training, {})
+    return trainer.evaluate(trainer._source(trainer.data.training, "training"))
+
+
+@pytest.mark.parametrize(
+    ("cache", "precision"),
+    [(False, "fp32"), (True, "fp32"), (True, "bf16")],
+    ids=["live states", "stored states", "stored states in bf16"],
+)
+@pytest.mark.parametrize("stop", [5, 7])
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    tmp_path, rows, monkeypatch, cache, precision, stop
+):
+    options = {"cache_hidden_states": cache, "checkpoint_steps": 5, "evaluation_steps": 4, "logging_steps": 2}
+    options["precision"] = precision
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = new_trainer(tmp_path / "whole", rows, **options)
+    whole.train()
+    stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
+    resumed = new_trainer(tmp_path / "parts", rows, **options, resume=True)
+    resumed.train()
+    assert len(history(whole)) == 6
+    assert history(resumed) == history(whole)
+    assert history(resumed, "held_out") == history(whole, "held_out")
+    assert_equal_weights(resumed, whole, rtol=0, atol=0)
+    assert resumed.state.epoch == whole.state.epoch >= 1
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, rows):
+    finished = new_trainer(tmp_path, rows, checkpoint_steps=4)
+    finished.train()
+    again = new_trainer(tmp_path, rows, checkpoint_steps=4, resume=True)
+    again.train()
+    assert_equal_weights(again, finished, rtol=0, atol=0)
+    assert again.state.step == 12
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
+    save_state = trainer.accelerator.save_state
+
+    def failing(directory: str) -> None:
+        save_state(directory)
+        if "step-00000010" in directory:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.accelerator, "save_state", failing)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000005"]
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=100, resume=True)
+    resumed.train()
+    assert resumed.state.step == 12
+
+
+def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
+    trainer.train()
+    (trainer.run.checkpoints / "step-00000010" / "run.json").unlink()
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume=True)
+    assert resumed.run.load_checkpoint(resumed.accelerator, resumed.state).step == 5
+
+
+def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=2, keep_checkpoints=3)
+    trainer.train()
+    names = sorted(path.name for path in trainer.run.checkpoints.iterdir())
+    assert names == ["step-00000008", "step-00000010", "step-00000012"]
+
+
+def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
+    """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
+    rows = [conversation("a", "short"), conversation("b", "a much longer answer than the other one, " * 3)]
+    options = {"held_out_fraction": 0, "max_steps": 4, "learning_rate": 1e-3}
+    (tmp_path / "joined").mkdir()
+    (tmp_path / "parts").mkdir()
+    joined = new_trainer(tmp_path / "joined", rows, tokens_per_batch=1000, **options)
+    parts = new_trainer(
+        tmp_path / "parts", rows, tokens_per_batch=1, gradient_accumulation_steps=2, **options
+    )
+    assert [len(group) for group in joined._plan(0)] == [1]
+    assert [len(group) for group in parts._plan(0)] == [2]
+    joined.train()
+    parts.train()
+    assert_equal_weights(parts, joined, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_hidden_states": True}, {"packing": True, "max_length": 200}], ids=["stored", "packed"]
+)
+def test_stored_states_and_packing_keep_the_held_out_loss(tmp_path, rows, options):
+    for name in ("plain", "other"):
+        (tmp_path / name).mkdir()
+    plain = new_trainer(tmp_path / "plain", rows, max_steps=1)
+    other = new_trainer(tmp_path / "other", rows, max_steps=1, **options)
+    for trainer in (plain, other):
+        trainer._begin()
+    metrics = [
+        trainer.evaluate(trainer._source(trainer.data.held_out, "held-out")) for trainer in (plain, other)
+    ]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
+
+
+def test_stored_states_train_like_live_ones(tmp_path, rows):
+    for name in ("plain", "stored"):
+        (tmp_path / name).mkdir()
+    plain = new_trainer(tmp_path / "plain", rows)
+    stored = new_trainer(tmp_path / "stored", rows, cache_hidden_states=True)
+    plain.train()
+    stored.train()
+    for step, entry in history(plain).items():
+        assert history(stored)[step] == pytest.approx(entry, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["kl", "blend", "lk"])
+@pytest.mark.parametrize("unembedding", ["shared", "token_map"])
+def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
+    size = {"token_map_size": 40} if unembedding == "token_map" else {}
+    trainer = new_trainer(tmp_path, rows, objective=objective, unembedding=unembedding, max_steps=20, **size)
+    trainer.train()
+    losses = [entry["train/loss"] for entry in history(trainer).values()]
+    assert losses[-1] < losses[0]
+
+
+def test_prompts_are_trained_on_when_asked_and_never_measured(tmp_path, rows):
+    counts = {}
+    for train_on in ("answers", "everything"):
+        (tmp_path / train_on).mkdir()
+        trainer = new_trainer(
+            tmp_path / train_on, rows, objective="kl", train_on=train_on, max_steps=2, held_out_fraction=0.3
+        )
+        assert trainer.data.held_out.num_labels < trainer.data.held_out.num_tokens
+        trainer.train()
+        counts[train_on] = trainer.training.num_labels
+    assert counts["answers"] < counts["everything"] == trainer.training.num_tokens
+
+
+def test_dpace_trains_with_stored_states_as_with_live_ones(tmp_path, rows):
+    options = {"depth_weighting": "dpace", "unembedding": "token_map", "token_map_size": 40, "max_steps": 8}
+    runs = []
+    for cache in (False, True):
+        directory = tmp_path / str(cache)
+        directory.mkdir()
+        trainer = new_trainer(directory, rows, cache_hidden_states=cache, **options)
+        trainer.train()
+        runs.append(history(trainer))
+    live, stored = runs
+    assert live[8]["train/loss_1"] < live[1]["train/loss_1"] - 0.2
+    for step, entry in live.items():
+        assert stored[step] == pytest.approx(entry, rel=1e-4, abs=1e-4)
+
+
+def test_bfloat16_arithmetic_trains_float32_weights(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, precision="bf16", max_steps=20)
+    trainer.train()
+    losses = [entry["train/loss"] for entry in history(trainer).values()]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
+@pytest.mark.parametrize("kind", [{"reads_path": True}, {"head_kind": "eagle"}], ids=str)
+def test_bfloat16_losses_are_those_of_float32_to_a_hundredth(tmp_path, rows, kind, cache):
+    runs = []
+    for precision in ("fp32", "bf16"):
+        AcceleratorState._reset_state(True)
+        options = {"precision": precision, "cache_hidden_states": cache, "objective": "kl", **kind}
+        trainer = new_trainer(tmp_path / precision, rows, **options)
+        trainer.train()
+        runs.append({step: entry["train/loss"] for step, entry in history(trainer).items()})
+    exact, rounded = runs
+    assert rounded != exact, "bf16 rounded nothing"
+    assert rounded == pytest.approx(exact, rel=1e-2)
+
+
+class Products(TorchDispatchMode):
+    """The types that matrix products run in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.types |= {each.dtype for each in args if isinstance(each, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_product_of_base_teacher_and_heads_has_the_precision_of_the_run(
+    tmp_path, rows, precision, cache
+):
+    options = {"cache_hidden_states": cache, "objective": "kl", "max_steps": 2, "held_out_fraction": 0}
+    trainer = new_trainer(tmp_path, rows, precision=precision, **options)
+    with Products() as products:
+        trainer.train()
+    assert products.types == {{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]}
+
+
+def test_a_time_limit_ends_the_run(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, max_steps="none", max_minutes=0.02)
+    began = time.monotonic()
+    trainer.train()
+    assert 1.2 <= trainer.state.seconds < 3
+    assert time.monotonic() - began < 6
+    rates = [entry["learning_rate"] for entry in history(trainer).values()]
+    assert rates[-1] < 0.2 * max(rates)
+
+
+def test_epochs_end_the_run(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, max_steps="none", num_epochs=2)
+    trainer.train()
+    assert trainer.state.epoch == 2
+    assert trainer.state.num_tokens == 2 * trainer.data.training.num_tokens
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows, logging_steps=10, checkpoint_steps=4)
+    do_step = trainer._step
+
+    def spoiled(source, group):
+        if trainer.state.step == 5:
+            with torch.no_grad():
+                trainer.heads.blocks[1][0].linear.weight[0, 0] = float("nan")
+        do_step(source, group)
+
+    monkeypatch.setattr(trainer, "_step", spoiled)
+    with pytest.raises(
+        FloatingPointError, match="loss or gradient of step 6 is not finite; lower learning_rate"
+    ):
+        trainer.train()
+    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("tried to allocate"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["device", "machine"],
+)
+def test_running_out_of_memory_names_what_to_lower(tmp_path, rows, monkeypatch, error):
+    def full(*_: Any) -> None:
+        raise error
+
+    trainer = new_trainer(tmp_path, rows)
+    monkeypatch.setattr(trainer, "_step", full)
+    with pytest.raises(
+        MemoryError, match=r"lower tokens_per_batch \(it is 1024.*or block_elements \(it is 16777216"
+    ):
+        trainer.train()
+
+
+def test_an_error_that_is_not_about_memory_stays_what_it_is(tmp_path, rows, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("shapes do not match")
+
+    trainer = new_trainer(tmp_path, rows)
+    monkeypatch.setattr(trainer, "_step", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        trainer.train()
+
+
+def test_a_directory_that_holds_something_is_refused_before_any_work(tmp_path, rows):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        new_trainer(tmp_path, rows)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_the_data_may_lie_in_the_output_directory(tmp_path, rows):
+    for name in ("rows.config.json", ".answered"):
+        (tmp_path / name).write_text("{}")
+    trainer = new_trainer(tmp_path, rows, output_dir=tmp_path, max_steps=1)
+    trainer.train()
+    assert (tmp_path / "rows.config.json").exists()
+
+
+def test_overwriting_starts_anew(tmp_path, rows):
+    new_trainer(tmp_path, rows, checkpoint_steps=3).train()
+    with pytest.raises(FileExistsError):
+        new_trainer(tmp_path, rows)
+    again = new_trainer(tmp_path, rows, overwrite=True, max_steps=2)
+    again.train()
+    assert list(history(again)) == [1, 2]
+    assert not again.run.checkpoints.exists()
+
+
+def test_there_must_be_something_to_resume(tmp_path, rows):
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint to resume from"):
+        new_trainer(tmp_path, rows, resume=True)
+
+
+def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
+    new_trainer(tmp_path, rows, checkpoint_steps=5).train()
+    with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; learning_rate: 0.01 -> 0.5"):
+        new_trainer(tmp_path, rows, resume=True, num_heads=4, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data", "the data is not what it was when the run in"),
+        ("processes", "holds a run of 1 processes, this one has 2"),
+        ("sharding", "holds a run under NO, this one is under FSDP"),
+    ],
+)
+def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, change, message):
+    new_trainer(tmp_path, rows, checkpoint_steps=5).train()
+    if change == "data":
+        rows[20:] = rows[21:]
+    trainer = new_trainer(tmp_path, rows, resume=True)
+    trainer.state.num_processes = 2 if change == "processes" else 1
+    trainer.state.sharding = "FSDP" if change == "sharding" else "NO"
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.train()
+
+
+def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows, unembedding="token_map", token_map_size=40)
+    metrics = trainer.train()
+    tree = result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=6)
+    record = result.provenance(trainer.configuration, trainer.data.counts, trainer.state, metrics)
+    result.save_result(trainer.run.heads, trainer.heads, "tiny", tree, record)
+    loaded = load_heads(trainer.run.heads)
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(loaded.heads.state_dict()[name], tensor)
+    assert loaded.tree.num_nodes == 6
+    assert loaded.base_model == "tiny"
+    provenance = loaded.provenance
+    assert provenance["configuration"]["learning_rate"] == 0.01
+    assert provenance["metrics"] == metrics
+    assert provenance["data"]["rows"] == 40
+    assert provenance["training"]["steps"] == 12
+    assert {"python", "torch", "transformers"} <= set(provenance["versions"])
+    assert provenance["command"]
+
+
+def test_answers_too_short_for_the_heads_give_no_tree(tmp_path):
+    rows = [conversation(f"question {i}", "ok") for i in range(20)]
+    trainer = new_trainer(tmp_path, rows)
+    assert result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None
