@@ -394,5 +394,5 @@ def test_tensors_that_do_not_fit_are_named():
 
 
 def test_an_unknown_rule_is_named_beside_those_there_are():
-    with pytest.raises(ValueError, match=r"acceptance='blok' is not a rule.*there are block, greedy_block"):
+    with pytest.raises(ValueError, match=r"acceptance='blok' is not a rule.*there are token, block"):
         rule_named("blok")

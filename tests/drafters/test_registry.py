@@ -139,16 +139,16 @@ def test_a_union_prepares_each_part_once():
 
 def test_available_drafters_are_those_that_lack_nothing():
     bare = MedusaModel(tiny_model("llama"))
-    assert available_drafters(bare, DrafterSettings()) == ["low-precision", "suffix"]
+    assert available_drafters(bare, DrafterSettings()) == ["suffix", "low-precision"]
     everything = DrafterSettings(exit_layer=1, draft_model="somewhere")
     found = available_drafters(model_with_heads(), everything)
     assert [name for name in found if name != "eagle"] == [
-        "draft-model",
-        "dynamic-heads",
         "heads",
+        "dynamic-heads",
+        "suffix",
+        "draft-model",
         "early-exit",
         "low-precision",
-        "suffix",
     ]
 
 
@@ -157,7 +157,7 @@ def test_available_drafters_are_those_that_lack_nothing():
     [
         (
             "lookup",
-            r"drafter 'lookup' is unknown; there are .*heads.*suffix, and unions such as heads\+suffix",
+            r"drafter 'lookup' is unknown; there are heads, .*plain, and unions such as heads\+suffix",
         ),
         ("heads+lookup", "drafter 'lookup' is unknown"),
         ("suffix+suffix", r"a union names each drafter once, .* got 'suffix\+suffix'"),

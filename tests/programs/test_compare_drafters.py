@@ -52,7 +52,7 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     own = ["--exit-layer", 1, "--draft-model", base, "--rules", "exact", "typical", "block"]
     report, printed = compared(capsys, *flags, *own)
     pairs = by_pair(report)
-    names = ["draft-model", "dynamic-heads", "heads", "early-exit", "low-precision", "suffix", "heads+suffix"]
+    names = ["heads", "dynamic-heads", "suffix", "draft-model", "early-exit", "low-precision", "heads+suffix"]
     assert list(pairs) == [
         ("plain", "exact"),
         *((n, r) for n in names for r in ("exact", "typical", "block")),
@@ -66,10 +66,10 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
         assert set(exact["by_category"]) == {"letters", "numbers"}
     assert pairs["draft-model", "exact"]["token_acceptance_rate"] == 1.0, "it is the base itself"
     assert [entry["drafter"] for entry in report["draft_lengths"]] == [
+        "suffix",
         "draft-model",
         "early-exit",
         "low-precision",
-        "suffix",
     ]
     chosen = {entry["drafter"]: entry["draft_length"] for entry in report["draft_lengths"]}
     assert pairs["early-exit", "exact"]["draft_depth"] == chosen["early-exit"]
@@ -111,7 +111,7 @@ def test_sampled_rules_are_paired_with_token_verification_and_biased_pairs_refus
 def test_another_base_is_compared_with_one_flag(setting, capsys):
     base, flags = setting
     report, _ = compared(capsys, "--base", base, *flags[4:])
-    assert [row["drafter"] for row in report["pairings"]] == ["plain", "low-precision", "suffix"]
+    assert [row["drafter"] for row in report["pairings"]] == ["plain", "suffix", "low-precision"]
 
 
 def test_a_wider_draft_is_a_tree_except_for_rules_that_take_a_chain(setting, capsys):
