@@ -75,7 +75,7 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     assert pairs["early-exit", "exact"]["draft_depth"] == chosen["early-exit"]
     assert report["ratios"] == []
     assert "LOSSY" in printed
-    assert "refused: draft-model x block" in printed
+    assert "refused: heads x block" in printed
     assert Path(flags[-1]).read_bytes().startswith(b"\x89PNG")
 
 
