@@ -1,0 +1,333 @@
+"""The options of programs: dataclasses that the command line and a YAML file fill.
+
+A program's options are one frozen dataclass, made of its own fields and of the groups below. The name
+of a field is its flag (``max_new_tokens`` is ``--max-new-tokens``), the line under a field is its help,
+and each dataclass checks its own values in ``__post_init__``. :func:`parse` does the rest; it knows
+nothing about any single option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from medusa.decoding.step_runners import StepKind
+from medusa.engine import Engine
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
+EMBEDDED_HEADS = "smollm2-135m-instruct"
+"""The heads that ship for the embedded base."""
+EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+_ABOUT_CONFIG = "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE."
+
+T = TypeVar("T")
+
+
+def parse(
+    options: type[T],
+    arguments: Sequence[str] | None = None,
+    *,
+    description: str = "",
+    prog: str | None = None,
+    presets: Mapping[str, Any] | None = None,
+) -> T:
+    """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
+
+    ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
+    before the command line as words of it, so one parser checks both and the command line wins.
+    ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
+
+    Args:
+        description: what ``--help`` shows first, as it stands.
+
+    Raises:
+        SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
+            key, a value that cannot be used, or a file that cannot be read (status 2).
+    """
+    file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
+    flags = flag_types(options)
+    given = _words(presets or {}, flags, "presets")
+    if file is not None:
+        given += _words(_read_file(file), flags, str(file))
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(f"{description.rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
+    try:
+        return tyro.cli(
+            options,
+            prog=prog or Path(sys.argv[0]).name,
+            args=[*given, *words],
+            description="",
+            config=(tyro.conf.OmitArgPrefixes,),
+            registry=_REGISTRY,
+        )
+    except SystemExit as ended:
+        if ended.code and file is not None:
+            sys.stderr.write(f"(the keys of {file} are read as flags before those of the command line)\n")
+        raise
+
+
+def flag_types(options: type) -> dict[str, Any]:
+    """Name (with underscores) and type of every flag of a dataclass, those of its groups included."""
+    types = get_type_hints(options, include_extras=True)
+    flags: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        kind = types[field.name]
+        if dataclasses.is_dataclass(kind):
+            flags |= flag_types(kind)  # type: ignore[arg-type]
+        elif tyro.conf.Positional not in getattr(kind, "__metadata__", ()):
+            flags[field.name] = kind
+    return flags
+
+
+def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that ``--config`` names, and the other words."""
+    words = [
+        part for word in arguments for part in (word.split("=", 1) if word[:9] == "--config=" else [word])
+    ]
+    if "--config" not in words:
+        return None, words
+    at = words.index("--config")
+    if len(words) < at + 2 or "--config" in words[at + 1 :]:
+        _refuse("--config takes one file and is given once")
+    return Path(words[at + 1]), [*words[:at], *words[at + 2 :]]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        _refuse(f"configuration file {str(path)!r} does not exist; configs/ holds examples")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        _refuse(f"{path} is not valid YAML: {error}")
+    if not isinstance(values, dict):
+        _refuse(f"{path} must hold keys and values, got {type(values).__name__}")
+    return values
+
+
+def _words(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> list[str]:
+    """``values`` as words of a command line."""
+    words: list[str] = []
+    for key, value in values.items():
+        if key not in flags:
+            nearest = difflib.get_close_matches(str(key), flags, n=1, cutoff=0.5)
+            advice = f"did you mean {nearest[0]!r}?" if nearest else "--help lists every key"
+            _refuse(f"unknown key {key!r} in {where}; {advice}")
+        flag = key.replace("_", "-")
+        if flags[key] is bool:
+            if not isinstance(value, bool):
+                _refuse(f"{key} in {where} must be true or false, got {value!r}")
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
+            words += [f"--{flag}", *map(str, value)]
+        elif isinstance(value, list | dict) or (value is None and not _optional(flags[key])):
+            _refuse(f"{key} in {where} must have a plain value, got {value!r}")
+        else:
+            words.append(f"--{flag}={'none' if value is None else value}")
+    return words
+
+
+def _optional(kind: Any) -> Any | None:
+    """X for the type ``X | None``; None for other types."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) not in (Union, UnionType) or NoneType not in get_args(kind):
+        return None
+    others = [each for each in get_args(kind) if each is not NoneType]
+    return others[0] if len(others) == 1 else None
+
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _read_optional(info: PrimitiveTypeInfo) -> Any:
+    """Read ``X | None`` as X is read, and `none` as None."""
+    if (kind := _optional(info.type)) is None:
+        return None
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        return spec
+    return dataclasses.replace(
+        spec,
+        choices=spec.choices and (*spec.choices, "none"),
+        instance_from_str=lambda words: (
+            None
+            if [word.lower() for word in words] in (["none"], ["null"])
+            else spec.instance_from_str(words)
+        ),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["none"] if value is None else spec.str_from_instance(value),
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(2)
+
+
+def _growing(text: str) -> tuple[int, ...]:
+    numbers = tuple(sorted({int(part) for part in text.split(",")}))
+    if numbers[0] < 1:
+        raise ValueError(f"must be at least 1, got {numbers[0]}")
+    return numbers
+
+
+GrowingInts = Annotated[
+    tuple[int, ...],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="N,N,...",
+        instance_from_str=lambda words: _growing(",".join(words)),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    ),
+]
+"""Whole numbers of at least 1 with commas or spaces between; read sorted, each once."""
+
+
+def check_at_least(options: Any, lowest: float, *names: str) -> None:
+    """Raise ValueError for the first of the fields ``names`` that is given and below ``lowest``, or infinite.
+
+    A list passes when each of its values does.
+    """
+    for name in names:
+        given = getattr(options, name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if value is not None and not lowest <= value < math.inf:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model to load, and how to run it."""
+
+    base: str = str(EMBEDDED_BASE)
+    """Base model: a directory or a hub id; the default is the one that `make models` fetches."""
+    heads: str = EMBEDDED_HEADS
+    """Heads trained on that base: a directory, a hub id, or the name of heads that ship."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
+    dtype: Dtype | None = None
+    """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere. Only float32
+    promises exactly the tokens of plain decoding: lower precision can flip near-ties."""
+    engine: Engine = "auto"
+    """eager: as loaded. packed: float32 weights packed once for this CPU, for twice the memory. auto: packed
+    where it applies. int8: linear layers in int8, faster, but another model with a text of its own;
+    int8_weights and int4_weights (the quant extra): such models on any device and in bfloat16 on CUDA."""
+    step: StepKind = "general"
+    """How steps run. static: fixed shapes that never wait for the host. compiled: those by torch.compile.
+    captured: those as CUDA graphs."""
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What to answer."""
+
+    prompts: Path | None = None
+    """JSON lines, each with `prompt`, `turns` or `messages`, and `category` if you like."""
+    limit: int | None = None
+    """Take the first so many prompts of the file."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "limit")
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How to answer."""
+
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 is greedy; above 0, tokens are sampled."""
+    seed: int = 0
+    """Of sampling: the same seed gives the same tokens, with heads or without."""
+    top_k: int | None = None
+    """Sample from so many of the likeliest tokens; none is what the model's configuration says."""
+    top_p: float | None = None
+    """Sample from the likeliest tokens whose probabilities add up to this."""
+    min_p: float | None = None
+    """Leave out tokens that are less than this times as likely as the likeliest one."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_new_tokens", "top_k")
+        check_at_least(self, 0, "temperature")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "min_p"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} goes with sampling, and temperature is 0 (greedy); give both")
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """Another tree than the one that the heads come with."""
+
+    tree_nodes: int | None = None
+    """Decode with the best tree of so many nodes, root included, on the conversations of --calibrate-on."""
+    calibrate_on: Path | None = None
+    """What to choose that tree on: JSON lines as for --prompts, other ones; 50 rows are plenty. `messages`
+    that end with an answer are read as they are, everything else is answered first."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "tree_nodes")
+        if (self.tree_nodes is None) != (self.calibrate_on is None):
+            raise ValueError("tree_nodes and calibrate_on go together; give both or neither")
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What drafters other than heads need to know."""
+
+    draft_length: int | None = None
+    """Draft tokens of a chain; none is the drafter's own, or, in programs that compare, what this machine's
+    step times ask for. Heads keep their own tree, and are a chain only for rules that take nothing else."""
+    draft_width: int = 1
+    """Chains side by side, where the rule takes a tree."""
+    draft_model: str | None = None
+    """For draft-model: a smaller model with the same tokenizer."""
+    exit_layer: int | None = None
+    """For early-exit: layers of the base to run."""
+    eagle: str | None = None
+    """For eagle: a heads directory or hub id of an EAGLE-style head."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a program leaves behind."""
+
+    json: Path | None = None
+    """Write the closing report, one JSON object, to this file; - is standard output. Where standard output is
+    no terminal, the report is its last line in any case."""
+    traceback: bool = False
+    """Show where in the code an error arose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramOptions:
+    """The options that all programs which decode share; each adds its own."""
+
+    model: ModelOptions = ModelOptions()
+    prompts: PromptOptions = PromptOptions()
+    answers: AnswerOptions = AnswerOptions()
+    report: ReportOptions = ReportOptions()

@@ -1,0 +1,180 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import tyro
+
+from medusa.cli.options import (
+    AnswerOptions,
+    DrafterOptions,
+    GrowingInts,
+    PromptOptions,
+    TreeOptions,
+    flag_types,
+    parse,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Some of everything."""
+
+    answers: AnswerOptions = AnswerOptions(max_new_tokens=512)
+    drafters: DrafterOptions = DrafterOptions()
+    sizes: GrowingInts = (1,)
+    """Sizes to compare."""
+    names: list[str] = field(default_factory=list)
+    """Names to compare."""
+    layers: list[int] | None = None
+    """Layers to read."""
+    learning_rate: float = 1e-4
+    """How fast to learn."""
+    packing: bool = False
+    """Pack several documents into a row."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Arithmetic."""
+
+
+def read(*arguments, **more):
+    return parse(Options, arguments, **more)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Write a YAML file; its path."""
+
+    def write(text):
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def test_defaults_are_those_of_the_groups_as_the_program_gives_them():
+    assert read() == Options()
+    assert read().answers.max_new_tokens == 512
+
+
+def test_a_file_is_read_as_flags_and_the_command_line_overrides_it(config):
+    path = config(
+        "learning_rate: 1e-3\nnames: [a, b]\nsizes: [8, 2]\npacking: true\ntop_k: 5\n"
+        "temperature: 0.5\nprecision: bf16\nlayers: [8, 16]\n"
+    )
+    expected = Options(
+        AnswerOptions(512, 0.5, top_k=5),
+        sizes=(2, 8),
+        names=["a", "b"],
+        layers=[8, 16],
+        learning_rate=1e-3,
+        packing=True,
+        precision="bf16",
+    )
+    assert read("--config", path) == expected
+    assert read(f"--config={path}") == expected
+    changed = read("--learning-rate", "2", "--config", path, "--names", "c", "--no-packing", "--sizes=4,3")
+    assert (changed.learning_rate, changed.names, changed.packing, changed.sizes) == (2, ["c"], False, (3, 4))
+
+
+def test_none_takes_an_optional_key_of_the_file_back(config):
+    path = config("precision: bf16\nlayers: [8]\ntop_k: 4\ntemperature: 1\nexit_layer: null\n")
+    options = read("--config", path, "--precision", "none", "--layers", "none", "--top_k", "None")
+    assert (options.precision, options.layers, options.answers.top_k) == (None, None, None)
+
+
+def test_underscores_and_hyphens_mean_the_same():
+    assert read("--learning_rate", "3") == read("--learning-rate", "3")
+
+
+def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
+    presets = {"precision": "bf16", "learning_rate": 7.0}
+    assert read(presets=presets).precision == "bf16"
+    options = read(
+        "--config", config("precision: fp32\nlearning_rate: 8\n"), "--learning_rate", "9", presets=presets
+    )
+    assert (options.precision, options.learning_rate) == ("fp32", 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("learning_rat: 1\n", "unknown key 'learning_rat' in {path}; did you mean 'learning_rate'?"),
+        ("zzz: 1\n", "unknown key 'zzz' in {path}; --help lists every key"),
+        ("packing: maybe\n", "packing in {path} must be true or false, got 'maybe'"),
+        ("names: {a: 1}\n", "names in {path} must have a plain value, got {{'a': 1}}"),
+        ("learning_rate: null\n", "learning_rate in {path} must have a plain value, got None"),
+        ("- a\n- b\n", "{path} must hold keys and values, got list"),
+        ("a: [\n", "{path} is not valid YAML"),
+        ("temperature: -1\n", "temperature must be at least 0, got -1.0"),
+        ("learning_rate: fast\n", "could not convert string to float: 'fast'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, text, complaint):
+    path = config(text)
+    with pytest.raises(SystemExit) as ended:
+        read("--config", path)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert complaint.format(path=path) in printed.err
+    assert path in printed.err, "the user learns which file it was"
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--learning-rat", "1"], "--learning-rate FLOAT"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--temperature", "1", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
+        (["--temperature", "1", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+        (["--temperature", "1", "--min-p", "1.5"], "min_p must be in [0, 1], got 1.5"),
+        (["--top-p", "0.9"], "top_p goes with sampling, and temperature is 0"),
+        (["--exit-layer", "0"], "exit_layer must be at least 1, got 0"),
+        (["--sizes", "2,0"], "must be at least 1, got 0"),
+        (["--precision", "fp8"], "'fp32'"),
+        (["--config"], "--config takes one file and is given once"),
+        (["--config", "nowhere.yaml"], "configuration file 'nowhere.yaml' does not exist"),
+    ],
+)
+def test_a_command_line_that_cannot_be_used_is_refused_with_status_2(capsys, arguments, complaint):
+    with pytest.raises(SystemExit) as ended:
+        read(*arguments)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert len(printed.err.splitlines()) < 12
+    assert not printed.out
+
+
+def test_groups_check_themselves_without_a_parser():
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        PromptOptions(limit=0)
+    with pytest.raises(ValueError, match="tree_nodes and calibrate_on go together"):
+        TreeOptions(tree_nodes=4)
+
+
+def test_help_shows_the_description_as_it_stands_and_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    description = (
+        "Compare things.\n\nMore words\nbelow.\n\n    compare --names a b\n    compare --sizes 1,2\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        read("--help", description=description)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(description)
+    assert "--config FILE" in text
+    assert "Names to compare." in text
+    assert "(default: 0.0001)" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_positional_arguments_are_no_keys_of_a_file():
+    @dataclass(frozen=True)
+    class Asked:
+        prompt: tyro.conf.Positional[str]
+        raw: bool = False
+
+    globals()["Asked"] = Asked
+    assert set(flag_types(Asked)) == {"raw"}
+    assert parse(Asked, ["Hello", "--raw"]) == Asked("Hello", True)
