@@ -51,7 +51,6 @@ from medusa.cli.program import (
     table_console,
     track,
 )
-from medusa.drafters.probe import Probe, probe_draft_length, verification_seconds, watched_answer
 from medusa.drafters.registry import (
     DRAFTERS,
     DraftSource,
@@ -70,6 +69,7 @@ from medusa.measurement.comparison import (
 )
 from medusa.measurement.comparison_plot import plot_drafters
 from medusa.measurement.comparison_report import length_report, pairing_report, print_tables, ratio_reports
+from medusa.measurement.draft_length import Probe, probe_draft_length, verification_seconds, watched_answer
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
 from medusa.prompts import Prompt

@@ -53,9 +53,9 @@ from medusa.measurement.heads_comparison import (
     split_label,
 )
 from medusa.measurement.heads_comparison_plot import plot_heads
-from medusa.measurement.held_out import held_out_answers
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
+from medusa.training.run.held_out import held_out_answers
 from medusa.trees.rank_counts import RankCounts
 
 ROWS_PER_PASS = 4

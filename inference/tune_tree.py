@@ -48,7 +48,6 @@ from medusa.measurement.tuning import (
     NUM_NODES,
     TreeSize,
     fastest,
-    held_out_tokens_per_step,
     measured_sizes,
     trees_by_size,
 )
@@ -177,7 +176,7 @@ def measure_sizes(
 ) -> dict[int, list[TreeSize]]:
     """What each size gives and costs, by batch size; timed on the prompts with the longest answers."""
     trees = trees_by_size(counts, {1, *options.sizes}, options.max_depth)
-    gains = {size: held_out_tokens_per_step(counts, size, options.max_depth) for size in trees}
+    gains = {size: counts.held_out_tokens_per_step(size, options.max_depth) for size in trees}
     by_length = sorted(range(len(rows)), key=lambda i: -sum(rows[i].is_label))
     tables = {}
     for batch_size in options.batch_sizes:
@@ -207,7 +206,7 @@ def make_report(
     return {
         "num_nodes": tree.num_nodes,
         "depth": tree.depth,
-        "tokens_per_step": held_out_tokens_per_step(counts, tree.num_nodes, options.max_depth),
+        "tokens_per_step": counts.held_out_tokens_per_step(tree.num_nodes, options.max_depth),
         "by_num_nodes": next(iter(by_batch.values()))["by_num_nodes"] if by_batch else [],
         "by_batch_size": by_batch,
         "num_prompts": len(counts.ranks),

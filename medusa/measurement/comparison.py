@@ -16,10 +16,9 @@ import numpy as np
 
 from medusa.acceptance.rules import rule_named
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.drafters.length import ChainRecord
-from medusa.drafters.probe import WatchedAnswer
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DraftSource, UnionSource
+from medusa.measurement.draft_length import ChainRecord, WatchedAnswer
 
 PLAIN = ("plain", "exact")
 UNCONDITIONAL_RULES = ("exact", "typical")

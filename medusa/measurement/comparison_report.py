@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from medusa.drafters.probe import Probe
 from medusa.measurement.comparison import PLAIN, UNCONDITIONAL_RULES, Pairing, Trial, paired_ratio, summary
+from medusa.measurement.draft_length import Probe
 
 
 def pairing_report(pair: Pairing, by_key: Mapping[tuple[str, str], Sequence[Trial]]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.heads import drafter_of_heads
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.measurement.comparison import bootstrapped_ratio
-from medusa.measurement.tuning import held_out_replay
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
 
@@ -121,7 +120,7 @@ def comparison_report(
     step_times: Mapping[str, StepTimes],
 ) -> list[dict[str, Any]]:
     """One JSON object a set of heads; the first set is what the others are held against."""
-    replayed = [{size: held_out_replay(each, size) for size in sizes} for each in counts]
+    replayed = [{size: each.held_out_replay(size) for size in sizes} for each in counts]
     return [
         {
             "label": each.label,

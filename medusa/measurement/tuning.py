@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
@@ -54,24 +52,6 @@ def trees_by_size(
     """The best tree of each size; sizes that the counts cannot fill are left out."""
     trees = {size: counts.best_tree(size, max_depth) for size in sorted(set(sizes))}
     return {size: tree for size, tree in trees.items() if tree.num_nodes == size}
-
-
-def held_out_tokens_per_step(counts: RankCounts, num_nodes: int, max_depth: int | None = None) -> float:
-    """Tokens per step that a best tree of ``num_nodes`` gives on answers it was not chosen on."""
-    num_steps, num_tokens = held_out_replay(counts, num_nodes, max_depth).sum(0)
-    return float(num_tokens / num_steps) if num_steps else 1.0
-
-
-def held_out_replay(counts: RankCounts, num_nodes: int, max_depth: int | None = None) -> np.ndarray:
-    """Steps that decoding each answer takes, and the tokens they emit, (A, 2) long.
-
-    The answers are dealt out in two halves; each half is decoded with the best tree of the other.
-    """
-    even, odd = counts.halves()
-    replayed = np.zeros((len(counts.ranks), 2), dtype=np.int64)
-    replayed[::2] = even.replay(odd.best_tree(num_nodes, max_depth))
-    replayed[1::2] = odd.replay(even.best_tree(num_nodes, max_depth))
-    return replayed
 
 
 def measured_sizes(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,6 +142,22 @@ class RankCounts:
                 num_steps, root = num_steps + 1, min(root + depth + 1, len(rows) - 1)
             replayed.append((num_steps, root))
         return replayed
+
+    def held_out_replay(self, num_nodes: int, max_depth: int | None = None) -> np.ndarray:
+        """:meth:`replay`, (A, 2) long, with the best tree of ``num_nodes`` nodes chosen on other answers.
+
+        The answers are dealt out in two halves; each half is decoded with the best tree of the other.
+        """
+        even, odd = self.halves()
+        replayed = np.zeros((len(self.ranks), 2), dtype=np.int64)
+        replayed[::2] = even.replay(odd.best_tree(num_nodes, max_depth))
+        replayed[1::2] = odd.replay(even.best_tree(num_nodes, max_depth))
+        return replayed
+
+    def held_out_tokens_per_step(self, num_nodes: int, max_depth: int | None = None) -> float:
+        """Tokens per step that a best tree of ``num_nodes`` nodes gives on answers it was not chosen on."""
+        num_steps, num_tokens = self.held_out_replay(num_nodes, max_depth).sum(0)
+        return float(num_tokens / num_steps) if num_steps else 1.0
 
     def halves(self) -> tuple[RankCounts, RankCounts]:
         """The answers dealt out in two, to choose on one half and judge on the other."""

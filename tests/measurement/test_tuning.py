@@ -6,7 +6,6 @@ from medusa import CandidateTree
 from medusa.measurement.tuning import (
     TreeSize,
     fastest,
-    held_out_tokens_per_step,
     measure_step_seconds,
     measured_sizes,
     trees_by_size,
@@ -37,16 +36,6 @@ def test_the_fastest_size_may_be_plain_decoding():
 def test_sizes_that_the_counts_cannot_fill_are_left_out():
     counts = RankCounts((torch.tensor([[0], [1], [0]], dtype=torch.int16),), max_rank=2)
     assert list(trees_by_size(counts, (1, 2, 3, 4, 64))) == [1, 2, 3]
-
-
-def test_held_out_tokens_per_step_judges_a_tree_on_other_answers():
-    # Each half likes the rank that the other half never sees.
-    even = torch.zeros(50, 1, dtype=torch.int16)
-    odd = torch.ones(50, 1, dtype=torch.int16)
-    counts = RankCounts((even, odd, even, odd), max_rank=2)
-    assert counts.replayed_tokens_per_step(counts.best_tree(2)) > 1.3
-    assert held_out_tokens_per_step(counts, 2) == 1.0
-    assert held_out_tokens_per_step(counts, 3) == pytest.approx(2.0, abs=0.05)
 
 
 def test_a_tree_must_beat_plain_decoding_by_more_than_noise():

@@ -14,9 +14,8 @@ from tiny_chat import save_chat_model
 
 from medusa import DecodingStatistics
 from medusa.acceptance.rules import expected_tokens
-from medusa.drafters.length import ChainRecord
-from medusa.drafters.probe import WatchedAnswer
 from medusa.measurement.comparison import Trial, exactness, paired_ratio, summary
+from medusa.measurement.draft_length import ChainRecord, WatchedAnswer
 from medusa.prompts import read_prompts
 
 program = load_program("inference/compare_drafters.py")

@@ -24,8 +24,8 @@ from medusa.measurement.heads_comparison import (
     tokens_per_step,
     training_cost,
 )
-from medusa.measurement.held_out import held_out_answers
 from medusa.training.config.options import DataOptions
+from medusa.training.run.held_out import held_out_answers
 from medusa.training.run.preparation import load_data
 from medusa.trees.rank_counts import RankCounts
 

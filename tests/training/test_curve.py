@@ -12,7 +12,6 @@ from rich.console import Console
 from tiny_training import chat_tokenizer, configured, conversation, counting_rows, history, tiny_base
 
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.measurement.tuning import held_out_tokens_per_step
 from medusa.training.run import preparation
 from medusa.training.run.curve import draw_training, is_stale
 from medusa.training.run.replay import NUM_NODES, replayed_metrics
@@ -48,7 +47,7 @@ def test_a_run_records_tokens_per_step_by_tokens_seen_and_draws_the_curve(tmp_pa
     rows = [held_out[index] for index in range(len(held_out))]
     answers = [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
     counts = calibrate(trainer.base, trainer.heads, answers)
-    assert gains[-1] == pytest.approx(held_out_tokens_per_step(counts, NUM_NODES))
+    assert gains[-1] == pytest.approx(counts.held_out_tokens_per_step(NUM_NODES))
     assert trainer.run.picture.read_bytes().startswith(PNG)
 
 

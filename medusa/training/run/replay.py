@@ -5,7 +5,6 @@ from __future__ import annotations
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.eagle import Heads
-from medusa.measurement.tuning import held_out_tokens_per_step
 from medusa.training.data.documents import Documents
 
 NUM_NODES = 64
@@ -33,4 +32,4 @@ def replayed_metrics(
     counts = calibrate(base, heads, answers)
     if len(counts.ranks) < 2 or not all(half.num_positions for half in counts.halves()):
         return {}
-    return {"held_out/tokens_per_step": held_out_tokens_per_step(counts, NUM_NODES)}
+    return {"held_out/tokens_per_step": counts.held_out_tokens_per_step(NUM_NODES)}

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa.heads.calibration import AnsweredTokens
+from medusa.training.config.options import DataOptions
+from medusa.training.run.preparation import load_data
+from medusa.training.run.replay import answers_of
 
 ONLY_IN_TRAINING = ("train_on", "packing")
 """Data options that do not touch what is held out."""
@@ -20,10 +23,6 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
             the data are no longer what they were.
         FileNotFoundError: the data are not there.
     """
-    from medusa.training.config.options import DataOptions
-    from medusa.training.run.preparation import load_data
-    from medusa.training.run.replay import answers_of
-
     (first, provenance), *others = provenances.items()
     options = DataOptions(**_data_options(first, provenance))
     for label, other in others:
@@ -39,8 +38,6 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
 
 
 def _data_options(label: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    from medusa.training.config.options import DataOptions
-
     configuration = provenance.get("configuration", {})
     if "data" not in configuration:
         raise ValueError(

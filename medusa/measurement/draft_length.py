@@ -1,4 +1,9 @@
-"""Watching a drafter at work: one answer with all that can be counted, and what a machine asks for a step."""
+"""Watching a drafter at work, and how long its chains should be on this machine.
+
+A step with draft length g gives E[tokens] = (1 - a^(g+1)) / (1 - a) and costs g times the drafting of a token
+plus the verification of g + 1 nodes (arXiv 2211.17192, sections 3.1 and 3.4). A short trial measures all of
+it: the acceptance a, the drafting of a token, and the verification of every number of nodes.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,121 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from medusa.acceptance.expectation import expected_tokens
 from medusa.acceptance.protocol import DraftKind
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.drafters.length import (
-    MAX_DRAFT_LENGTH,
-    ChainRecord,
-    DraftLength,
-    StepCosts,
-    best_draft_length,
-)
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.registry import DraftSource
 from medusa.hardware import wait_for
+from medusa.model import MedusaModel
 from medusa.trees.candidate_tree import TreeTopology
 
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
-
+MAX_DRAFT_LENGTH = 16
 NODE_COUNTS = (1, 2, 3, 5, 9, 13, 17)
-"""Sizes that are timed; those between are interpolated."""
+"""Sizes that are timed; others are interpolated."""
+
+
+@dataclass(frozen=True)
+class ChainRecord:
+    """How the draft tokens of chains fared; ``a + b`` is the record of both."""
+
+    num_steps: int = 0
+    num_drafted_steps: int = 0
+    """Steps that had a draft at all; a suffix match often has none."""
+    num_accepted: int = 0
+    """Draft tokens accepted."""
+    num_rejected: int = 0
+    """Drafted steps that ended at a rejected token, not at the end of the chain or of the answer."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """a: how often a draft token is accepted once all before it are; 0.0 before any draft.
+
+        The estimate of highest likelihood when every token is accepted independently with this probability.
+        """
+        tested = self.num_accepted + self.num_rejected
+        return self.num_accepted / tested if tested else 0.0
+
+    @property
+    def drafted_share(self) -> float:
+        """The share of steps that had a draft; 0.0 before any step."""
+        return self.num_drafted_steps / self.num_steps if self.num_steps else 0.0
+
+    def expected_tokens(self, draft_length: int) -> float:
+        """Tokens a step that chains of ``draft_length`` should give."""
+        return 1 + self.drafted_share * (expected_tokens(self.acceptance_rate, draft_length) - 1)
+
+    def __add__(self, other: ChainRecord) -> ChainRecord:
+        return ChainRecord(
+            self.num_steps + other.num_steps,
+            self.num_drafted_steps + other.num_drafted_steps,
+            self.num_accepted + other.num_accepted,
+            self.num_rejected + other.num_rejected,
+        )
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What the parts of a step cost on one machine."""
+
+    draft_seconds: float
+    """Drafting one token."""
+    verify_seconds: Sequence[float]
+    """[n - 1]: verifying n nodes."""
+    other_seconds: float = 0.0
+    """Accepting and committing."""
+
+    def step_seconds(self, draft_length: int, drafted_share: float = 1.0) -> float:
+        """A step on average; ``drafted_share`` of them have a draft, the others verify the root alone."""
+        drafted = draft_length * self.draft_seconds + self.verify_seconds[draft_length]
+        return self.other_seconds + drafted_share * drafted + (1 - drafted_share) * self.verify_seconds[0]
+
+
+@dataclass(frozen=True)
+class DraftLength:
+    """A draft length and what is expected of it."""
+
+    draft_length: int
+    tokens_per_step: float
+    step_seconds: float
+    plain_step_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding; below 1 drafting does not pay at any length."""
+        return self.tokens_per_step * self.plain_step_seconds / self.step_seconds
+
+
+def best_draft_length(
+    record: ChainRecord, costs: StepCosts, max_length: int = MAX_DRAFT_LENGTH
+) -> DraftLength:
+    """The draft length in 1 .. ``max_length`` with the most tokens a second; the shortest of equals.
+
+    Raises:
+        ValueError: ``max_length`` is below 1, or the costs do not reach ``max_length`` + 1 nodes.
+    """
+    if max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
+    if len(costs.verify_seconds) <= max_length:
+        raise ValueError(
+            f"verify_seconds must reach {max_length + 1} nodes, got {len(costs.verify_seconds)}: "
+            "measure more, or lower max_length"
+        )
+    plain = costs.step_seconds(0, drafted_share=0.0)
+    lengths = [
+        DraftLength(
+            length, record.expected_tokens(length), costs.step_seconds(length, record.drafted_share), plain
+        )
+        for length in range(1, max_length + 1)
+    ]
+    return max(lengths, key=lambda candidate: candidate.speedup)
 
 
 class WatchedDrafter:
@@ -157,11 +251,8 @@ def verification_seconds(
 def interpolated(seconds: Mapping[int, float]) -> list[float]:
     """[n - 1] for n = 1 to the largest key, straight lines between the keys, of which 1 is one."""
     sizes = sorted(seconds)
-    values = [seconds[1]]
-    for low, high in pairwise(sizes):
-        slope = (seconds[high] - seconds[low]) / (high - low)
-        values += [seconds[low] + slope * step for step in range(1, high - low + 1)]
-    return values
+    every_size = range(1, sizes[-1] + 1)
+    return np.interp(every_size, sizes, [seconds[size] for size in sizes]).tolist()
 
 
 @dataclass(frozen=True)
@@ -171,7 +262,7 @@ class Probe:
     record: ChainRecord
     costs: StepCosts
     choice: DraftLength | None
-    """None when nothing was drafted, so that one length is as good as another."""
+    """None when nothing was drafted."""
 
 
 def probe_draft_length(
