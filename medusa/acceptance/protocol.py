@@ -155,7 +155,7 @@ def check_chain(name: str, draft: SampledDraft) -> None:
         ValueError: it is not.
     """
     num_nodes, max_depth = draft.topology.num_nodes, draft.topology.max_depth
-    if max_depth != num_nodes - 1:
+    if not draft.topology.is_chain:
         raise ValueError(
             f"acceptance={name!r} walks one chain, got a tree of {num_nodes} nodes and depth {max_depth}; "
             "use CandidateTree.chain(g).topology(), or a tree rule such as 'traversal'"

@@ -58,19 +58,25 @@ class TreeCache(Cache):
         same_length = self.num_rows == 1 or bool((self.lengths == self.longest).all())
         self._shared_start = self.longest + first_node if same_length else None
 
-    def commit(self, path: Tensor, num_kept: Tensor) -> None:
+    def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
 
         Where any kept node must move, all L entries are moved, whatever ``num_kept`` says: the surplus lies
-        past the row's end, where the next pass overwrites it.
+        past the row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
+        (:attr:`medusa.trees.candidate_tree.TreeTopology.is_chain`), whose paths are in order.
         """
         in_order = torch.arange(path.shape[1], device=path.device)
-        if not bool(((path == in_order) | (in_order >= num_kept[:, None])).all()):
-            source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
-            for layer in self.tree_layers:
-                layer.move(source, target)
+        if not is_chain and not bool(((path == in_order) | (in_order >= num_kept[:, None])).all()):
+            self._move(path)
         self.lengths = self.lengths + num_kept
         self.longest = int(self.lengths.max())
+
+    def _move(self, path: Tensor) -> None:
+        """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
+        in_order = torch.arange(path.shape[1], device=path.device)
+        source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
+        for layer in self.tree_layers:
+            layer.move(source, target)
 
     def commit_prefix(self, num_kept: Tensor) -> None:
         """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept."""
@@ -128,12 +134,10 @@ class FixedTreeCache(TreeCache):
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.slots = self.lengths[:, None] + nodes
 
-    def commit(self, path: Tensor, num_kept: Tensor) -> None:
+    def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
         """As :meth:`TreeCache.commit`, and all L entries move unless the pass was a chain."""
-        if self.slots.shape[1] > path.shape[1]:
-            in_order = torch.arange(path.shape[1], device=path.device)
-            for layer in self.tree_layers:
-                layer.move(self.lengths[:, None] + path, self.lengths[:, None] + in_order)
+        if not is_chain:
+            self._move(path)
         self.lengths.add_(num_kept)
 
 

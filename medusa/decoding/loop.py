@@ -61,7 +61,7 @@ def decode(
         acceptance = acceptance_of(state, draft, logits, noise)
         new_tokens, depths = _emitted(acceptance, draft)
         clock.lap("accept")
-        state.commit(acceptance, hidden)
+        state.commit(acceptance, hidden, draft.topology.is_chain)
         result = finish_step(state, drafter, answers, new_tokens, depths, False)
         clock.lap("commit")
         kept = [len(new) - 1 for new in result.tokens if new]

@@ -91,8 +91,9 @@ class DecodeState:
                 self.tokens[row, start : start + len(new)] = self.tokens.new_tensor(new)
         self.lengths = self.lengths + self.lengths.new_tensor([len(new) for new in new_tokens])
 
-    def commit(self, acceptance: Acceptance, hidden: Tensor) -> None:
-        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states."""
+    def commit(self, acceptance: Acceptance, hidden: Tensor, is_chain: bool = False) -> None:
+        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` as for
+        :meth:`TreeCache.commit`."""
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
         if self.features is not None:
             slots = self.cache.lengths[:, None] + torch.arange(path_hidden.shape[1], device=hidden.device)
@@ -100,7 +101,7 @@ class DecodeState:
             if missing > 0:
                 self.features = torch.nn.functional.pad(self.features, (0, 0, 0, missing + 256))
             self.features.scatter_(1, slots[..., None].expand_as(path_hidden), path_hidden)
-        self.cache.commit(acceptance.path, acceptance.num_accepted + 1)
+        self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain)
         self.hidden = path_hidden[:, -1]
 
     def keep_rows(self, kept: list[int]) -> None:

@@ -157,7 +157,7 @@ def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Te
     rows.tokens.scatter_(1, rows.lengths[:, None] + ahead, new)
     deepest = acceptance.path[:, -1:, None].expand(-1, -1, hidden.shape[2])
     rows.hidden.copy_(hidden.gather(1, deepest).squeeze(1))
-    state.cache.commit(acceptance.path, num_kept)
+    state.cache.commit(acceptance.path, num_kept, draft.topology.is_chain)
     rows.lengths.add_(num_kept)
     state.finished.logical_or_(is_last)
     state.num_kept.index_copy_(0, state.turn, num_kept[None])

@@ -89,7 +89,8 @@ class CandidateTree:
         """The tensors a decode step reads, on ``device``."""
         parents = torch.tensor(self.parents, device=device)
         depths = torch.tensor([len(path) for path in self.paths], device=device)
-        return TreeTopology.from_parents(parents[None], depths[None], max_depth=self.depth)
+        is_chain = self.depth == self.num_nodes - 1
+        return TreeTopology.from_parents(parents[None], depths[None], self.depth, is_chain)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class TreeTopology:
     depths: Tensor  # (R, N) long
     ancestors: Tensor  # (R, N, N) bool; [i, j]: j lies on the path from the root to i, i included
     lineage: Tensor  # (R, N, L) long; node at depth j on the path to i; i itself once past its depth
+    is_chain: bool = False  # every node is the only child of the one before it; False also where not known
 
     @property
     def num_nodes(self) -> int:
@@ -107,11 +109,17 @@ class TreeTopology:
 
     @property
     def max_depth(self) -> int:
+        """Depth of the deepest node, or a bound on it where each step has another shape."""
         return self.lineage.shape[2] - 1
 
     @classmethod
-    def from_parents(cls, parents: Tensor, depths: Tensor, max_depth: int) -> TreeTopology:
-        """Topology of trees given by parents (R, N) long and depths (R, N) long, parents before children."""
+    def from_parents(
+        cls, parents: Tensor, depths: Tensor, max_depth: int, is_chain: bool = False
+    ) -> TreeTopology:
+        """Topology of trees given by parents (R, N) long and depths (R, N) long, parents before children.
+
+        ``is_chain`` is what the caller knows on the host; the tensors are not read for it.
+        """
         nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
         rising = [nodes]
         for _ in range(max_depth):
@@ -122,14 +130,14 @@ class TreeTopology:
         lineage = climbed.gather(2, steps_up)
         ancestors = torch.zeros(*parents.shape, parents.shape[1], dtype=torch.bool, device=parents.device)
         ancestors.scatter_(2, lineage, True)
-        return cls(parents, depths, ancestors, lineage)
+        return cls(parents, depths, ancestors, lineage, is_chain)
 
     @classmethod
     def chain(cls, num_nodes: int, device: torch.device | str) -> TreeTopology:
         """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it; trivial ``lineage``."""
         nodes = torch.arange(num_nodes, device=device)[None]
         ancestors = torch.ones(1, num_nodes, num_nodes, dtype=torch.bool, device=device).tril()
-        return cls((nodes - 1).clamp(min=0), nodes, ancestors, nodes[..., None])
+        return cls((nodes - 1).clamp(min=0), nodes, ancestors, nodes[..., None], is_chain=True)
 
 
 def best_tree(

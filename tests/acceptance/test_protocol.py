@@ -271,7 +271,8 @@ def test_nothing_is_read_back_to_the_host(rule):
     """Tensors on the meta device have no values: reading one raises."""
     draft, noise = random_step(rule, 4, 5)
     topology = TreeTopology(
-        *(getattr(draft.topology, part).to("meta") for part in ("parents", "depths", "ancestors", "lineage"))
+        *(getattr(draft.topology, part).to("meta") for part in ("parents", "depths", "ancestors", "lineage")),
+        is_chain=draft.topology.is_chain,
     )
     draft = SampledDraft(
         draft.tokens.to("meta"), topology, draft.target.to("meta"), draft.proposal.to("meta")

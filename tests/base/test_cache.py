@@ -11,7 +11,7 @@ from test_causal_lm import TOLERANCE, tree_of
 
 from medusa import CandidateTree
 from medusa.acceptance.exact import accepted_up_to
-from medusa.base.cache import GROWTH_STEP, TreeCache, TreeCacheLayer
+from medusa.base.cache import GROWTH_STEP, FixedTreeCache, TreeCache, TreeCacheLayer
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -85,6 +85,23 @@ def test_a_commit_never_touches_the_prefix(lengths):
         for row, old in enumerate(before):
             for was, now in zip(old, committed(cache, row), strict=True):
                 assert torch.equal(was, now[:, : was.shape[1]])
+
+
+def test_a_fixed_cache_moves_the_path_of_a_tree_that_has_as_many_nodes_as_a_chain_of_its_depth():
+    tree = CandidateTree.from_paths([(0,), (1,), (1, 0)])
+    topology = TreeTopology.from_parents(
+        torch.tensor([tree.parents]), torch.tensor([[0, 1, 1, 2]]), max_depth=3
+    )
+    source, (tokens,) = filled("llama", [9])
+    cache = FixedTreeCache(1, len(source.tree_layers), "cpu")
+    cache.reserve(32)
+    cache.load(source)
+    nodes = random_prompts(1, 4, seed=3)
+    with torch.no_grad():
+        verify(tiny_model("llama"), nodes, topology, cache)
+    accepted = accepted_up_to(torch.tensor([3]), torch.tensor([0]), topology)
+    cache.commit(accepted.path, accepted.num_accepted + 1, topology.is_chain)
+    assert_holds(cache, 0, "llama", tokens + nodes[0, [0, 2, 3]].tolist())
 
 
 def test_a_path_in_order_moves_nothing():

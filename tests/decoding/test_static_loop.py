@@ -25,6 +25,7 @@ from medusa.decoding.loop import StepResult, decode
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_loop import decode_static, rounded_slots
 from medusa.decoding.step_runners import Steppers
+from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
@@ -121,6 +122,28 @@ def test_every_kind_of_heads_gives_it(unembedding, reading, sampled):
     tree = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
     drafter_of = lambda: HeadsDrafter(heads, base.get_output_embeddings(), tree)  # noqa: E731
     assert_same(*both(base, drafter_of, request_of(**sampled)))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [[9], [12, 7, 1]], ids=["one row", "ragged rows"])
+def test_a_tree_that_branches_with_as_many_nodes_as_a_chain_of_its_depth_is_exact(lengths, sampled, depth):
+    """The heads' tree is a chain; dynamic heads take its size and choose another shape at every step."""
+    base = tiny_model("llama")
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    chain, embedding = CandidateTree.chain(depth), base.get_output_embeddings()
+    if sampled:
+        sampled = {**sampled, "seeds": sampled["seeds"][: len(lengths)]}
+    request = request_of(lengths, max_new_tokens=30, **sampled)
+    results = assert_same(*both(base, lambda: DynamicHeadsDrafter(heads, embedding, chain), request))
+    rows = [row[:n].tolist() for row, n in zip(request.tokens, lengths, strict=True)]
+    for result in results:
+        for row, new in zip(rows, result.tokens, strict=True):
+            row.extend(new)
+    assert rows == answers_of(base, request)
 
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 12))
