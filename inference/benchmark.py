@@ -48,7 +48,6 @@ from medusa.cli.program import (
     log_picture,
     report_json,
     table_console,
-    track,
 )
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
@@ -70,6 +69,7 @@ from medusa.measurement.contenders import (
 from medusa.measurement.long_prompts import earlier_exchanges, lengthened
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
+from medusa.progress import track
 from medusa.trees.rank_counts import RankCounts
 
 

@@ -49,7 +49,6 @@ from medusa.cli.program import (
     report_json,
     sampling_cuts,
     table_console,
-    track,
 )
 from medusa.drafters.registry import (
     DRAFTERS,
@@ -72,6 +71,7 @@ from medusa.measurement.comparison_report import length_report, pairing_report, 
 from medusa.measurement.draft_length import Probe, probe_draft_length, verification_seconds, watched_answer
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
+from medusa.progress import track
 from medusa.prompts import Prompt
 
 NUM_WARM_UPS = 3

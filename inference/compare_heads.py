@@ -40,7 +40,6 @@ from medusa.cli.program import (
     log_picture,
     report_json,
     table_console,
-    track,
 )
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.calibrating import ranked_each
@@ -55,7 +54,8 @@ from medusa.measurement.heads_comparison import (
 from medusa.measurement.heads_comparison_plot import plot_heads
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
-from medusa.training.run.held_out import held_out_answers
+from medusa.progress import track
+from medusa.training.data.held_out import held_out_answers
 from medusa.trees.rank_counts import RankCounts
 
 ROWS_PER_PASS = 4

@@ -37,11 +37,11 @@ from medusa.cli.program import (
     report_json,
     sampling_cuts,
     table_console,
-    track,
 )
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.registry import DRAFTERS, draft_with_heads, drafter_named
 from medusa.measurement.comparison import NOTHING_LEFT_OUT, bootstrapped_ratio
+from medusa.progress import track
 
 
 class RuleOptions(DrafterOptions, CutOptions):

@@ -42,13 +42,13 @@ from medusa.cli.program import (
     log_picture,
     report_json,
     table_console,
-    track,
 )
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.calibrating import use_tree_asked_for
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, plot_evaluation
+from medusa.progress import track
 from medusa.trees.rank_counts import RankCounts
 
 TOP_KS = (1, 2, 3, 5, 10)

@@ -39,7 +39,6 @@ from medusa.cli.program import (
     log_picture,
     report_json,
     table_console,
-    track,
 )
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.calibrating import ranked
@@ -54,6 +53,7 @@ from medusa.measurement.tuning import (
 from medusa.measurement.tuning_plot import plot_batch_sizes
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, plot_tree_sizes
+from medusa.progress import track
 from medusa.prompts import padded_batch
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts

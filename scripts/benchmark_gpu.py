@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import medusa
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.cli.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
-from medusa.cli.program import exit_status, log_console, report_json, track
+from medusa.cli.program import exit_status, log_console, report_json
 from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.step_runners import StepKind
@@ -44,6 +44,7 @@ from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.measurement.roofline import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
+from medusa.progress import track
 from medusa.trees.candidate_tree import CandidateTree, best_tree, independent_path_values
 
 NUM_HEADS = 4

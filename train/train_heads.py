@@ -30,7 +30,7 @@ from medusa.heads.eagle import Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.plots import check_matplotlib
 from medusa.training.config.configuration import TrainingConfiguration, read_configuration
-from medusa.training.data import inspection
+from medusa.training.data import loading
 from medusa.training.run import metrics, preparation, processes, result
 from medusa.training.run.curve import draw_training
 from medusa.training.run.joint_trainer import JointTrainer, base_report
@@ -54,7 +54,7 @@ def main() -> None:
     console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
 
     tokenizer = preparation.load_tokenizer(configuration.base)
-    data = preparation.load_data(configuration.data, tokenizer)
+    data = loading.load_data(configuration.data, tokenizer)
     console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
     base = preparation.load_base(configuration.base, accelerator.device)
     heads = preparation.new_heads(configuration, base, data.training)
@@ -97,7 +97,7 @@ def new_trainer(
     accelerator: Accelerator,
     base: CausalLM,
     heads: Heads,
-    data: preparation.TrainingData,
+    data: loading.TrainingData,
     console: Console,
 ) -> Trainer:
     """The trainer that the configuration asks for; for joint training the base gets its adapter here."""
@@ -126,13 +126,13 @@ def started(configuration: TrainingConfiguration) -> Accelerator:
 def inspect(configuration: TrainingConfiguration) -> None:
     """Show what became of the data, and some documents with the tokens trained on in colour."""
     tokenizer = preparation.load_tokenizer(configuration.base)
-    data = preparation.load_data(configuration.data, tokenizer)
+    data = loading.load_data(configuration.data, tokenizer)
     console = log_console()
-    for document in preparation.sample(data.training, 3):
+    for document in map(data.training.__getitem__, data.training.spread(3)):
         console.rule(f"{len(document.tokens)} tokens")
-        console.print(inspection.coloured(document, tokenizer))
+        console.print(loading.coloured(document, tokenizer))
     console.rule()
-    console.print(inspection.legend())
+    console.print(loading.legend())
     console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()))
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,16 +41,8 @@ from medusa.heads.checkpoint import load_adapter
 from medusa.heads.eagle import Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.model import MedusaModel
+from medusa.progress import log_console
 from medusa.prompts import Prompt, encode_messages, read_prompts
-
-SECONDS_BETWEEN_LINES = 10.0
-
-Item = TypeVar("Item")
-
-
-def log_console() -> Console:
-    """Where programs talk to the reader: standard error."""
-    return Console(stderr=True, highlight=False)
 
 
 def table_console(width: int = 118) -> Console:
@@ -215,17 +205,6 @@ def answered_tokens(
     return AnsweredTokens.after_prompt(tokens, len(prompt_tokens))
 
 
-def track(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """The items, with a progress bar and the time left; lines now and then where there is no terminal."""
-    console = log_console()
-    if not console.is_terminal:
-        yield from _tracked_by_lines(items, label, console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield from progress.track(items, description=label)
-
-
 def report_json(report: Mapping[str, Any], options: ProgramOptions) -> None:
     """End standard output with ``report`` as one line of JSON, and write it to ``--json`` when asked."""
     write_report(report, options)
@@ -261,14 +240,3 @@ def _check_embedded(given: str, embedded: Path, flag: str) -> None:
             f"{flag} was not given, and its default {embedded} is not there; run `make models` in a checkout "
             f"of medusa, or give {flag}"
         )
-
-
-def _tracked_by_lines(items: Sequence[Item], label: str, console: Console) -> Iterator[Item]:
-    began = last_line = time.monotonic()
-    for done, item in enumerate(items, start=1):
-        yield item
-        now = time.monotonic()
-        if now - last_line >= SECONDS_BETWEEN_LINES or done == len(items):
-            left = (now - began) / done * (len(items) - done)
-            console.print(f"{label}: {done}/{len(items)}, about {left:.0f} s left")
-            last_line = now

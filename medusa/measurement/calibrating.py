@@ -7,10 +7,11 @@ from functools import reduce
 from operator import add
 
 from medusa.cli.flags import TreeOptions
-from medusa.cli.program import answered_tokens, encode_prompts, heads_of, log_console, track
+from medusa.cli.program import answered_tokens, encode_prompts, heads_of, log_console
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.eagle import Heads
 from medusa.model import MedusaModel
+from medusa.progress import track
 from medusa.prompts import read_prompts
 from medusa.trees.rank_counts import RankCounts
 

@@ -8,7 +8,8 @@ from tiny_chat import save_chat_model, wide_tree
 import medusa
 import medusa.hardware
 from medusa import CandidateTree, load_heads, save_tree
-from medusa.cli.program import exit_status, track
+from medusa.cli.program import exit_status
+from medusa.progress import track
 from medusa.trees.tuned_trees import Place, TunedTree
 
 PROMPTS = [
@@ -322,11 +323,15 @@ def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(setting, 
 
 
 def test_progress_without_a_terminal_is_lines_with_the_time_left(capsys, monkeypatch):
-    monkeypatch.setattr("medusa.cli.program.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("medusa.progress.SECONDS_BETWEEN_LINES", 0.0)
     assert list(track(["a", "b", "c"], "answering")) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["answering: 1/3", "answering: 2/3", "answering: 3/3"]
-    assert lines[-1].endswith("about 0 s left")
+    assert [line.split(",")[0] for line in lines] == [
+        "answering  33%: 1/3",
+        "answering  67%: 2/3",
+        "answering 100%: 3/3",
+    ]
+    assert lines[-1].endswith("about 0:00 left")
 
 
 def test_errors_and_ctrl_c_become_exit_statuses(capsys):

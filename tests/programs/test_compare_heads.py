@@ -25,8 +25,8 @@ from medusa.measurement.heads_comparison import (
     training_cost,
 )
 from medusa.training.config.options import DataOptions
-from medusa.training.run.held_out import held_out_answers
-from medusa.training.run.preparation import load_data
+from medusa.training.data.held_out import held_out_answers
+from medusa.training.data.loading import load_data
 from medusa.trees.rank_counts import RankCounts
 
 PROMPTS = [{"prompt": "Hello"}, {"prompt": "Count"}, {"prompt": "And on"}, {"prompt": "Once more"}]

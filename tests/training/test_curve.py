@@ -12,6 +12,7 @@ from rich.console import Console
 from tiny_training import chat_tokenizer, configured, conversation, counting_rows, history, tiny_base
 
 from medusa.heads.calibration import AnsweredTokens, calibrate
+from medusa.training.data.loading import load_data
 from medusa.training.run import preparation
 from medusa.training.run.curve import draw_training, is_stale
 from medusa.training.run.replay import NUM_NODES, replayed_metrics
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 def new_trainer(directory: Path, rows: list, **options) -> Trainer:
     configuration, base = configured(directory, rows, **options), tiny_base()
-    data = preparation.load_data(configuration.data, chat_tokenizer())
+    data = load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, data.training)
     return Trainer(configuration, Accelerator(cpu=True), base, heads, data, Console(quiet=True))
 

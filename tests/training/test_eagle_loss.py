@@ -27,6 +27,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.heads.eagle import EagleConfig, EagleHead
 from medusa.training.config.configuration import ConfigurationError
 from medusa.training.data.documents import Document, Documents
+from medusa.training.data.loading import TrainingData, load_data
 from medusa.training.losses.alignment import align
 from medusa.training.losses.eagle_loss import EagleLoss, FeatureBatch
 from medusa.training.losses.loss import LossOptions
@@ -151,7 +152,7 @@ def new_trainer(directory: Path, base: Any = None, data: Any = None, **options: 
     }
     configuration = configured(directory, counting_rows(40), **defaults | options)
     base = tiny_base() if base is None else base
-    data = preparation.load_data(configuration.data, chat_tokenizer()) if data is None else data
+    data = load_data(configuration.data, chat_tokenizer()) if data is None else data
     head = preparation.new_heads(configuration, base, data.training)
     return Trainer(configuration, Accelerator(cpu=True), base, head, data, Console(quiet=True))
 
@@ -163,7 +164,7 @@ def counted(tmp_path_factory) -> tuple[Trainer, dict[str, float]]:
     documents = [
         Document((np.arange(20) + start).astype(np.int32) % size, np.arange(20) >= 4) for start in range(size)
     ]
-    data = preparation.TrainingData(Documents.of(documents), Documents.of(documents[:4]), {})
+    data = TrainingData(Documents.of(documents), Documents.of(documents[:4]), {})
     base = counting_model(size).requires_grad_(False)
     trainer = new_trainer(
         tmp_path_factory.mktemp("counted"), base, data, max_steps=60, learning_rate=1e-2, logging_steps=20

@@ -31,6 +31,7 @@ from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.training.config.configuration import ConfigurationError, read_configuration
 from medusa.training.config.options import JointOptions
 from medusa.training.data.batching import collate
+from medusa.training.data.loading import load_data
 from medusa.training.losses.base_loss import BaseLoss, BaseTargets
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.run import preparation
@@ -58,7 +59,7 @@ JOINT = {
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> JointTrainer:
     """A trainer on ``rows``; options as in the YAML file."""
     configuration = configured(directory, rows, **JOINT | options)
-    base, documents = tiny_base(), preparation.load_data(configuration.data, chat_tokenizer())
+    base, documents = tiny_base(), load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     adapter = TrainedAdapter(base, configuration.joint, configuration.data.seed)
     accelerator = accelerator_of(configuration)

@@ -15,11 +15,11 @@ from rich.console import Console
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding
 from medusa.files import read_json
+from medusa.progress import ProgressReporter
 from medusa.training.data.batching import BatchOptions
 from medusa.training.data.documents import Document, Documents
 from medusa.training.losses.loss import HeadsLoss, LossOptions
 from medusa.training.losses.teacher import teacher_of
-from medusa.training.run.progress import ProgressLine
 from medusa.training.states.hidden_source import HiddenSource, LiveFeatures, LiveStates
 from medusa.training.states.stored_states import (
     StateFile,
@@ -43,7 +43,7 @@ def documents_of(seed: int = 0) -> Documents:
 
 def fill(directory: Path, documents: Documents, dtype: str = "float32", layers=()) -> StoredStates:
     base = tiny_model("llama")
-    line = ProgressLine("states", Console(quiet=True))
+    line = ProgressReporter("states", Console(quiet=True))
     store_states(directory, base, documents, NUM_HEADS, dtype, BatchOptions(64), line, layers)
     return StoredStates(directory, documents, NUM_HEADS, None, base.device)
 
@@ -85,7 +85,7 @@ def test_only_states_that_predict_a_label_are_stored(tmp_path):
 @pytest.mark.parametrize("batch", [[[4], [0]], [[2, 1], [3, 4]], []], ids=["padded", "packed", "empty"])
 def test_stored_features_are_those_of_the_base(tmp_path, batch):
     base, documents = tiny_model("llama"), documents_of()
-    line = ProgressLine("states", Console(quiet=True))
+    line = ProgressReporter("states", Console(quiet=True))
     store_states(tmp_path, base, documents, None, "float32", BatchOptions(64), line)
     assert (tmp_path / "states.bin").stat().st_size == documents.num_tokens * 32 * 4
     file = StateFile(tmp_path, documents, None)

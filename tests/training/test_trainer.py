@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medusa import load_heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.training.config.configuration import ConfigurationError
+from medusa.training.data.loading import TrainingData, load_data
 from medusa.training.run import preparation, result
 from medusa.training.run.trainer import Trainer
 
@@ -41,7 +42,7 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
     """A trainer on ``rows``; options as in the YAML file."""
     configuration = configured(directory, rows, **options)
     accelerator, base = accelerator_of(configuration), tiny_base()
-    documents = preparation.load_data(configuration.data, chat_tokenizer())
+    documents = load_data(configuration.data, chat_tokenizer())
     heads = preparation.new_heads(configuration, base, documents.training)
     return Trainer(configuration, accelerator, base, heads, documents, Console(quiet=True))
 
@@ -125,7 +126,7 @@ def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
 
 def new_trainer_on_same(trainer: Trainer) -> dict[str, float]:
     """The metrics of the trained heads on the training documents."""
-    trainer.data = preparation.TrainingData(trainer.data.training, trainer.data.training, {})
+    trainer.data = TrainingData(trainer.data.training, trainer.data.training, {})
     return trainer.evaluate(trainer._source(trainer.data.training, "training"))
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from medusa.heads.calibration import AnsweredTokens
+
 
 class Document(NamedTuple):
     """One training sequence."""
@@ -66,6 +68,16 @@ class Documents:
     def subset(self, indices: Sequence[int] | np.ndarray) -> Documents:
         """The documents at ``indices``, in that order."""
         return Documents.of(self[index] for index in indices)
+
+    def spread(self, count: int) -> list[int]:
+        """Indices of ``count`` documents, or of all if there are fewer, spread evenly."""
+        last = len(self) - 1
+        return np.unique(np.linspace(0, last, min(count, len(self))).round().astype(int)).tolist()
+
+    def answers(self, at_most: int | None = None) -> list[AnsweredTokens]:
+        """The first ``at_most`` documents, or all, as rows to calibrate heads on."""
+        rows = (self[index] for index in range(len(self))[:at_most])
+        return [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
 
     def labelled_everywhere(self) -> Documents:
         """The same documents with every token a label."""

@@ -22,13 +22,13 @@ from medusa.heads.medusa_heads import MedusaHeads
 from medusa.training.config.configuration import ConfigurationError, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch
 from medusa.training.data.documents import Documents
+from medusa.training.data.loading import TrainingData
 from medusa.training.losses.base_loss import BaseLoss
 from medusa.training.losses.joint_loss import JointLoss, JointRows, JointSums
 from medusa.training.losses.loss import HeadsLoss
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.run.lora import TrainedAdapter
 from medusa.training.run.optimiser import new_optimiser
-from medusa.training.run.preparation import TrainingData
 from medusa.training.run.trainer import Source, Sums, Trainer
 
 

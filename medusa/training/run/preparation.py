@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -29,25 +27,13 @@ from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle import EagleConfig, EagleHead, Heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.training.config.configuration import ConfigurationError, TrainingConfiguration
-from medusa.training.config.options import BaseOptions, DataOptions
+from medusa.training.config.options import BaseOptions
 from medusa.training.data.batching import PaddedBatch, collate
-from medusa.training.data.documents import Document, Documents
-from medusa.training.data.filtering import filtered, held_out_indices, split
-from medusa.training.data.reading import Example, check_sources, read_examples
-from medusa.training.data.rendering import RenderedText, Renderer, tokenise
+from medusa.training.data.documents import Documents
 from medusa.training.states.hidden_source import frozen_states
 
 SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured: of features, of the layers that heads fuse."""
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """Documents to train on, documents to measure on, and what happened to the rest."""
-
-    training: Documents
-    held_out: Documents
-    counts: dict[str, int]
 
 
 def load_base(options: BaseOptions, device: torch.device) -> CausalLM:
@@ -87,38 +73,6 @@ def check_causal(base: CausalLM, name: str) -> None:
 
 def load_tokenizer(options: BaseOptions) -> Any:
     return AutoTokenizer.from_pretrained(options.base)
-
-
-def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
-    """Everything ``options.data`` names: read, rendered, tokenised, filtered and split.
-
-    Raises:
-        FileNotFoundError, ValueError: a source or a row cannot be read, or nothing is left to train on.
-    """
-    check_sources(options.data)
-    counts: Counter[str] = Counter()
-    texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
-    documents = Documents.of(filtered(tokenise(tokenizer, texts), options.filter_options(), counts))
-    if not counts["rows"]:
-        raise ValueError(f"data {options.data} holds no rows")
-    if not len(documents):
-        reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise ValueError(
-            f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message that "
-            "answers something, or text"
-        )
-    held_out = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
-    training, measured = split(documents, held_out)
-    counts.update(
-        {
-            "training documents": len(training),
-            "training tokens": training.num_tokens,
-            "training labels": training.num_labels,
-            "held-out documents": len(measured),
-            "held-out labels": measured.num_labels,
-        }
-    )
-    return TrainingData(training, measured, dict(counts))
 
 
 def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Heads:
@@ -195,7 +149,7 @@ def _some_states(base: CausalLM, training: Documents, layers: tuple[int, ...]) -
 
 def _some_rows(training: Documents) -> tuple[PaddedBatch, torch.Tensor]:
     """Documents spread over all, and which places (B, T) bool of them are not padding."""
-    chosen = _spread(len(training), SCALE_DOCUMENTS)
+    chosen = training.spread(SCALE_DOCUMENTS)
     padded = collate(training, [[index] for index in chosen])
     lengths = torch.from_numpy(training.lengths[chosen])
     return padded, torch.arange(padded.input_ids.shape[1]) < lengths[:, None]
@@ -216,22 +170,3 @@ def map_coverage(heads: Heads, documents: Documents) -> float:
     if columns is None or not documents.num_labels:
         return 1.0
     return float((columns.numpy()[documents.tokens[documents.is_label].astype(np.int64)] >= 0).mean())
-
-
-def _rendered(examples: Iterable[Example], tokenizer: Any, counts: Counter[str]) -> Iterator[RenderedText]:
-    renderer = Renderer(tokenizer)
-    for example in examples:
-        counts["rows"] += 1
-        documents = renderer.render(example)
-        counts["rows without an answer"] += not documents
-        yield from documents
-
-
-def sample(documents: Documents, count: int) -> list[Document]:
-    """``count`` documents spread evenly over all."""
-    return [documents[index] for index in _spread(len(documents), count)]
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """``count`` indices below ``total``, spread evenly."""
-    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()

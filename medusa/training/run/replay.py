@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from medusa.base.causal_lm import CausalLM
-from medusa.heads.calibration import AnsweredTokens, calibrate
+from medusa.heads.calibration import calibrate
 from medusa.heads.eagle import Heads
 from medusa.training.data.documents import Documents
 
 NUM_NODES = 64
 """Of the tree: what a GPU verifies in about the time of one node."""
-
-
-def answers_of(documents: Documents, at_most: int | None = None) -> list[AnsweredTokens]:
-    """The first ``at_most`` documents, all without it, as rows to calibrate on."""
-    rows = (documents[index] for index in range(len(documents))[:at_most])
-    return [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
 
 
 def replayed_metrics(
@@ -26,7 +20,7 @@ def replayed_metrics(
     half of the answers is judged with the tree of the other. Empty without heads, and where a half has no
     answer long enough to see every head guess.
     """
-    answers = [row for row in answers_of(documents, at_most) if any(row.is_label[1:])]
+    answers = [row for row in documents.answers(at_most) if any(row.is_label[1:])]
     if heads is None or not answers:
         return {}
     counts = calibrate(base, heads, answers)

@@ -20,7 +20,6 @@ from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.eagle import Heads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.documents import Documents
-from medusa.training.run.replay import answers_of
 from medusa.training.run.run_directory import RunState
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -32,7 +31,7 @@ def calibrated_tree(
 ) -> CandidateTree | None:
     """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
     is long enough to see every head guess."""
-    answers = answers_of(held_out)
+    answers = held_out.answers()
     if not any(sum(row.is_label) > heads.num_heads + 1 for row in answers):
         return None
     return calibrate(base, heads.eval(), answers).best_tree(num_nodes)

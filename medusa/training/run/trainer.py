@@ -21,9 +21,11 @@ from torch import nn
 
 from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.heads.eagle import EagleHead, Heads
+from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.documents import Documents
+from medusa.training.data.loading import TrainingData
 from medusa.training.losses.eagle_loss import EagleLoss
 from medusa.training.losses.joint_loss import JointRows, JointSums
 from medusa.training.losses.loss import HeadsLoss, LossSums
@@ -34,9 +36,8 @@ from medusa.training.run.curve import draw_training, is_stale
 from medusa.training.run.failures import FiniteWatch, memory_advice
 from medusa.training.run.metrics import metrics_of, one_line
 from medusa.training.run.optimiser import new_optimiser
-from medusa.training.run.preparation import TrainingData, column_of
+from medusa.training.run.preparation import column_of
 from medusa.training.run.processes import gathered_heads, micro_batch, prepare, read, share_of, whole_number
-from medusa.training.run.progress import ProgressLine
 from medusa.training.run.replay import replayed_metrics
 from medusa.training.run.run_directory import RunDirectory, RunState
 from medusa.training.run.schedule import schedule_of
@@ -99,7 +100,7 @@ class Trainer:
         training = self._source(self.training, "training")
         held_out = self._source(self.data.held_out, "held-out")
         evaluated, metrics = -1, dict[str, float]()
-        with ProgressLine("training", self.console, self.accelerator.is_main_process) as line:
+        with ProgressReporter("training", self.console, self.accelerator.is_main_process) as line:
             spent_before, began = self.state.seconds, time.monotonic()
             logged, note = (self.state.seconds, self.state.num_tokens), ""
             for group in self._groups():
@@ -112,7 +113,7 @@ class Trainer:
                     line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
                 if self._is_due(self.configuration.run.checkpoint_steps):
                     self.checkpoint()
-                line.show(self._progress, self.state.seconds, f"step {self.state.step}  {note}")
+                line.show(self._progress, f"step {self.state.step}  {note}", self.state.seconds)
         return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
     def evaluate(self, source: Source) -> dict[str, float]:
@@ -231,7 +232,7 @@ class Trainer:
         directory, dtype = self.run.states / name, self.configuration.optimisation.cache_dtype
         if self.accelerator.is_main_process:
             batches, layers = self.configuration.batch_options(), self.heads.reads_layers
-            with ProgressLine("hidden states", self.console) as line, self.accelerator.autocast():
+            with ProgressReporter("hidden states", self.console) as line, self.accelerator.autocast():
                 store_states(directory, self.base, documents, num_heads, dtype, batches, line, layers)
         self.accelerator.wait_for_everyone()
         return directory

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,10 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
 from medusa.files import read_json, write_json
+from medusa.progress import ProgressReporter
 from medusa.training.data.batching import BatchOptions, MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import Alignment, align, needed_states
-from medusa.training.run.progress import ProgressLine
 from medusa.training.states.hidden_source import LiveFeatures, frozen_states, no_targets, states_width
 
 StateType = Literal["float32", "bfloat16", "float16"]
@@ -122,7 +121,7 @@ def store_states(
     num_heads: int | None,
     dtype: StateType,
     options: BatchOptions,
-    line: ProgressLine,
+    line: ProgressReporter,
     layers: tuple[int, ...] = (),
 ) -> None:
     """Write the states of ``documents`` into ``directory``, unless it holds exactly these already.
@@ -150,7 +149,7 @@ def store_states(
     line.say(f"hidden states of {len(documents)} documents: {size / 2**20:.0f} MiB in {directory}")
     needed = _needed(documents, num_heads)
     first = np.concatenate([[0], np.cumsum(needed)])
-    began, num_done = time.monotonic(), 0
+    num_done = 0
     partial = directory / "states.bin.partial"
     shape = (int(first[-1]), header["width"])
     stored = np.memmap(partial, mode="w+", shape=shape, dtype=_storage(getattr(torch, dtype)))
@@ -165,7 +164,7 @@ def store_states(
                 kept.view(_integers(kept.dtype)).numpy().view(stored.dtype)
             )
             num_done += len(wanted)
-        line.show(num_done / documents.num_tokens, time.monotonic() - began)
+        line.show(num_done / documents.num_tokens)
     stored.flush()
     del stored
     os.replace(partial, directory / "states.bin")

@@ -8,8 +8,7 @@ from typing import Any
 
 from medusa.heads.calibration import AnsweredTokens
 from medusa.training.config.options import DataOptions
-from medusa.training.run.preparation import load_data
-from medusa.training.run.replay import answers_of
+from medusa.training.data.loading import load_data
 
 ONLY_IN_TRAINING = ("train_on", "packing")
 """Data options that do not touch what is held out."""
@@ -34,7 +33,7 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
             f"the run of {first!r} held out {recorded} answer tokens, {options.data} now gives {found}: the "
             "data have changed since; give --prompts instead of --held-out"
         )
-    return answers_of(data.held_out)
+    return data.held_out.answers()
 
 
 def _data_options(label: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def _data_options(label: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {name: configuration[name] for name in names if name in configuration}
 
 
-def _check_same(first: str, options: Any, label: str, others: Any) -> None:
+def _check_same(first: str, options: DataOptions, label: str, others: DataOptions) -> None:
     mine, theirs = dataclasses.asdict(options), dataclasses.asdict(others)
     for name in sorted(set(mine) - set(ONLY_IN_TRAINING)):
         if mine[name] != theirs[name]:
