@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it does not hold a JSON object.
+        ValueError: it does not hold a JSON object, or one too deeply nested to be read.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -42,8 +42,10 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read; write it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

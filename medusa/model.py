@@ -286,8 +286,7 @@ class MedusaModel:
         return drafter_of_heads(self.heads, self.runner, tree)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
-        num_heads = 0 if self.heads is None else self.heads.num_heads
         if tree is None:
-            return CandidateTree.chain(num_heads)
-        check_tree_fits(tree, num_heads)
+            return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
+        check_tree_fits(tree, self.heads)
         return tree

@@ -1,34 +1,41 @@
 """The heads directory: what training leaves behind and decoding loads.
 
-    config.json         the kind of heads ("medusa", the default, or "eagle"), its HeadsConfig or EagleConfig,
-                        the base model's name, the format version
+    config.json         the format version, the kind of heads ("medusa" or "eagle"), its HeadsConfig or
+                        EagleConfig, the base model's name
     model.safetensors   the weights, names as in the module's state_dict()
-    tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees of
-                        places and batch sizes that were timed (see medusa.trees.tuned_trees)
+    tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
+                        that were timed for a device and batch size (see medusa.trees.tuned_trees)
     provenance.json     how the heads were made: command, configuration, versions, measurements
     adapter/            of joint training only, and config.json says so: the base's LoRA adapter, as peft's
 
-Loading is strict: a tensor that is missing, left over, of another shape or cut short is an error.
-Writing goes to a temporary name beside the target and is renamed at the end, so a failed write
-leaves what was there.
+Loading is strict: an unknown or missing key, a tensor that is missing, left over, of another shape, cut short
+or not finite is an error that names the file and what is wrong. Shapes are compared on the meta device, so no
+memory is asked for that the files do not fill. Writing goes to a temporary name beside the target and is
+renamed at the end, so a failed write leaves what was there.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from medusa.files import read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter
-from medusa.heads.eagle import EagleHead, Heads
-from medusa.heads.strict_loading import heads_holding, read_weights
+from medusa.heads.eagle import EagleConfig, EagleHead, Heads
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.token_map import checked_token_map
 from medusa.pretrained import shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
@@ -43,6 +50,12 @@ CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
 ADAPTER = "adapter"
 ADAPTER_CONFIG_FILE = f"{ADAPTER}/adapter_config.json"
 ADAPTER_WEIGHTS_FILE = f"{ADAPTER}/adapter_model.safetensors"
+HEADER_KEYS = ("format_version", "kind", "base_model", ADAPTER, "rank")
+"""Keys of config.json that are no part of a module's configuration. "rank" belonged to low_rank heads, which
+were removed; files of other heads hold it too."""
+BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
+
+Config = TypeVar("Config", HeadsConfig, EagleConfig)
 
 
 @dataclass
@@ -76,7 +89,13 @@ def save_heads(
     Raises:
         FileExistsError: ``directory`` holds something and ``overwrite`` is false.
         OSError: the disk refused; what was in ``directory`` before is untouched.
+        ValueError: a weight is not finite, in ``dtype`` where one is given; nothing is written.
     """
+    state = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().contiguous()
+        for name, tensor in checkpoint.heads.state_dict().items()
+    }
+    _check_finite(state, "the heads to save")
     with replaced_directory(directory, overwrite) as partial:
         config = {
             "format_version": FORMAT_VERSION,
@@ -88,10 +107,6 @@ def save_heads(
             config[ADAPTER] = {"type": "lora", "base_sample": list(checkpoint.adapter.base_sample)}
             _write_adapter(partial, checkpoint.adapter)
         write_json(partial / CONFIG_FILE, config)
-        state = {
-            name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().contiguous()
-            for name, tensor in checkpoint.heads.state_dict().items()
-        }
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         if checkpoint.tree is not None:
             save_tree(partial, checkpoint.tree, checkpoint.tuned, **checkpoint.tree_origin)
@@ -109,18 +124,9 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
         ValueError: the files contradict each other or are damaged; the message names the tensor or key.
     """
     directory = _local_directory(source)
-    raw = read_json(directory / CONFIG_FILE)
-    if raw.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{directory / CONFIG_FILE} has format_version={raw.get('format_version')!r}, this version of "
-            f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
-        )
-    weights = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in read_weights(directory / WEIGHTS_FILE, device).items()
-    }
-    heads = heads_holding(weights, raw, directory / CONFIG_FILE, directory / WEIGHTS_FILE)
-    tree, tuned, tree_origin = _read_trees(directory, heads.num_heads)
+    raw = _read_config(directory)
+    heads = _read_module(directory, raw, device)
+    tree, tuned, tree_origin = _read_trees(directory, heads)
     return HeadsCheckpoint(
         heads=heads,
         base_model=raw.get("base_model", ""),
@@ -139,7 +145,7 @@ def load_adapter(source: str | Path, device: str = "cpu") -> Adapter | None:
         FileNotFoundError, ValueError: as :func:`load_heads`.
     """
     directory = _local_directory(source)
-    return _read_adapter(directory, read_json(directory / CONFIG_FILE), device)
+    return _read_adapter(directory, _read_config(directory), device)
 
 
 def kind_of(heads: Heads) -> str:
@@ -161,6 +167,23 @@ def save_tree(
     return path
 
 
+def check_tree_fits(tree: CandidateTree, heads: Heads | None) -> None:
+    """Raise ValueError when ``tree`` asks for more depths than ``heads`` guess, or for more ranks than the
+    tokens that they score; None guesses nothing."""
+    num_heads = 0 if heads is None else heads.num_heads
+    if tree.depth > num_heads:
+        raise ValueError(
+            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as they "
+            f"guess; use tree.subtree({num_heads})"
+        )
+    widest = max(tree.width_by_depth, default=0)
+    if heads is not None and widest > heads.num_columns:
+        raise ValueError(
+            f"tree asks for rank {widest - 1}, the heads score {heads.num_columns} tokens: every rank must "
+            "be below that; choose a narrower tree"
+        )
+
+
 def _local_directory(source: str | Path) -> Path:
     path, shipped = Path(source), shipped_heads()
     if path.is_dir():
@@ -180,6 +203,129 @@ def _local_directory(source: str | Path) -> Path:
         raise FileNotFoundError(
             f"no heads directory at {str(source)!r}, and the hub gives no repository of that name: {error}"
         ) from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """config.json, of a format that this version reads."""
+    path = directory / CONFIG_FILE
+    raw = read_json(path)
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version={raw.get('format_version')!r}, this version of "
+            f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
+        )
+    if not isinstance(raw.get("base_model", ""), str):
+        raise ValueError(f"{path}: base_model must be text, got {reprlib.repr(raw['base_model'])}")
+    return raw
+
+
+def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
+    """The module that ``raw``, the config.json, describes, with the weights of the directory.
+
+    Raises:
+        ValueError: the two contradict each other or themselves; the message names the file and the key or
+            tensor.
+    """
+    config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
+    kind = raw.get("kind", "medusa")
+    if kind not in ("medusa", "eagle"):
+        raise ValueError(
+            f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle'"
+        )
+    config: EagleConfig | HeadsConfig
+    if kind == "eagle":
+        config = _strict_config(EagleConfig, raw, config_path)
+    else:
+        config = _strict_config(HeadsConfig, raw, config_path)
+    loaded = _read_weights(path, device)
+    weights = {name: each.float() if each.is_floating_point() else each for name, each in loaded.items()}
+    if isinstance(config, HeadsConfig):
+        _check_num_blocks(config, weights, config_path)
+    with torch.device("meta"):
+        heads = EagleHead(config) if isinstance(config, EagleConfig) else MedusaHeads(config)
+    what = "an 'eagle' head" if isinstance(config, EagleConfig) else f"{config.unembedding!r} heads"
+    _check_tensors(weights, heads.state_dict(), what, path)
+    if config.token_map_size is not None:
+        try:
+            checked_token_map(config.vocab_size, config.token_map_size, weights["token_map"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    heads.load_state_dict(weights, assign=True)
+    return heads
+
+
+def _strict_config(config_type: type[Config], raw: Mapping[str, Any], path: Path) -> Config:
+    """The module's configuration in a config.json."""
+    known = {f.name for f in fields(config_type)}
+    values = {key: value for key, value in raw.items() if key not in HEADER_KEYS}
+    for key in values:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {sorted(known)}"
+            raise ValueError(f"{path} has unknown key {key!r}; {advice}")
+    missing = [f.name for f in fields(config_type) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ValueError(f"{path} must say {' and '.join(missing)}; copy or train it again")
+    try:
+        return config_type(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_weights(path: Path, device: str) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is damaged or cut short, or holds a number that is not finite.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; the heads directory is incomplete")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            opened.keys()
+        weights = load_file(path, device=device)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
+    _check_finite(weights, str(path))
+    return weights
+
+
+def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless every weight is finite in float32: NaN puts guesses in no order."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise ValueError(
+                f"{where}: tensor {name!r} must hold finite numbers, got NaN or infinity; train the heads "
+                "again, with a lower learning rate if the loss diverged"
+            )
+
+
+def _check_num_blocks(config: HeadsConfig, weights: Mapping[str, Tensor], config_path: Path) -> None:
+    """Head and layer counts are read from the tensors; a config that says others is refused."""
+    blocks = [match for match in map(BLOCK_TENSOR.match, weights) if match]
+    for name, key in (("num_heads", "head"), ("num_layers", "layer")):
+        count = len({block[key] for block in blocks})
+        if getattr(config, name) != count:
+            raise ValueError(
+                f"{config_path} says {name}={getattr(config, name)}, {WEIGHTS_FILE} holds {count}; "
+                "the two files do not belong together"
+            )
+
+
+def _check_tensors(
+    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, path: Path
+) -> None:
+    """Raise ValueError unless ``weights`` are the tensors ``expected`` and no others."""
+    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
+    if missing or extra:
+        raise ValueError(f"{path} does not hold the tensors of {what}: missing {missing}, extra {extra}")
+    for name, tensor in expected.items():
+        for quality in ("shape", "dtype"):
+            ours, theirs = getattr(tensor, quality), getattr(weights[name], quality)
+            if ours != theirs:
+                ours, theirs = (tuple(each) if quality == "shape" else each for each in (ours, theirs))
+                raise ValueError(f"{path}: tensor {name!r} must have {quality} {ours}, got {theirs}")
 
 
 def _write_adapter(directory: Path, adapter: Adapter) -> None:
@@ -209,12 +355,12 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
         raise ValueError(
             f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
         )
-    weights = read_weights(directory / ADAPTER_WEIGHTS_FILE, device)
+    weights = _read_weights(directory / ADAPTER_WEIGHTS_FILE, device)
     return Adapter(config, weights, tuple(said["base_sample"]))
 
 
 def _read_trees(
-    directory: Path, num_heads: int
+    directory: Path, heads: Heads
 ) -> tuple[CandidateTree | None, tuple[TunedTree, ...], dict[str, Any]]:
     """The default tree, the tuned ones, the default's origin; None and none where there is no tree file."""
     path = directory / TREE_FILE
@@ -225,14 +371,8 @@ def _read_trees(
         raise ValueError(f"{path} must hold 'paths', lists of ranks, got {sorted(raw)}")
     tree, tuned = tree_from_json(raw["paths"], str(path)), tuned_from_json(raw.get("tuned", []), str(path))
     for each in (tree, *(entry.tree for entry in tuned)):
-        check_tree_fits(each, num_heads)
+        try:
+            check_tree_fits(each, heads)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     return tree, tuned, {key: value for key, value in raw.items() if key not in ("paths", "tuned")}
-
-
-def check_tree_fits(tree: CandidateTree, num_heads: int) -> None:
-    """Raise ValueError when ``tree`` asks for more depths than the heads guess."""
-    if tree.depth > num_heads:
-        raise ValueError(
-            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as they "
-            f"guess; use tree.subtree({num_heads})"
-        )

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.medusa_heads import MAX_DEPTH, MAX_SIZE, MedusaHeads, check_counts
 from medusa.heads.token_map import TokenMapped
 
 
@@ -40,15 +41,19 @@ class EagleConfig:
     """V': tokens that it can draft; None for all."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_depth", "token_map_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.intermediate_size < 0:
-            raise ValueError(f"intermediate_size must be at least 0, got {self.intermediate_size}")
-        if self.hidden_size % self.num_attention_heads:
+        check_counts(
+            hidden_size=(self.hidden_size, MAX_SIZE),
+            vocab_size=(self.vocab_size, MAX_SIZE),
+            num_attention_heads=(self.num_attention_heads, self.hidden_size),
+            max_depth=(self.max_depth, MAX_DEPTH),
+        )
+        if self.intermediate_size != 0:
+            check_counts(intermediate_size=(self.intermediate_size, MAX_SIZE))
+        if self.token_map_size is not None:
+            check_counts(token_map_size=(self.token_map_size, self.vocab_size))
+        if self.hidden_size % (2 * self.num_attention_heads):  # rotary embeddings turn pairs
             raise ValueError(
-                f"num_attention_heads must divide hidden_size={self.hidden_size}, "
+                f"num_attention_heads must divide hidden_size={self.hidden_size} into even parts, "
                 f"got {self.num_attention_heads}"
             )
 
@@ -77,6 +82,8 @@ class EagleHead(TokenMapped):
         layer._attn_implementation = "sdpa"
         self.layer = LlamaModel(layer)
         del self.layer.embed_tokens
+        with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
+            self.layer.rotary_emb = LlamaRotaryEmbedding(layer)
         self.register_buffer("feature_scale", torch.ones(size))
         self.register_buffer("embedding_scale", torch.ones(size))
 

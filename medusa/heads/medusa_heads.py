@@ -12,6 +12,7 @@ Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -22,7 +23,15 @@ from torch.nn import functional as F
 
 from medusa.heads.token_map import TokenMapped, embedding_weight
 
-Unembedding = Literal["shared", "full", "low_rank", "token_map"]
+Unembedding = Literal["shared", "full", "token_map"]
+
+MAX_SIZE = 2**24
+"""Of a hidden size or a vocabulary: far above any model's. A file that says more is refused before memory is
+asked for."""
+MAX_DEPTH = 256
+"""How far ahead heads may guess: far above what they guess right."""
+MAX_LAYERS = 4096
+"""Of a head, or of a base."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,8 @@ class HeadsConfig:
     num_layers: int = 1
     """Residual blocks per head."""
     unembedding: Unembedding = "shared"
-    """shared: the base's own output embedding. full: a (V, D) copy per head. low_rank: the base's plus
-    a trained rank-r correction per head. token_map: the base's rows for the tokens in the map only."""
-    rank: int = 64
-    """r of low_rank."""
+    """shared: the base's own output embedding. full: a (V, D) copy per head. token_map: the base's rows for
+    the tokens in the map only."""
     token_map_size: int | None = None
     """V' of token_map."""
     reads_path: bool = False
@@ -50,19 +57,26 @@ class HeadsConfig:
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
 
     def __post_init__(self) -> None:
-        layers = tuple(self.fused_layers)  # a list, where it comes from a file
-        if any(not isinstance(layer, int) or layer < 1 for layer in layers) or layers != tuple(
-            sorted(set(layers))
-        ):
+        check_counts(
+            hidden_size=(self.hidden_size, MAX_SIZE),
+            vocab_size=(self.vocab_size, MAX_SIZE),
+            num_heads=(self.num_heads, MAX_DEPTH),
+            num_layers=(self.num_layers, MAX_LAYERS),
+        )
+        layers = self.fused_layers
+        if not isinstance(layers, (list, tuple)) or not _ascends(layers):
             raise ValueError(
-                "fused_layers must be different numbers of layers from 1 up, in ascending order, got "
-                f"{list(layers)}"
+                f"fused_layers must be different ints from 1 to {MAX_LAYERS}, in ascending order, got "
+                f"{reprlib.repr(layers)}"
             )
-        object.__setattr__(self, "fused_layers", layers)
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        object.__setattr__(self, "fused_layers", tuple(layers))  # a list, where it comes from a file
+        if not isinstance(self.reads_path, bool):
+            raise ValueError(f"reads_path must be true or false, got {self.reads_path!r}")
+        if self.unembedding == "low_rank":
+            raise ValueError(
+                "unembedding='low_rank' was removed, since it gained nothing; medusa 0.1.0 is the last "
+                "version that has it. Train the heads again with another unembedding"
+            )
         if self.unembedding not in get_args(Unembedding):
             raise ValueError(f"unembedding must be one of {get_args(Unembedding)}, got {self.unembedding!r}")
         if (self.unembedding == "token_map") != (self.token_map_size is not None):
@@ -70,6 +84,23 @@ class HeadsConfig:
                 "token_map_size goes with unembedding='token_map' and with no other, got "
                 f"unembedding={self.unembedding!r}, token_map_size={self.token_map_size}"
             )
+        if self.token_map_size is not None:
+            check_counts(token_map_size=(self.token_map_size, self.vocab_size))
+
+
+def check_counts(**counts: tuple[Any, int]) -> None:
+    """Raise ValueError unless each count, given as (value, largest), is an int from 1 to largest."""
+    for name, (value, largest) in counts.items():
+        if not _is_count(value, largest):
+            raise ValueError(f"{name} must be an int from 1 to {largest}, got {reprlib.repr(value)}")
+
+
+def _is_count(value: Any, largest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+
+
+def _ascends(layers: Sequence[Any]) -> bool:
+    return all(_is_count(layer, MAX_LAYERS) for layer in layers) and list(layers) == sorted(set(layers))
 
 
 class ResidualBlock(nn.Module):
@@ -107,16 +138,6 @@ class MedusaHeads(TokenMapped):
             self.unembed = nn.ParameterList(
                 nn.Parameter(torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02))
                 for _ in range(config.num_heads)
-            )
-        elif config.unembedding == "low_rank":
-            self.down = nn.ParameterList(
-                nn.Parameter(
-                    torch.empty(config.rank, config.hidden_size).normal_(std=config.hidden_size**-0.5)
-                )
-                for _ in range(config.num_heads)
-            )
-            self.up = nn.ParameterList(
-                nn.Parameter(torch.zeros(config.vocab_size, config.rank)) for _ in range(config.num_heads)
             )
         if config.reads_path:
             self.paths = nn.ParameterList(  # zero: untrained, a head does not see its path
@@ -191,11 +212,7 @@ class MedusaHeads(TokenMapped):
         if self.config.unembedding == "full":
             per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
             return torch.stack(per_head, dim=-2)
-        logits = self.unembedded(features, output_embedding)
-        if self.config.unembedding == "low_rank":
-            corrections = [self._correction(k, features[..., k, :]) for k in range(self.num_heads)]
-            logits = logits + torch.stack(corrections, dim=-2)
-        return logits
+        return self.unembedded(features, output_embedding)
 
     def logits_of(
         self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
@@ -209,10 +226,7 @@ class MedusaHeads(TokenMapped):
         features = self._features_of(index, hidden, self.rows_of_path(path, output_embedding))
         if self.config.unembedding == "full":
             return F.linear(features, self.unembed[index])
-        logits = self.unembedded(features, output_embedding)
-        if self.config.unembedding == "low_rank":
-            logits = logits + self._correction(index, features)
-        return logits
+        return self.unembedded(features, output_embedding)
 
     def rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
         """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).
@@ -249,11 +263,8 @@ class MedusaHeads(TokenMapped):
 
     def parameters_of(self, index: int) -> list[nn.Parameter]:
         """The parameters that :meth:`logits_of` reads."""
-        lists = [getattr(self, name) for name in ("unembed", "down", "up", "paths") if hasattr(self, name)]
+        lists = [getattr(self, name) for name in ("unembed", "paths") if hasattr(self, name)]
         return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
-
-    def _correction(self, index: int, features: Tensor) -> Tensor:
-        return F.linear(F.linear(features, self.down[index]), self.up[index])
 
 
 class BaseSizes(Protocol):

@@ -7,6 +7,7 @@ outside the map is never drafted; the base still emits it.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
@@ -22,18 +23,28 @@ class TokenMapped(nn.Module):
         token_map: the ids, all different. None with a ``token_map_size`` leaves them to be loaded.
 
     Raises:
-        ValueError: the map is not ``token_map_size`` different ids of the vocabulary.
+        ValueError: as :func:`checked_token_map`.
     """
 
     def __init__(
         self, vocab_size: int, token_map_size: int | None, token_map: Sequence[int] | Tensor | None = None
     ):
         super().__init__()
-        self.register_buffer("token_map", _checked(vocab_size, token_map_size, token_map))
+        self.vocab_size = vocab_size
+        if token_map is not None:
+            token_map = checked_token_map(vocab_size, token_map_size, token_map)
+        elif token_map_size is not None:  # filled by loading weights
+            token_map = torch.zeros(token_map_size, dtype=torch.long)
+        self.register_buffer("token_map", token_map)
         self._mapped_rows: _MappedRows | None = None
 
     token_map: Tensor | None
     """(V',) long: the token id that each scored column stands for; None when every token is scored."""
+
+    @property
+    def num_columns(self) -> int:
+        """V': how many tokens are scored."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
 
     def token_ids(self, columns: Tensor) -> Tensor:
         """Token ids of logits columns, any shape, long."""
@@ -132,14 +143,21 @@ def embedding_weight(output_embedding: nn.Module) -> Tensor:
     return cast(Tensor, output_embedding.weight)
 
 
-def _checked(vocab_size: int, size: int | None, token_map: Sequence[int] | Tensor | None) -> Tensor | None:
+def checked_token_map(vocab_size: int, size: int | None, token_map: Sequence[int] | Tensor) -> Tensor:
+    """``token_map`` as (V',) long.
+
+    Raises:
+        ValueError: it is not ``size`` different ids of a vocabulary of ``vocab_size``.
+    """
     if size is None:
-        if token_map is not None:
-            raise ValueError("token_map goes with token_map_size, which is None")
-        return None
-    if token_map is None:  # filled by loading weights
-        return torch.zeros(size, dtype=torch.long)
-    ids = torch.as_tensor(token_map, dtype=torch.long)
+        raise ValueError("token_map goes with token_map_size, which is None")
+    try:
+        ids = torch.as_tensor(token_map)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"token_map must hold token ids, got {reprlib.repr(token_map)}") from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"token_map must hold token ids, which are ints, got {ids.dtype}")
+    ids = ids.long()
     if ids.shape != (size,) or len(ids.unique()) != len(ids):
         raise ValueError(f"token_map must hold {size} different ids, got shape {tuple(ids.shape)}")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:

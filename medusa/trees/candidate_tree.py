@@ -9,6 +9,8 @@ head 1. This module knows nothing of models or tokens.
 from __future__ import annotations
 
 import heapq
+import operator
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor
 
 RankPath = tuple[int, ...]
+
+MAX_NODES = 4096
+"""Nodes of a tree. Its ancestor mask holds the square of them: 16 MiB here, 40 GB for 200,000 nodes."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +33,31 @@ class CandidateTree:
 
     paths: tuple[RankPath, ...]
 
+    def __post_init__(self) -> None:
+        _check_num_nodes(len(self.paths))
+
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> CandidateTree:
         """The tree that holds ``paths``; the root may be left out, order is free.
 
         Raises:
-            ValueError: a rank is negative, a path is named twice, or a path's parent is missing.
+            ValueError: a rank is no int or negative, a path is named twice, a path's parent is missing, or
+                there are more than :data:`MAX_NODES`.
         """
-        listed = [tuple(int(rank) for rank in path) for path in paths]
-        wanted = set(listed)
-        if len(wanted) != len(listed):
-            twice = next(path for path in listed if listed.count(path) > 1)
-            raise ValueError(f"a tree names each path once, got {list(twice)} more than once")
+        given = list(paths)
+        _check_num_nodes(len(given))
+        wanted: set[RankPath] = set()
+        for each in given:
+            path = _rank_path(each)
+            if path in wanted:
+                raise ValueError(f"a tree names each path once, got {_short(path)} more than once")
+            wanted.add(path)
         wanted.add(())
         for path in wanted:
-            if any(rank < 0 for rank in path):
-                raise ValueError(f"ranks count from 0, got path {list(path)}")
             if path and path[:-1] not in wanted:
                 raise ValueError(
-                    f"every path needs its parent in the tree: {list(path)} is there, "
-                    f"{list(path[:-1])} is not; add the parent"
+                    f"every path needs its parent in the tree: {_short(path)} is there, "
+                    f"{_short(path[:-1])} is not; add the parent"
                 )
         return cls(tuple(sorted(wanted, key=lambda path: (len(path), path))))
 
@@ -56,6 +66,7 @@ class CandidateTree:
         """The best guess of each head in turn: depth + 1 nodes. ``chain(0)`` is plain decoding."""
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
+        _check_num_nodes(depth + 1)
         return cls(tuple((0,) * d for d in range(depth + 1)))
 
     @property
@@ -71,9 +82,10 @@ class CandidateTree:
     @cached_property
     def width_by_depth(self) -> tuple[int, ...]:
         """How many ranks of head d the tree asks for, d = 1 .. depth."""
-        return tuple(
-            1 + max(path[-1] for path in self.paths if len(path) == d) for d in range(1, self.depth + 1)
-        )
+        widths = [0] * self.depth
+        for path in self.paths[1:]:
+            widths[len(path) - 1] = max(widths[len(path) - 1], path[-1] + 1)
+        return tuple(widths)
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
@@ -91,6 +103,25 @@ class CandidateTree:
         depths = torch.tensor([len(path) for path in self.paths], device=device)
         is_chain = self.depth == self.num_nodes - 1
         return TreeTopology.from_parents(parents[None], depths[None], self.depth, is_chain)
+
+
+def _check_num_nodes(num_nodes: int) -> None:
+    if num_nodes > MAX_NODES:
+        raise ValueError(f"a tree holds at most {MAX_NODES} nodes, got {num_nodes}; choose a smaller one")
+
+
+def _rank_path(path: Sequence[int]) -> RankPath:
+    try:
+        ranks = tuple(map(operator.index, path))
+    except TypeError as error:
+        raise ValueError(f"a path is a list of ranks, which are ints, got {reprlib.repr(path)}") from error
+    if ranks and min(ranks) < 0:
+        raise ValueError(f"ranks count from 0, got path {_short(ranks)}")
+    return ranks
+
+
+def _short(path: RankPath) -> str:
+    return reprlib.repr(list(path))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ other times too, a captured graph makes nodes nearly free: an entry is for one k
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,9 @@ def tree_from_json(paths: Any, origin: str) -> CandidateTree:
     """
     is_listed = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
     if not is_listed or not all(type(rank) is int for path in paths for rank in path):
-        raise ValueError(f"{origin}: paths must be lists of ranks, such as [[], [0], [0, 0]], got {paths!r}")
+        raise ValueError(
+            f"{origin}: paths must be lists of ranks, such as [[], [0], [0, 0]], got {reprlib.repr(paths)}"
+        )
     try:
         return CandidateTree.from_paths(paths)
     except ValueError as error:

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from conftest import VOCAB_SIZE, program, random_prompts, tiny_model
+from safetensors.torch import load_file, save_file
 from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -246,6 +247,16 @@ def test_a_damaged_adapter_is_an_error(copied):
     path = copied / "adapter" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged or cut short"):
+        load_heads(copied)
+
+
+def test_an_adapter_that_is_not_finite_is_an_error(copied):
+    path = copied / "adapter" / "adapter_model.safetensors"
+    weights = load_file(path)
+    name = sorted(weights)[0]
+    weights[name][0, 0] = torch.nan
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=f"adapter_model.safetensors: tensor '{name}' must hold finite"):
         load_heads(copied)
 
 

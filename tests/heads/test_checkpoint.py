@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, loa
 from medusa.files import check_writable_target, write_json
 from medusa.pretrained import shipped_heads
 
-KINDS = ["shared", "full", "low_rank", "token_map"]
+KINDS = ["shared", "full", "token_map"]
 MAP = [20, 3, 7, 0, 11]
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 2)])
 
@@ -29,7 +30,6 @@ def checkpoint_of(unembedding: str = "shared", seed: int = 0) -> HeadsCheckpoint
         num_heads=3,
         num_layers=2,
         unembedding=unembedding,
-        rank=4,
         token_map_size=len(MAP) if token_map else None,
     )
     torch.manual_seed(seed)
@@ -187,6 +187,118 @@ def test_a_token_map_that_leaves_the_vocabulary_is_refused(tmp_path):
         load_heads(saved)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("unembedding", KINDS)
+def test_weights_that_are_not_finite_are_refused_in_every_tensor(unembedding, value, tmp_path):
+    saved = save_heads(checkpoint_of(unembedding), tmp_path / "heads")
+    good = load_file(saved / "model.safetensors")
+    for name in set(good) - {"token_map"}:
+        bad = good[name].clone()
+        bad.view(-1)[-1] = value
+        save_file({**good, name: bad}, saved / "model.safetensors")
+        message = f"model.safetensors: tensor '{name}' must hold finite numbers, got NaN or infinity"
+        with pytest.raises(ValueError, match=message):
+            load_heads(saved)
+
+
+def test_weights_that_overflow_float32_are_not_finite(saved):
+    name = "blocks.0.0.linear.bias"
+    edit_weights(saved, lambda weights: weights.update({name: torch.full((8,), 1e300, dtype=torch.float64)}))
+    with pytest.raises(ValueError, match=f"tensor '{name}' must hold finite numbers"):
+        load_heads(saved)
+
+
+def test_heads_that_could_not_be_loaded_again_are_not_written(tmp_path):
+    checkpoint = checkpoint_of()
+    with torch.no_grad():
+        checkpoint.heads.blocks[0][0].linear.bias[0] = 1e6
+    with pytest.raises(ValueError, match=r"the heads to save: tensor 'blocks.0.0.linear.bias' must hold fin"):
+        save_heads(checkpoint, tmp_path / "heads", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
+    save_heads(checkpoint, tmp_path / "heads", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["token_map", "blocks.0.0.linear.bias"])
+def test_a_tensor_of_another_type_is_named_with_both_types(name, tmp_path):
+    saved = save_heads(checkpoint_of("token_map"), tmp_path / "heads")
+    other = torch.float32 if name == "token_map" else torch.int64
+    edit_weights(saved, lambda weights: weights.update({name: weights[name].to(other)}))
+    with pytest.raises(ValueError, match=rf"tensor '{name}' must have dtype torch.\w+, got torch.\w+"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize(
+    ("unembedding", "changes", "message"),
+    [
+        (
+            "shared",
+            {"hidden_size": 10**30},
+            "config.json: hidden_size must be an int from 1 to 16777216, got",
+        ),
+        ("full", {"vocab_size": 2**24}, r"'unembed.0' must have shape \(16777216, 8\), got \(21, 8\)"),
+        ("shared", {"hidden_size": 2**24}, r"must have shape \(16777216,.*\), got \(8,.*\)"),
+        (
+            "shared",
+            {"num_heads": 10**9},
+            "config.json: num_heads must be an int from 1 to 256, got 10",
+        ),
+        (
+            "shared",
+            {"fused_layers": list(range(1, 5000))},
+            "fused_layers must be different ints from 1",
+        ),
+        ("token_map", {"token_map_size": 10**12}, "token_map_size must be an int from 1 to 21, got 10000"),
+        ("token_map", {"token_map_size": [1.5]}, r"token_map_size must be an int from 1 to 21, got \[1.5\]"),
+        ("shared", {"reads_path": "no"}, "config.json: reads_path must be true or false, got 'no'"),
+        (
+            "shared",
+            {"unembedding": "low_rank"},
+            "'low_rank' was removed.* medusa 0.1.0",
+        ),
+        ("shared", {"unembedding": ["full"]}, r"unembedding must be one of .*, got \['full'\]"),
+        ("shared", {"kind": ["medusa"]}, r"says kind=\['medusa'\], this version of medusa reads 'medusa' or"),
+        ("shared", {"base_model": 7}, "config.json: base_model must be text, got 7"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_config_that_asks_for_too_much_or_the_wrong_kind_is_refused_before_memory_is_asked_for(
+    unembedding, changes, message, tmp_path
+):
+    saved = save_heads(checkpoint_of(unembedding), tmp_path / "heads")
+    edit_config(saved, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_heads(saved)
+
+
+def test_a_block_of_a_huge_number_counts_once(saved):
+    """The number of heads is that of the blocks in the file, not the largest of their numbers."""
+    edit_weights(saved, lambda weights: weights.update({f"blocks.{'9' * 5000}.0.x": torch.zeros(1)}))
+    with pytest.raises(ValueError, match=r"says num_heads=3, model.safetensors holds 4"):
+        load_heads(saved)
+
+
+def test_heads_of_the_format_before_this_one_are_read(saved):
+    """Every config.json of 0.1.0 holds a rank, which low_rank heads alone used."""
+    edit_config(saved, rank=64)
+    assert load_heads(saved).heads.num_heads == 3
+
+
+@pytest.mark.parametrize("name", ["config.json", "tree.json", "provenance.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"paths": ' + "[" * 100_000, "nested too deeply to be read"),
+        ('{"paths": ' + "7" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
+        ("\0", "is not valid JSON"),
+    ],
+    ids=["nested", "long number", "not JSON"],
+)
+def test_json_that_cannot_be_read_is_named(saved, name, text, message):
+    (saved / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} .*{message}"):
+        load_heads(saved)
+
+
 def test_an_unknown_key_is_refused_and_the_nearest_one_suggested(saved):
     edit_config(saved, num_head=3)
     with pytest.raises(ValueError, match=r"unknown key 'num_head'; did you mean 'num_heads'\?"):
@@ -221,6 +333,29 @@ def test_a_damaged_config_is_refused(saved, text, message):
 def test_a_tree_deeper_than_the_heads_is_refused(saved):
     save_tree(saved, CandidateTree.chain(4))
     with pytest.raises(ValueError, match=r"tree has depth 4, the heads are 3: .*use tree.subtree\(3\)"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("unembedding", ["shared", "token_map"])
+def test_a_rank_beyond_the_tokens_that_are_scored_is_refused(unembedding, tmp_path):
+    saved = save_heads(checkpoint_of(unembedding), tmp_path / "heads")
+    scored = 5 if unembedding == "token_map" else 21
+    save_tree(saved, CandidateTree.from_paths([[scored - 1]]))
+    assert load_heads(saved).tree.width_by_depth == (scored,)
+    for rank in (scored, 10**30):
+        save_tree(saved, CandidateTree.from_paths([[rank]]))
+        with pytest.raises(ValueError, match=f"tree.json: tree asks for rank {rank}, .* {scored}"):
+            load_heads(saved)
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_a_tree_file_of_too_many_nodes_is_refused_at_once(saved, is_tuned):
+    """200,000 nodes would ask for 40 GB of ancestors."""
+    paths = [[rank] for rank in range(200_000)]
+    entry = {"device": "d", "dtype": "float32", "engine": "eager", "batch_size": 1, "paths": paths}
+    raw = {"paths": [[]], "tuned": [entry]} if is_tuned else {"paths": paths}
+    (saved / "tree.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"tree.json.*: a tree holds at most 4096 nodes, got 200000"):
         load_heads(saved)
 
 
@@ -287,8 +422,8 @@ def test_an_empty_output_directory_is_used(tmp_path):
 
 def test_overwriting_replaces_the_directory_whole(saved):
     (saved / "stale.txt").write_text("from the run before")
-    save_heads(checkpoint_of("low_rank"), saved, overwrite=True)
-    assert load_heads(saved).heads.config.unembedding == "low_rank"
+    save_heads(checkpoint_of("full"), saved, overwrite=True)
+    assert load_heads(saved).heads.config.unembedding == "full"
     assert not (saved / "stale.txt").exists()
     assert [path.name for path in saved.parent.iterdir()] == ["heads"]
 

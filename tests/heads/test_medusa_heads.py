@@ -22,7 +22,6 @@ def config_of(unembedding: str, **changes) -> HeadsConfig:
         "num_heads": NUM_HEADS,
         "num_layers": 2,
         "unembedding": unembedding,
-        "rank": 4,
         "token_map_size": size,
     }
     return HeadsConfig(**{**values, **changes})
@@ -50,7 +49,7 @@ PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator
 
 @pytest.mark.parametrize("reading", READING)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+@pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reading):
     embedding = output_embedding(bias=bias and unembedding != "full")
     heads = heads_of(unembedding, **READING[reading])
@@ -65,7 +64,7 @@ def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, read
         torch.testing.assert_close(logits[:, :, k], expected)
 
 
-@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+@pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_one_head_alone_gives_its_column_of_all(unembedding):
     embedding, heads = output_embedding(), heads_of(unembedding, is_random=True)
     together = heads(HIDDEN, embedding)
@@ -74,7 +73,7 @@ def test_one_head_alone_gives_its_column_of_all(unembedding):
         torch.testing.assert_close(heads.logits_of(k, HIDDEN, embedding), together[..., k, :])
 
 
-@pytest.mark.parametrize("unembedding", ["shared", "full", "low_rank", "token_map"])
+@pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_a_head_reads_its_own_parameters_and_no_others(unembedding):
     embedding, heads = output_embedding(), heads_of(unembedding, is_random=True)
     heads.logits_of(1, HIDDEN, embedding).sum().backward()
@@ -111,23 +110,15 @@ def test_a_residual_block_adds_silu_of_a_linear_map():
     [
         ("shared", {}),
         ("full", {"unembed.2": (VOCAB_SIZE, HIDDEN_SIZE)}),
-        ("low_rank", {"down.2": (4, HIDDEN_SIZE), "up.2": (VOCAB_SIZE, 4)}),
         ("token_map", {"token_map": (len(MAP),)}),
     ],
 )
 def test_the_weights_of_each_kind_have_the_shapes_it_says(unembedding, shapes):
     state = heads_of(unembedding).state_dict()
     assert {name: tuple(state[name].shape) for name in shapes} == shapes
-    per_head = {"shared": 0, "full": 1, "low_rank": 2, "token_map": 0}[unembedding]
+    per_head = {"shared": 0, "full": 1, "token_map": 0}[unembedding]
     extra = 1 if unembedding == "token_map" else 0
     assert len(state) == NUM_HEADS * (2 * 2 + per_head) + extra
-
-
-def test_a_low_rank_head_adds_its_correction_to_the_base_logits():
-    embedding, heads = output_embedding(), heads_of("low_rank", is_random=True)
-    features = heads.features(HIDDEN)
-    expected = embedding(features[..., 2, :]) + features[..., 2, :] @ heads.down[2].T @ heads.up[2].T
-    torch.testing.assert_close(heads(HIDDEN, embedding)[..., 2, :], expected)
 
 
 def test_columns_of_a_token_map_stand_for_its_tokens():
@@ -164,7 +155,7 @@ def test_a_token_map_follows_the_output_embedding_when_it_changes():
 
 def test_heads_in_float32_sit_on_a_base_in_bfloat16():
     embedding = output_embedding().to(torch.bfloat16)
-    for unembedding in ("shared", "low_rank", "token_map", "full"):
+    for unembedding in ("shared", "token_map", "full"):
         heads = heads_of(unembedding, is_random=True)
         logits = heads(HIDDEN.to(torch.bfloat16), embedding)
         assert logits.shape[:3] == (2, 5, NUM_HEADS) and logits.isfinite().all()
@@ -177,11 +168,16 @@ def test_the_base_is_no_part_of_the_heads():
     assert {name.split(".")[0] for name in heads.state_dict()} == {"blocks", "token_map"}
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_heads", "num_layers", "rank"])
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_heads", "num_layers"])
 def test_sizes_that_are_no_count_are_refused(name):
-    for value in (0, "4", 2.0):
-        with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value!r}"):
+    for value in (0, "4", 2.0, True, None, 10**30):
+        with pytest.raises(ValueError, match=rf"{name} must be an int from 1 to \d+, got {value!r}"):
             config_of("shared", **{name: value})
+
+
+def test_low_rank_heads_are_refused_by_the_version_that_had_them():
+    with pytest.raises(ValueError, match=r"'low_rank' was removed.*medusa 0\.1\.0 is the last version"):
+        config_of("low_rank")
 
 
 def test_an_unknown_unembedding_is_refused():
@@ -202,11 +198,21 @@ def test_a_token_map_size_goes_with_a_token_map_only(unembedding, size):
         ([1, 2, 3, 4, 4], "must hold 5 different ids"),
         ([1, 2, 3, 4, VOCAB_SIZE], r"must be in \[0, 21\), got 1 to 21"),
         ([1, 2, 3, 4, -1], r"must be in \[0, 21\), got -1 to 4"),
+        ([1.0, 2.0, 3.0, 4.5, 5.0], "must hold token ids, which are ints, got torch.float32"),
+        ([True] * 5, "must hold token ids, which are ints, got torch.bool"),
+        ([1, 2, 3, 4, 10**30], "token_map must hold token ids, got "),
+        (["a", "b", "c", "d", "e"], "token_map must hold token ids, got "),
     ],
 )
 def test_a_token_map_that_fits_no_vocabulary_is_refused(token_map, message):
     with pytest.raises(ValueError, match=message):
         MedusaHeads(config_of("token_map"), token_map)
+
+
+@pytest.mark.parametrize("size", [0, 22, 5.0, 10**30], ids=str)
+def test_a_token_map_of_a_size_that_no_vocabulary_has_is_refused(size):
+    with pytest.raises(ValueError, match=rf"token_map_size must be an int from 1 to 21, got {size}"):
+        config_of("token_map", token_map_size=size)
 
 
 def test_a_token_map_on_heads_of_another_kind_is_refused():
@@ -259,7 +265,7 @@ def test_fused_layers_are_read_at_unit_size_whatever_the_size_of_their_dimension
     torch.testing.assert_close(heads.fuse(hidden), 1 + unit.flatten(-2) @ heads.fusion.weight.T)
 
 
-@pytest.mark.parametrize("layers", [(0,), (3, 2), (2, 2), ("1",), (1.0,)], ids=str)
+@pytest.mark.parametrize("layers", [(0,), (3, 2), (2, 2), ("1",), (1.0,), 3, "12", (10**30,)], ids=str)
 def test_layers_that_cannot_be_fused_are_refused(layers):
-    with pytest.raises(ValueError, match=r"fused_layers must be different numbers of layers from 1 up"):
+    with pytest.raises(ValueError, match=r"fused_layers must be different ints from 1 to 4096, in ascending"):
         config_of("shared", fused_layers=layers)

@@ -12,14 +12,14 @@ from medusa.training.losses.alignment import Alignment, align, needed_states
 from medusa.training.losses.loss import HeadsLoss, LossOptions
 
 NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20
-UNEMBEDDINGS = ("shared", "full", "low_rank", "token_map")
+UNEMBEDDINGS = ("shared", "full", "token_map")
 OBJECTIVES = ("ce", "kl", "blend", "lk")
 
 
 def new_heads(unembedding: str, num_layers: int = 2, **reading) -> MedusaHeads:
     """Heads with random weights everywhere."""
     size = {"token_map_size": MAPPED} if unembedding == "token_map" else {}
-    config = HeadsConfig(HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, rank=4, **reading, **size)
+    config = HeadsConfig(HIDDEN, VOCAB, NUM_HEADS, num_layers, unembedding, **reading, **size)
     heads = MedusaHeads(config, torch.randperm(VOCAB)[:MAPPED] if size else None)
     for parameter in heads.parameters():
         nn.init.normal_(parameter, std=0.3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa import CandidateTree, best_tree
-from medusa.trees.candidate_tree import TreeTopology, grown_path_values, independent_path_values
+from medusa.trees.candidate_tree import MAX_NODES, TreeTopology, grown_path_values, independent_path_values
 
 
 @st.composite
@@ -50,11 +50,29 @@ def test_a_tree_of_nothing_is_the_root_alone():
         ([(0,), (1,), (0,)], r"names each path once, got \[0\] more than once"),
         ([(0,), (1, 0)], r"\[1, 0\] is there, \[1\] is not; add the parent"),
         ([(0,), (0, 0, 0)], r"\[0, 0, 0\] is there, \[0, 0\] is not"),
+        ([(0,), (0.5,)], r"a list of ranks, which are ints, got \(0.5,\)"),
+        ([7], "a list of ranks, which are ints, got 7"),
+        ([(0,) * 10**6], r"^.{,200}$"),
     ],
 )
 def test_paths_that_make_no_tree_are_refused(paths, message):
     with pytest.raises(ValueError, match=message):
         CandidateTree.from_paths(paths)
+
+
+def test_a_tree_of_more_nodes_than_a_mask_can_hold_is_refused_at_once():
+    too_many = "a tree holds at most 4096 nodes, got"
+    for build in (
+        lambda: CandidateTree.from_paths((rank,) for rank in range(200_000)),
+        lambda: CandidateTree.from_paths((rank,) for rank in range(MAX_NODES)),  # and the root
+        lambda: CandidateTree.from_paths([(0,)] * 60_000),
+        lambda: CandidateTree.chain(10**9),
+    ):
+        with pytest.raises(ValueError, match=too_many):
+            build()
+    largest = CandidateTree.from_paths((rank,) for rank in range(MAX_NODES - 1))
+    assert largest.topology().ancestors.nbytes == MAX_NODES**2
+    assert CandidateTree.chain(MAX_NODES - 1).depth == MAX_NODES - 1
 
 
 def test_a_chain_of_negative_depth_is_refused():

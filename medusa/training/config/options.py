@@ -73,10 +73,7 @@ class HeadOptions:
     """Residual blocks of each head."""
     unembedding: Unembedding = "shared"
     """shared: the base's output embedding. full: a trained copy per head (V x D parameters each).
-    low_rank: the base's with a trained correction. token_map: the base's rows of the most frequent
-    tokens."""
-    rank: int = 64
-    """Rank of the low_rank correction."""
+    token_map: the base's rows of the most frequent tokens."""
     token_map_size: int | None = None
     """Tokens that token_map heads, or an eagle head, can guess: the most frequent answer tokens of the
     training data."""
@@ -107,7 +104,6 @@ class HeadOptions:
             self.num_heads,
             self.num_layers,
             self.unembedding,
-            self.rank,
             self.token_map_size,
             self.reads_path,
             tuple(self.fused_layers or ()),
