@@ -22,6 +22,7 @@ from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_si
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.validation import DraftValidator
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -46,7 +47,7 @@ def decode(
     """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes."""
     statistics = DecodingStatistics() if statistics is None else statistics
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
-    clock = PhaseClock(statistics)
+    clock, validator = PhaseClock(statistics), DraftValidator(drafter, vocab_size(base))
 
     state, first = begin(base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
@@ -54,11 +55,13 @@ def decode(
 
     while state.rows:
         clock.start()
-        draft, noise = draft_of(state, drafter, base)
+        context = draft_context(state, drafter, base)
+        draft = drafter.draft(context)
+        validator.check(draft, context)
         clock.lap("draft")
         hidden, logits = verify(base, draft.tokens, draft.topology, state.cache, layers=drafter.reads_layers)
         clock.lap("verify")
-        acceptance = acceptance_of(state, draft, logits, noise)
+        acceptance = acceptance_of(state, draft, logits, context.noise)
         new_tokens, depths = _emitted(acceptance, draft)
         clock.lap("accept")
         state.commit(acceptance, hidden, draft.topology.is_chain)
@@ -102,23 +105,21 @@ def _sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:
     return kind
 
 
-def draft_of(state: DecodeState, drafter: Drafter, base: CausalLM) -> tuple[Draft, Tensor | None]:
-    """The step's candidates, and the noise (B, L, V) that chooses after every depth."""
-    noise = None if state.sampled else state.noise(drafter.max_depth + 1, vocab_size(base))
-    context = DraftContext(
+def draft_context(state: DecodeState, drafter: Drafter, base: CausalLM) -> DraftContext:
+    """What ``drafter`` is told, with the noise (B, L, V) that chooses after every depth."""
+    return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
         hidden=state.hidden,
         tokens=state.tokens,
         lengths=state.lengths,
         cache=state.cache,
-        noise=noise,
+        noise=None if state.sampled else state.noise(drafter.max_depth + 1, vocab_size(base)),
         temperature=state.request.temperature,
         features=state.features,
         sampled=state.sampled,
         seeds=state.request.seeds,
         processors=state.request.processors,
     )
-    return drafter.draft(context), noise
 
 
 def acceptance_of(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:

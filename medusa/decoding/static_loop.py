@@ -14,10 +14,11 @@ import torch
 
 from medusa.decoding.loop import StepResult, begin, decode, depths_of, finish_step
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_step import StaticDrafter, StaticState, checked_drafter
+from medusa.decoding.static_step import STATIC_DRAFT_RULES, StaticDrafter, StaticState, checked_drafter
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step_runners import StepKind, Steppers, check_step
 from medusa.drafters.protocol import Drafter
+from medusa.drafters.validation import is_medusas_own, raise_violated
 
 STEPS_UNSEEN = {"cpu": 1}
 """Steps between two looks, by kind of device: on a processor a look costs nothing."""
@@ -90,6 +91,8 @@ def _decode(
             num_steps = min(steps_unseen, view.most_left)
             state.reserve(view.slots_needed(num_steps, drafter.max_depth + 1, drafter.num_nodes))
             setup_seconds = stepper.run(num_steps)
+            if not is_medusas_own(drafter):
+                raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
             results = view.look(state, num_steps)
             clock.lap_whole(setup_seconds)
             for result in results:

@@ -19,10 +19,21 @@ from torch import Tensor
 from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.cache import FixedTreeCache
-from medusa.base.causal_lm import CausalLM, SeenHidden, tree_inputs
-from medusa.decoding.loop import acceptance_of, draft_of
+from medusa.base.causal_lm import CausalLM, SeenHidden, tree_inputs, vocab_size
+from medusa.decoding.loop import acceptance_of, draft_context
 from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.drafters.protocol import Draft, Drafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.validation import (
+    TOKEN_RULES,
+    TOPOLOGY_RULES,
+    check_shapes,
+    is_medusas_own,
+    token_violations,
+    topology_violations,
+)
+
+STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
+"""What drafters that are not medusa's own are held to; the host learns of it when it looks."""
 
 
 @runtime_checkable
@@ -61,6 +72,8 @@ class StaticState:
     """(W, B) long: drafts that each step accepted, those past the row's end included."""
     turn: Tensor
     """(1,) long: steps since the last look."""
+    violations: Tensor
+    """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
 
     @classmethod
     def like(cls, given: DecodeState, num_steps: int) -> StaticState:
@@ -87,6 +100,7 @@ class StaticState:
             num_kept=per_step,
             num_accepted=per_step.clone(),
             turn=given.lengths.new_zeros(1),
+            violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
         )
 
     def reserve(self, num_slots: int) -> None:
@@ -109,6 +123,7 @@ class StaticState:
         self.ends.copy_(given.lengths + num_left)
         self.finished.fill_(False)
         self.turn.zero_()
+        self.violations.fill_(False)
 
 
 def checked_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> StaticDrafter:
@@ -142,10 +157,23 @@ def static_step(base: CausalLM, drafter: Drafter, state: StaticState, seen: Seen
 
     ``seen`` is that of :func:`medusa.base.causal_lm.seen_hidden`, which must be open on ``base``.
     """
-    draft, noise = draft_of(state.rows, drafter, base)
+    context = draft_context(state.rows, drafter, base)
+    draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
     logits = base(**tree_inputs(base, draft.tokens, draft.topology, state.cache)).logits
-    acceptance = acceptance_of(state.rows, draft, logits, noise)
+    acceptance = acceptance_of(state.rows, draft, logits, context.noise)
     _commit(state, draft, acceptance, seen.last)
+
+
+def _checked(
+    draft: Draft, context: DraftContext, drafter: Drafter, state: StaticState, num_tokens: int
+) -> Draft:
+    """``draft``, with tokens that the base can read; what it violates is added to ``state``."""
+    check_shapes(drafter, draft, context, num_tokens)
+    if not is_medusas_own(drafter):
+        of_tokens = token_violations(draft.tokens, context.root, num_tokens)
+        state.violations.logical_or_(torch.cat([of_tokens, topology_violations(draft.topology)]))
+        draft = replace(draft, tokens=draft.tokens.clamp(0, num_tokens - 1))
+    return draft
 
 
 def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Tensor) -> None:

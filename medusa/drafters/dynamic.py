@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 MIN_BEAM, MAX_BEAM = 4, 16
 """A small tree loses candidates below the first; past the second, drafting costs more than it finds."""
+WORST = -1e30
+"""The least that a token adds to the value of its path, and what scores that are no numbers add: values can
+always be compared, and no child is worth more than its parent."""
 
 
 class DynamicHeadsDrafter(HeadsDrafter):
@@ -94,7 +97,8 @@ class DynamicHeadsDrafter(HeadsDrafter):
             scores = self.scores(context, depth, logits).float()
             log_q, columns = scores.log_softmax(-1).topk(self._fanout, dim=-1)  # (B, M, R)
             tokens = (columns if self.token_map is None else self.token_map[columns]).flatten(1)
-            values = (worth[..., None] + log_q.clamp(max=0)).flatten(1)
+            log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN or infinity makes a whole row NaN
+            values = (worth[..., None] + log_q).flatten(1)
             found.append((tokens, values, beam.repeat_interleave(self._fanout, dim=1)))
             worth, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
             came_from = (kept // self._fanout)[..., None].expand(-1, -1, depth)

@@ -23,6 +23,9 @@ from medusa.acceptance.sampling import warp_logits
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
+LARGEST_LOGIT = 1e9
+"""Logits beyond it, and those that are no numbers, would give no distribution to draw from."""
+
 
 class LevelDrafter(StatelessDrafter):
     """Fills ``tree`` from the root down.
@@ -89,7 +92,8 @@ class LevelDrafter(StatelessDrafter):
 
     def _sampled(self, context: DraftContext) -> Draft:
         def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:
-            proposal = warp_logits(self.logits_after(context, tokens, nodes), context.processors).softmax(-1)
+            logits = _bounded(self.logits_after(context, tokens, nodes))
+            proposal = warp_logits(logits, context.processors).softmax(-1)
             if self.token_map is None:
                 return proposal
             everything = proposal.new_zeros(*proposal.shape[:-1], self.vocab_size)
@@ -110,3 +114,8 @@ class LevelDrafter(StatelessDrafter):
     @abstractmethod
     def vocab_size(self) -> int:
         """V, of the base."""
+
+
+def _bounded(logits: Tensor) -> Tensor:
+    """Logits of which softmax makes a distribution, whatever the weights are: NaN counts as the least."""
+    return logits.float().nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
