@@ -13,16 +13,13 @@ from typing import get_args
 import torch
 
 from medusa.decoding.step_runners import StepKind
+from medusa.drafters.registry import DEFAULT_DRAFTER
 from medusa.engine import Engine
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
-DEFAULT_DRAFTER = "dynamic-heads+suffix"
-"""Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
-DEFAULT_EAGLE_DRAFTER = "heads+suffix"
-"""The same with an EAGLE-style head, whose tree keeps its shape."""
 EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")
 

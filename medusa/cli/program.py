@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import medusa
 from medusa.base.causal_lm import context_length
 from medusa.cli.flags import (
-    DEFAULT_DRAFTER,
-    DEFAULT_EAGLE_DRAFTER,
     EMBEDDED_BASE,
     EMBEDDED_PROMPTS,
     ChatOptions,
@@ -33,13 +31,18 @@ from medusa.cli.flags import (
 )
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
+from medusa.drafters.registry import (
+    DEFAULT_DRAFTER,
+    DrafterSettings,
+    default_drafter,
+    draft_with_heads,
+    drafter_named,
+)
 from medusa.files import write_json
 from medusa.heads.adapter import Adapter, apply_adapter
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import load_adapter
 from medusa.heads.eagle import Heads
-from medusa.heads.medusa_heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.progress import log_console
 from medusa.prompts import Prompt, encode_messages, read_prompts
@@ -124,8 +127,7 @@ def chosen_drafter(model: MedusaModel, options: ChatOptions) -> Drafter | None:
     """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
     if options.plain or options.drafter == "heads":
         return None
-    default = DEFAULT_DRAFTER if isinstance(model.heads, MedusaHeads) else DEFAULT_EAGLE_DRAFTER
-    return drafter_named(options.drafter or default, model, drafter_settings(options))
+    return drafter_named(options.drafter or default_drafter(model), model, drafter_settings(options))
 
 
 def load_prompts(options: ProgramOptions, take_all: bool = False) -> list[Prompt]:
