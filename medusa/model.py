@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.base.causal_lm import CausalLM, check_decodable, hidden_size, output_embedding, vocab_size
+from medusa.base.architecture_check import check_base
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.decoding.loop import StepResult
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.static_loop import decode_as
@@ -27,7 +28,7 @@ from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.heads.eagle import Heads
-from medusa.heads.medusa_heads import check_heads_fit, embedding_weight
+from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Place, TunedTree, at_place, chosen_for
 
@@ -49,7 +50,7 @@ class MedusaModel:
         tuned: Sequence[TunedTree] = (),
         step: StepKind = "general",
     ):
-        check_decodable(base)
+        check_base(base)
         self.base = base
         """The base model as it was given."""
         self.engine: Engine = engine

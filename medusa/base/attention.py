@@ -6,12 +6,13 @@ committed tokens plus its depth, however many siblings stand before it in the pa
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,6 +28,9 @@ GROUPED_ATTENTION = "medusa_grouped_sdpa"
 
 FLOAT64_ATTENTION = "medusa_float64_sdpa"
 """An attention implementation of ``transformers``: :func:`float64_attention`."""
+
+MASKED_ATTENTION = ("sdpa", "eager", GROUPED_ATTENTION, FLOAT64_ATTENTION)
+"""Attention implementations that take an arbitrary mask."""
 
 MAX_GROUPED_NODES = 64
 """For more nodes :func:`grouped_masks` leaves the masks alone: they would be large, and repeating keys
@@ -84,9 +88,37 @@ for _name, _attention in ((GROUPED_ATTENTION, grouped_attention), (FLOAT64_ATTEN
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def layer_windows(config: PreTrainedConfig) -> LayerWindows:
-    """The attention layer types of a text configuration, each with its window."""
-    window = getattr(config, "sliding_window", None)
+def attention_windows(base: PreTrainedModel) -> LayerWindows:
+    """The attention layer types of ``base``, each with its window."""
+    return layer_windows(base.config.get_text_config(decoder=True), masks_by_window(base))
+
+
+def masks_by_window(base: PreTrainedModel) -> bool:
+    """Whether the code of ``base`` heeds a ``sliding_window`` of its configuration.
+
+    Some models of ``transformers`` have one and attend to everything (Moshi; any model to whose configuration
+    somebody added one). Code from elsewhere is taken at its configuration's word.
+    """
+    decoder = base.get_decoder()
+    code = sys.modules[type(decoder).__module__]
+    return not is_code_of_transformers(decoder) or hasattr(code, "create_sliding_window_causal_mask")
+
+
+def is_code_of_transformers(module: nn.Module) -> bool:
+    """Whether the class of ``module`` is one of ``transformers``' own models."""
+    return type(module).__module__.startswith("transformers.models.")
+
+
+def layer_windows(config: PreTrainedConfig, has_windows: bool = True) -> LayerWindows:
+    """The attention layer types of a text configuration, each with its window.
+
+    Without ``has_windows`` the model's code attends to everything, whatever its configuration says of a
+    sliding window.
+
+    Raises:
+        ValueError: some layers have neither full nor sliding-window attention.
+    """
+    window = getattr(config, "sliding_window", None) if has_windows else None
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)

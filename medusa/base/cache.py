@@ -36,6 +36,8 @@ class TreeCache(Cache):
         """(B, N) long: where the tokens of the pass under way go."""
         self.num_slots = 0
         """How many slots of each row the pass under way reads."""
+        self.num_positions: int | None = None
+        """Nodes further on stand at the last of these positions; None: the model's context."""
         self._shared_start: int | None = None
 
     @property
@@ -115,9 +117,11 @@ class FixedTreeCache(TreeCache):
 
     def load(self, source: TreeCache) -> None:
         """Hold what ``source`` has committed, which must fit the reserved slots."""
-        self.longest = source.longest
+        self.longest, self.num_positions = source.longest, source.num_positions
         self.lengths.copy_(source.lengths)
         for layer, theirs in zip(self.tree_layers, source.tree_layers, strict=True):
+            if not theirs.is_initialized:
+                continue  # a layer that reads another's keys and values, as in Gemma 3n, has none of its own
             if not layer.is_initialized:
                 layer.lazy_initialization(theirs.entries[0], theirs.entries[1])
                 layer.reserve(self.num_slots)

@@ -9,32 +9,26 @@ states are then (..., (1 + L) * D), the last state first.
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from medusa.base.attention import (
-    FLOAT64_ATTENTION,
-    GROUPED_ATTENTION,
+    attention_windows,
     grouped_masks,
-    layer_windows,
     mask_dtype,
     node_positions,
     tree_attention_masks,
 )
 from medusa.base.cache import TreeCache
-from medusa.heads.medusa_heads import embedding_weight
 from medusa.trees.candidate_tree import TreeTopology
 
 CausalLM = Any
 """A ``transformers`` causal LM: PreTrainedModel and GenerationMixin, which share no static type."""
-
-MASKED_ATTENTION = ("sdpa", "eager", GROUPED_ATTENTION, FLOAT64_ATTENTION)
-"""Attention implementations that take an arbitrary mask."""
 
 
 def output_embedding(base: CausalLM) -> nn.Module:
@@ -46,6 +40,11 @@ def output_embedding(base: CausalLM) -> nn.Module:
             "load it with AutoModelForCausalLM"
         )
     return module
+
+
+def embedding_weight(output_embedding: nn.Module) -> Tensor:
+    """The rows of an output embedding, (V, D)."""
+    return cast(Tensor, output_embedding.weight)
 
 
 def home_device(base: CausalLM) -> torch.device:
@@ -71,10 +70,27 @@ def context_length(base: CausalLM) -> int | None:
     return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def switch_length(base: CausalLM) -> int | None:
+    """The position from which LongRoPE takes its long factors; None for other models."""
+    lengths = [
+        parameters["original_max_position_embeddings"]
+        for parameters in _rope_parameters(base)
+        if parameters.get("rope_type", parameters.get("type")) == "longrope"
+    ]
+    return min(lengths, default=None)
+
+
+def _rope_parameters(base: CausalLM) -> list[dict]:
+    """The rotary settings of the model: one set, or one for each layer type."""
+    given = getattr(base.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    nested = [each for each in given.values() if isinstance(each, dict)]
+    return nested or [given]
+
+
 def decoder_layers(base: CausalLM) -> nn.ModuleList:
-    """The model's decoder layers, first to last."""
+    """The model's decoder layers, first to last; those of the text model where there are others."""
     count = base.config.get_text_config(decoder=True).num_hidden_layers
-    for module in base.modules():  # outer modules come first
+    for module in base.get_decoder().modules():  # outer modules come first
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(f"{type(base).__name__} has no list of its {count} decoder layers: none can be read")
@@ -101,36 +117,12 @@ def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Te
     return torch.cat([last, *(below[list(given).index(layer)] for layer in wanted)], dim=-1)
 
 
-def check_decodable(base: CausalLM) -> None:
-    """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
-    name, config = type(base).__name__, base.config.get_text_config(decoder=True)
-    if base.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
-    output_embedding(base)
-    if not base.can_generate():
-        raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
-    if getattr(base, "_is_stateful", False):
-        raise ValueError(
-            f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
-            "tree verification needs a model whose layers are all attention"
-        )
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise ValueError(
-            f"{name}.forward takes no position_ids (it derives positions from the order of tokens), "
-            "so the nodes of a tree cannot be given theirs"
-        )
-    attention = config._attn_implementation
-    if attention not in MASKED_ATTENTION:
-        raise ValueError(
-            f"attention implementation {attention!r} takes no tree mask; load {name} with "
-            "attn_implementation='sdpa' (or 'eager')"
-        )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} biases attention by distance (alibi=True) and takes the distance from the order of "
-            "tokens, so the nodes of a tree cannot be given theirs"
-        )
-    layer_windows(config)
+def copy_sharing_parameters(base: CausalLM) -> CausalLM:
+    """Modules of their own over the parameters and buffers of ``base``, and the same hooks of accelerate."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
+    hooks = (module._hf_hook for module in base.modules() if hasattr(module, "_hf_hook"))
+    shared.update((id(hook), hook) for hook in hooks)
+    return copy.deepcopy(base, shared)
 
 
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
@@ -190,12 +182,14 @@ def tree_inputs(
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
     cache.begin(tokens.shape[1], first_node)
-    windows, dtype = layer_windows(config), mask_dtype(config, base.dtype)
+    windows, dtype = attention_windows(base), mask_dtype(config, base.dtype)
     masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
     return {
         "input_ids": tokens,
         "attention_mask": grouped_masks(masks, config),
-        "position_ids": node_positions(cache.lengths, topology, context_length(base), nodes),
+        "position_ids": node_positions(
+            cache.lengths, topology, cache.num_positions or context_length(base), nodes
+        ),
         "past_key_values": cache,
         "use_cache": True,
     }
@@ -214,11 +208,17 @@ def prefill(
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
     than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
     prompt is a tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound
-    memory.
+    memory; with LongRoPE (see :mod:`medusa.base.position_limits`) the first chunk of a long prompt is as long
+    as it takes to switch the factors.
     """
     hidden: list[Tensor] = []
     logits = torch.empty(0)
     missing = lengths - cache.lengths
+    switch = switch_length(base)
+    if switch is not None and int(lengths.max()) <= switch:
+        cache.num_positions = switch  # nodes beyond the answer would switch the factors of those within
+    elif switch is not None:
+        chunk = max(chunk, switch + 1)  # the long factors from the first chunk on
     while (longest := int(missing.max())) > 0:
         width = min(longest, chunk)
         columns = cache.lengths[:, None] + torch.arange(width, device=tokens.device)

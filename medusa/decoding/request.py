@@ -25,7 +25,8 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import check_processors, row_seeds
-from medusa.base.causal_lm import CausalLM, context_length, home_device
+from medusa.base.causal_lm import CausalLM, home_device
+from medusa.base.position_limits import check_positions
 from medusa.decoding.state import DecodeRequest
 
 DROPPED_ARGUMENTS = {
@@ -66,7 +67,7 @@ def decode_request(
     processors = _for_unpadded_rows(logits_processor, padding, generation_config)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     lengths = tokens.shape[1] - torch.tensor(padding, device=tokens.device)
-    _check_context(base, int(lengths.max()), max_new_tokens)
+    check_positions(base, lengths.tolist(), max_new_tokens)
     do_sample = generation_config.do_sample
     return DecodeRequest(
         tokens=tokens,
@@ -176,16 +177,6 @@ def _check_positions(position_ids: Tensor | None, padding: list[int], width: int
     for row, given in enumerate(position_ids.tolist()):
         if given[padding[row] :] != list(range(width - padding[row])):
             raise ValueError("position_ids must count each prompt's tokens from 0; leave them out")
-
-
-def _check_context(base: CausalLM, prompt_length: int, max_new_tokens: int) -> None:
-    context = context_length(base)
-    if context is not None and prompt_length + max_new_tokens > context:
-        advice = "shorten the prompt" if prompt_length >= context else "shorten the prompt or max_new_tokens"
-        raise ValueError(
-            f"prompt of {prompt_length} tokens + max_new_tokens={max_new_tokens} must fit the base model's "
-            f"context of {context} positions; {advice}"
-        )
 
 
 def _for_unpadded_rows(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, embedding_weight
 from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
@@ -17,7 +17,7 @@ from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.quick_heads import quick_heads
 from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
 from medusa.heads.eagle import EagleHead, Heads
-from medusa.heads.medusa_heads import MedusaHeads, embedding_weight
+from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
 
 if TYPE_CHECKING:

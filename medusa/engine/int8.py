@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.attention import FLOAT64_ATTENTION
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, embedding_weight
 from medusa.engine.views import missing_for_plain_float32, takes_other_attention, view_of
-from medusa.heads.token_map import embedding_weight
 
 WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""

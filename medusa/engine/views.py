@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from medusa.base.attention import GROUPED_ATTENTION
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.engine.norms import in_place_norm
 from medusa.engine.siblings import Product, joined, sibling_linears
 
@@ -35,11 +34,6 @@ def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: P
     if takes_other_attention(view):
         view.set_attn_implementation(GROUPED_ATTENTION)
     return view.eval()
-
-
-def copy_sharing_parameters(base: CausalLM) -> CausalLM:
-    """Modules of its own over the parameters and buffers of ``base``."""
-    return copy.deepcopy(base, {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())})
 
 
 def takes_other_attention(base: CausalLM) -> bool:

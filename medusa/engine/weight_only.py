@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa.base.causal_lm import CausalLM
-from medusa.engine.views import copy_sharing_parameters, missing_for_plain_weights
+from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
+from medusa.engine.views import missing_for_plain_weights
 
 INT4_GROUP = 64
 """Inputs of a layer that share a scale and a zero."""

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, output_embedding
-from medusa.heads.medusa_heads import embedding_weight
+from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
 
 PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """A layer's two tensors are called PREFIX + layer + FIRST, (r, in), and PREFIX + layer + SECOND, (out, r)."""

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.heads.token_map import TokenMapped, embedding_weight
+from medusa.base.causal_lm import embedding_weight
+from medusa.heads.token_map import TokenMapped
 
 Unembedding = Literal["shared", "full", "token_map"]
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa.base.causal_lm import embedding_weight
+
 
 class TokenMapped(nn.Module):
     """A module whose logits columns are tokens of a vocabulary of V, or the V' in ``token_map``.
@@ -136,11 +138,6 @@ def _weight_and_bias(output_embedding: nn.Module) -> tuple[Tensor, Tensor | None
 def version_of(tensor: Tensor) -> int:
     """Grows with every write to ``tensor``; 0 for tensors of inference mode, which do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def embedding_weight(output_embedding: nn.Module) -> Tensor:
-    """The rows of an output embedding, (V, D)."""
-    return cast(Tensor, output_embedding.weight)
 
 
 def checked_token_map(vocab_size: int, size: int | None, token_map: Sequence[int] | Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from medusa.base.causal_lm import context_length
+from medusa.base.position_limits import common_context
 from medusa.prompts import Message, encode_messages
 from medusa.training.distillation.continuous_batch import ContinuousBatch, Row
 from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
@@ -144,7 +144,7 @@ class LocalAnswerer:
         return Row(conversation, prompt, stops, temperature, conversation.seed)
 
     def _refusal(self, row: Row[Conversation]) -> Refusal | None:
-        context, length = context_length(self.base), len(row.prompt)
+        context, length = common_context(self.base), len(row.prompt)
         if context is None or length + self.max_new_tokens <= context:
             return None
         return Refusal(

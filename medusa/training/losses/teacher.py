@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding
-from medusa.heads.medusa_heads import embedding_weight
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding
 from medusa.training.losses.loss import Teacher
 
 

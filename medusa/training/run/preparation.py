@@ -15,9 +15,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import (
     CausalLM,
-    check_decodable,
     hidden_size,
     hidden_states,
     output_embedding,

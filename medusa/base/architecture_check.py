@@ -1,0 +1,299 @@
+"""Which base models a tree can be verified on: the rules, and a trial that finds what no rule foresees.
+
+The trial runs a small tree below two short prompts and compares the logits of every node with those of the
+model's own forward over the same tokens, without a cache. It takes about two hundred tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa.base.attention import MASKED_ATTENTION, attention_windows, is_code_of_transformers
+from medusa.base.causal_lm import (
+    CausalLM,
+    context_length,
+    copy_sharing_parameters,
+    home_device,
+    new_cache,
+    output_embedding,
+    prefill,
+    verify,
+    vocab_size,
+)
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
+
+TESTED_MODEL_TYPES = frozenset(
+    {
+        "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt2",
+        "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3",
+        "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+"""``config.model_type`` of the architectures that our tests hold to ``transformers``' own ``generate``."""
+
+PROMPT_LENGTHS = (23, 14)
+CHUNK = 9
+"""Tokens of a chunk of the chunked prefill: neither prompt is a whole number of chunks."""
+TRIAL_WINDOW = 6
+"""Longer sliding windows are shortened to this for the trial, so that short prompts cross them."""
+TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])
+BRANCHES = ((0, 1, 3, 5), (0, 2, 4, 6))
+"""Its nodes from the root to either leaf. The second branch is committed, so its cache entries move."""
+NUM_TRIALS = 3
+"""A difference counts when it shows with so many random prompts: in low precision a mixture of experts may
+choose other experts by rounding alone."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two logits may lie apart and count as rounded, in parts of the range of all logits."""
+
+    always: float
+    """Up to here nothing more is measured."""
+    never: float
+    """Beyond this, however far the model's own decoding with a cache is from its plain forward; below, up to
+    :data:`NOISE_FACTOR` times that distance."""
+
+
+FULL_PRECISION = Tolerance(always=2e-4, never=1e-2)
+LOW_PRECISION = Tolerance(always=2e-2, never=0.2)
+NOISE_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The logits of one place as the tree pass and as the model's own forward computed them."""
+
+    place: str
+    difference: float
+    """The largest difference of two logits."""
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def check_decodable(base: CausalLM) -> None:
+    """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
+    name, config = type(base).__name__, base.config.get_text_config(decoder=True)
+    if base.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
+    output_embedding(base)
+    if not base.can_generate():
+        raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
+    if getattr(base, "_is_stateful", False):
+        raise ValueError(
+            f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
+            "tree verification needs a model whose layers are all attention"
+        )
+    parameters = inspect.signature(base.forward).parameters
+    if "past_key_values" not in parameters and is_code_of_transformers(base):
+        raise ValueError(
+            f"{name}.forward takes no past_key_values, so it keeps no keys and values of a prompt; "
+            "tree verification needs a model with a key-value cache"
+        )
+    if "position_ids" not in parameters:
+        raise ValueError(
+            f"{name}.forward takes no position_ids (it derives positions from the order of tokens), "
+            "so the nodes of a tree cannot be given theirs"
+        )
+    attention = config._attn_implementation
+    if attention not in MASKED_ATTENTION:
+        raise ValueError(
+            f"attention implementation {attention!r} takes no tree mask; load {name} with "
+            "attn_implementation='sdpa' (or 'eager')"
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} biases attention by distance (alibi=True) and takes the distance from the order of "
+            "tokens, so the nodes of a tree cannot be given theirs"
+        )
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{name} has layers that attend to images (cross_attention_layers), and a tree is verified from "
+            "its tokens alone; use its own generate"
+        )
+    attention_windows(base)
+
+
+def check_base(base: CausalLM) -> None:
+    """:func:`check_decodable`, and :func:`check_tree_verification` where our tests do not know the model.
+
+    Raises:
+        ValueError: a tree cannot be verified on ``base``, with the reason or the numbers.
+    """
+    check_decodable(base)
+    if not is_tested(base):
+        check_tree_verification(base)
+
+
+def is_tested(base: CausalLM) -> bool:
+    """Whether our tests cover this architecture, in ``transformers``' own code."""
+    is_known_code = is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder())
+    return is_known_code and base.config.model_type in TESTED_MODEL_TYPES
+
+
+def check_tree_verification(base: CausalLM) -> None:
+    """Run the trial on ``base``, which is left as it is.
+
+    Raises:
+        ValueError: the tree's logits differ from those of the model's own forward, or a pass fails.
+    """
+    name = type(base).__name__
+    try:
+        worst = worst_comparison(base)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{name} (model_type {base.config.model_type!r}) fails on a tree of draft tokens, so medusa "
+            f"cannot decode with it; {type(error).__name__}: {error}"
+        ) from error
+    if not worst.agrees:
+        raise ValueError(
+            f"{name} (model_type {base.config.model_type!r}) gives a tree of draft tokens other logits than "
+            f"the same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
+            f"explains {worst.tolerance:.3g} at most. Medusa would change its text; use its own generate"
+        )
+
+
+@torch.no_grad()
+def worst_comparison(base: CausalLM) -> Comparison:
+    """The place where a tree pass is furthest from the model's own forward, in the best of the trials."""
+    view = _trial_view(base)
+    for seed in range(NUM_TRIALS):
+        worst = _trial(view, seed)
+        if worst.agrees:
+            break
+    return worst
+
+
+def _trial(base: CausalLM, seed: int) -> Comparison:
+    room = (context_length(base) or sys.maxsize) - TREE.depth - 2
+    lengths = [max(1, min(length, room)) for length in PROMPT_LENGTHS]
+    generator = torch.Generator().manual_seed(seed)
+    usable = _usable_tokens(base)
+    width = max(lengths)
+    draws = torch.rand(len(lengths), width + TREE.num_nodes + 1, generator=generator)
+    tokens = usable[(draws * len(usable)).long()].to(home_device(base))
+    prompts, nodes, after = tokens.split([width, TREE.num_nodes, 1], dim=1)
+    rows = []  # per prompt (2, length + 5): the tokens along either branch
+    for row, length in enumerate(lengths):
+        parts = (prompts[row, :length], nodes[row], after[row])
+        rows.append(torch.stack([_joined_along(branch, *parts) for branch in BRANCHES]))
+    expected = [_own_logits(base, row) for row in rows]
+    span = max(_span(each) for each in expected)
+    tolerance = _tolerance(base)
+    found = list(_compared(base, lengths, prompts, nodes, after, expected))
+    place, difference = max(found, key=lambda pair: pair[1])
+    allowed = tolerance.always * span
+    if allowed < difference <= tolerance.never * span:
+        noise = _difference(_own_cached_logits(base, rows[0]), expected[0])
+        allowed = max(allowed, min(NOISE_FACTOR * noise, tolerance.never * span))
+    return Comparison(place, difference, allowed)
+
+
+def _joined_along(branch: tuple[int, ...], prompt: Tensor, nodes: Tensor, after: Tensor) -> Tensor:
+    """A prompt (T,), the nodes of a branch and the token after it: (T + 5,)."""
+    return torch.cat([prompt, nodes[list(branch)], after])
+
+
+def _span(logits: Tensor) -> float:
+    """The range of logits, those left out that stand for minus infinity."""
+    meant = logits[logits.abs() < torch.finfo(logits.dtype).max / 2]
+    return float(meant.max() - meant.min()) if len(meant) else 0.0
+
+
+def _compared(
+    base: CausalLM,
+    prompt_lengths: list[int],
+    prompts: Tensor,
+    nodes: Tensor,
+    after: Tensor,
+    expected: list[Tensor],
+) -> Iterator[tuple[str, float]]:
+    """Every place of the trial, and how far its logits are from those in ``expected``."""
+    lengths = torch.tensor(prompt_lengths, device=prompts.device)
+    for chunk, reading in ((max(prompt_lengths), "read whole"), (CHUNK, f"read in chunks of {CHUNK} tokens")):
+        cache = new_cache(base, len(lengths))
+        _, last = prefill(base, prompts, lengths, cache, chunk=chunk)
+        _, logits = verify(base, nodes, TREE.topology(prompts.device), cache)
+        path = torch.tensor(BRANCHES[1], device=prompts.device).expand(len(lengths), -1)
+        cache.commit(path, torch.full_like(lengths, path.shape[1]))
+        _, final = verify(base, after, TreeTopology.chain(1, prompts.device), cache)
+        for row, length in enumerate(prompt_lengths):
+            where = f"of a prompt of {length} tokens {reading}"
+            yield f"the last token {where}", _difference(last[row], expected[row][0, length - 1])
+            for branch, along in zip(BRANCHES, expected[row], strict=True):
+                for depth, node in enumerate(branch):
+                    place = f"tree node {node} (depth {depth}) {where}"
+                    yield place, _difference(logits[row, node], along[length + depth])
+            place = f"the token after a committed branch {where}"
+            yield place, _difference(final[row, 0], expected[row][1, -1])
+
+
+def _own_logits(base: CausalLM, rows: Tensor) -> Tensor:
+    """Logits (B, T, V) of the model's own forward over rows (B, T) long, without a cache."""
+    extra = {"token_type_ids": torch.zeros_like(rows)} if _has_token_types(base) else {}
+    return base(input_ids=rows, use_cache=False, **extra).logits
+
+
+def _own_cached_logits(base: CausalLM, rows: Tensor) -> Tensor:
+    """The same from the model's own cache, the last tokens one at a time."""
+    start = rows.shape[1] - TREE.depth - 2
+    output = base(input_ids=rows[:, :start], use_cache=True)
+    parts = [output.logits]
+    for column in range(start, rows.shape[1]):
+        cache = output.past_key_values
+        output = base(input_ids=rows[:, column : column + 1], past_key_values=cache, use_cache=True)
+        parts.append(output.logits)
+    return torch.cat(parts, dim=1)
+
+
+def _has_token_types(base: CausalLM) -> bool:
+    """Whether the model's processor marks the tokens of a text prompt with zeros, which then may mean much:
+    PaliGemma attends to them in both directions."""
+    is_composite = base.config.get_text_config(decoder=True) is not base.config
+    return is_composite and "token_type_ids" in inspect.signature(base.forward).parameters
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference: 0 where both are infinite or not a number, infinite where only one is."""
+    theirs = theirs.to(ours.device)
+    is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = torch.where(is_same, 0.0, (ours.float() - theirs.float()).abs())
+    return float(apart.nan_to_num(nan=torch.inf).max())
+
+
+def _tolerance(base: CausalLM) -> Tolerance:
+    is_full = base.dtype in (torch.float32, torch.float64) and not getattr(base, "is_quantized", False)
+    return FULL_PRECISION if is_full else LOW_PRECISION
+
+
+def _usable_tokens(base: CausalLM) -> Tensor:
+    """Token ids that are text: (V',) long, without those that a configuration names for another use."""
+    special: set[int] = set()
+    for config in (base.config, base.config.get_text_config(decoder=True)):
+        for key, value in config.to_dict().items():
+            if key.endswith(("token_id", "token_index", "token_ids")):
+                ids = value if isinstance(value, list) else [value]
+                special.update(each for each in ids if isinstance(each, int))
+    return torch.tensor([token for token in range(vocab_size(base)) if token not in special])
+
+
+def _trial_view(base: CausalLM) -> CausalLM:
+    """Modules of our own over the weights of ``base``, with short sliding windows."""
+    view = copy_sharing_parameters(base).eval()
+    for module in view.modules():
+        for holder in (module, getattr(module, "config", module)):
+            window = getattr(holder, "sliding_window", None)
+            if isinstance(window, int) and window > TRIAL_WINDOW:
+                holder.sliding_window = TRIAL_WINDOW
+    return view
