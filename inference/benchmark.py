@@ -25,12 +25,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from medusa.measurement.benchmark_bounds import bounds, calibrated_counts, divergences
-from medusa.measurement.benchmark_plot import plot_benchmark
-from medusa.measurement.benchmark_report import setting_report
-from medusa.measurement.benchmark_tables import print_tables
-from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
-from medusa.measurement.long_prompts import earlier_exchanges, lengthened
 
 import medusa
 from medusa.cli.flags import (
@@ -57,6 +51,11 @@ from medusa.cli.program import (
 )
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
+from medusa.measurement.benchmark_bounds import bounds, calibrated_counts, divergences
+from medusa.measurement.benchmark_plot import plot_benchmark
+from medusa.measurement.benchmark_report import setting_report
+from medusa.measurement.benchmark_tables import print_tables
+from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
 from medusa.measurement.contenders import (
     HEADS,
     PLAIN,
@@ -67,6 +66,7 @@ from medusa.measurement.contenders import (
     make_contenders,
     needs_heads,
 )
+from medusa.measurement.long_prompts import earlier_exchanges, lengthened
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib
 from medusa.progress import track

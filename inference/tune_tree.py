@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from medusa.measurement.tree_filing import file_asked_for, file_tuned
-from medusa.measurement.tuning_plot import plot_batch_sizes
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +42,7 @@ from medusa.cli.program import (
 )
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.calibrating import ranked
+from medusa.measurement.tree_filing import file_asked_for, file_tuned
 from medusa.measurement.tuning import (
     NUM_NODES,
     TreeSize,
@@ -51,6 +50,7 @@ from medusa.measurement.tuning import (
     measured_sizes,
     trees_by_size,
 )
+from medusa.measurement.tuning_plot import plot_batch_sizes
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, plot_tree_sizes
 from medusa.progress import track

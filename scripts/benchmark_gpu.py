@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from medusa.measurement.roofline import step_floor_seconds
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -42,6 +41,7 @@ from medusa.decoding.step_runners import StepKind
 from medusa.engine import Engine
 from medusa.hardware import DeviceRates, device_name, measured_rates
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.measurement.roofline import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
 from medusa.progress import track

@@ -1,7 +1,7 @@
 import pytest
-from medusa.measurement.benchmark_report import Timing, new_tokens, setting_report
 
 from medusa import DecodingStatistics
+from medusa.measurement.benchmark_report import Timing, new_tokens, setting_report
 
 
 def timing(contender, batch, seconds, tokens=((1, 2),), step=1.0, category="all"):

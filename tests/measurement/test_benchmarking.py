@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
 
+from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
 from medusa.measurement.contenders import Contender
 
 OPTIONS = AnswerOptions({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)

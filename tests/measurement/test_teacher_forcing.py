@@ -1,6 +1,7 @@
 import pytest
 import torch
 from conftest import random_prompts, tiny_model
+
 from medusa.measurement.teacher_forcing import Divergence, divergence, total_divergence
 
 

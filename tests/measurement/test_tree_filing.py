@@ -1,10 +1,10 @@
 """What tuning writes into a heads directory, what it leaves, and that it says so."""
 
 import pytest
-from medusa.measurement.tree_filing import file_asked_for, file_tuned
 from tiny_chat import chat_heads, wide_tree
 
 from medusa import CandidateTree, HeadsCheckpoint, load_heads, save_heads, save_tree
+from medusa.measurement.tree_filing import file_asked_for, file_tuned
 from medusa.trees.tuned_trees import Place, TunedTree
 
 HERE, ELSEWHERE = Place("this processor", "float32", "packed"), Place("a card", "bfloat16", "eager")

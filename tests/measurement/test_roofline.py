@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from tiny_chat import chat_base, chat_model
+
+from medusa import HeadsConfig, MedusaHeads, MedusaModel
+from medusa.hardware import DeviceRates
 from medusa.measurement.roofline import (
     best_expected_tokens,
     cache_bytes,
@@ -9,10 +13,6 @@ from medusa.measurement.roofline import (
     read_weights,
     step_floor_seconds,
 )
-from tiny_chat import chat_base, chat_model
-
-from medusa import HeadsConfig, MedusaHeads, MedusaModel
-from medusa.hardware import DeviceRates
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import Place
 
