@@ -28,6 +28,7 @@ from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.heads.eagle import Heads
+from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Place, TunedTree, at_place, chosen_for
@@ -121,6 +122,8 @@ class MedusaModel:
         if isinstance(heads, HeadsCheckpoint) and heads.adapter is not None:
             check_heads_fit(heads.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
             (apply_adapter if is_ours else check_carries)(base, heads.adapter)
+        elif isinstance(heads, HeadsCheckpoint):
+            warn_of_another_base(heads.fingerprint, base, heads.base_model)
         if heads is None:
             return cls(base, None, tree, tokenizer, engine, step=step)
         if not isinstance(heads, HeadsCheckpoint):

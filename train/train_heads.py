@@ -27,6 +27,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.cli.program import exit_status, log_console
 from medusa.heads.adapter import peft_library
 from medusa.heads.eagle import Heads
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.plots import check_matplotlib
 from medusa.training.config.configuration import TrainingConfiguration, read_configuration
@@ -80,7 +81,9 @@ def main() -> None:
             tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
             record = result.provenance(configuration, data.counts, trainer.state, measured)
             adapter = trainer.adapter.taken_out() if isinstance(trainer, JointTrainer) else None
-            result.save_result(run.heads, heads, configuration.base.base, tree, record, adapter)
+            result.save_result(
+                run.heads, heads, configuration.base.base, tree, record, adapter, BaseFingerprint.of(base)
+            )
             console.print(metrics.table("held_out", measured))
             if adapter is not None:
                 console.print(base_report(measured), soft_wrap=True)

@@ -15,6 +15,7 @@ from medusa.drafters.protocol import DraftContext
 from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle import EagleHead
+from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -106,6 +107,7 @@ def eagle_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
             f"eagle must be an EAGLE-style head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
         )
     check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
+    warn_of_another_base(checkpoint.fingerprint, model.base, checkpoint.base_model)
     head.to(base.device).eval()
     return DraftSource(
         "eagle",

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
+from medusa.base.causal_lm import CausalLM
+from medusa.heads.fingerprint import BaseFingerprint
 
 PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """A layer's two tensors are called PREFIX + layer + FIRST, (r, in), and PREFIX + layer + SECOND, (out, r)."""
-SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
-SAMPLE_TOLERANCE = 0.02
-"""Of the largest weight sampled: half precision rounds by less, fine-tuning moves some weight by more."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Adapter:
     """adapter_config.json."""
     weights: Mapping[str, Tensor]
     """adapter_model.safetensors."""
-    base_sample: tuple[float, ...]
-    """:func:`sample_of` the base it was trained on."""
+    fingerprint: BaseFingerprint | None = None
+    """Of the base it was trained on."""
 
     @property
     def layers(self) -> list[str]:
@@ -85,7 +83,7 @@ def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
             f"({', '.join(_adapter_names(base))}); give one without"
         )
     _check_fits(base, adapter)
-    _check_sample(base, adapter)
+    _check_base(base, adapter)
     config = peft.PeftConfig.from_peft_type(**adapter.config)
     wrapped = injected(base, config)
     expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
@@ -139,7 +137,7 @@ def _folded_linear(module: Any) -> nn.Linear:
 
 def check_carries(base: CausalLM, adapter: Adapter) -> None:
     """Raise ValueError unless exactly ``adapter`` works in ``base``."""
-    _check_sample(base, adapter)
+    _check_base(base, adapter)
     names = _adapter_names(base)
     advice = (
         "pass the base's path or hub id and the adapter is loaded with it, or put it onto the loaded base "
@@ -158,24 +156,13 @@ def check_carries(base: CausalLM, adapter: Adapter) -> None:
         )
 
 
-def sample_of(base: CausalLM) -> tuple[float, ...]:
-    """Some weights of the output embedding, spread over rows: what tells a base from others of its sizes."""
-    rows = embedding_weight(output_embedding(base)).detach()
-    chosen = torch.linspace(0, len(rows) - 1, SAMPLE_ROWS).long()
-    values = rows[chosen.to(rows.device), :SAMPLE_COLUMNS].float()
-    return tuple(round(value, 6) for value in values.flatten().tolist())
-
-
-def _check_sample(base: CausalLM, adapter: Adapter) -> None:
-    """Raise ValueError when ``base`` is another model than ``adapter`` was trained on; casts are forgiven."""
-    rows = embedding_weight(output_embedding(base))
-    if rows.is_meta or not rows.is_floating_point():
-        return  # offloaded or quantised: there are no weights to compare
-    ours, theirs = torch.tensor(sample_of(base)), torch.tensor(adapter.base_sample)
-    if ours.shape != theirs.shape or (ours - theirs).abs().max() > SAMPLE_TOLERANCE * theirs.abs().max():
+def _check_base(base: CausalLM, adapter: Adapter) -> None:
+    """Raise ValueError when ``base`` is another model than ``adapter`` was trained on."""
+    difference = None if adapter.fingerprint is None else adapter.fingerprint.difference(base)
+    if difference is not None:
         raise ValueError(
-            f"the adapter was trained on another model than {base.name_or_path!r}, whose output embedding "
-            "has other weights; load the base model that the heads were trained on"
+            f"the adapter was trained on another model than {base.name_or_path!r}: {difference}; load the "
+            "base model that the heads were trained on"
         )
 
 

@@ -1,7 +1,7 @@
 """The heads directory: what training leaves behind and decoding loads.
 
     config.json         the format version, the kind of heads ("medusa" or "eagle"), its HeadsConfig or
-                        EagleConfig, the base model's name
+                        EagleConfig, the base model's name and fingerprint
     model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
                         that were timed for a device and batch size (see medusa.trees.tuned_trees)
@@ -22,7 +22,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -34,13 +34,16 @@ from torch import Tensor
 from medusa.files import read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter
 from medusa.heads.eagle import EagleConfig, EagleHead, Heads
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.token_map import checked_token_map
 from medusa.pretrained import shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
+"""1, of medusa 0.1.0, held no fingerprint of the base, but a sample of it with an adapter."""
 CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
     "config.json",
     "model.safetensors",
@@ -50,12 +53,10 @@ CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
 ADAPTER = "adapter"
 ADAPTER_CONFIG_FILE = f"{ADAPTER}/adapter_config.json"
 ADAPTER_WEIGHTS_FILE = f"{ADAPTER}/adapter_model.safetensors"
-HEADER_KEYS = ("format_version", "kind", "base_model", ADAPTER, "rank")
-"""Keys of config.json that are no part of a module's configuration. "rank" belonged to low_rank heads, which
-were removed; files of other heads hold it too."""
+FINGERPRINT = "base_fingerprint"
+HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
+"""Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
-
-Config = TypeVar("Config", HeadsConfig, EagleConfig)
 
 
 @dataclass
@@ -73,6 +74,12 @@ class HeadsCheckpoint:
     """What the heads were trained together with: they belong to the base that carries it."""
     tree_origin: Mapping[str, Any] = field(default_factory=dict)
     """Where ``tree`` came from, in plain JSON values; empty where nobody said."""
+    fingerprint: BaseFingerprint | None = None
+    """Of the base the heads were trained on, as it is without the adapter; None in old directories."""
+
+    def __post_init__(self) -> None:
+        if self.fingerprint is None and self.adapter is not None:
+            self.fingerprint = self.adapter.fingerprint
 
 
 def save_heads(
@@ -103,8 +110,10 @@ def save_heads(
             "base_model": checkpoint.base_model,
             **asdict(checkpoint.heads.config),
         }
+        if checkpoint.fingerprint is not None:
+            config[FINGERPRINT] = checkpoint.fingerprint.as_json()
         if checkpoint.adapter is not None:
-            config[ADAPTER] = {"type": "lora", "base_sample": list(checkpoint.adapter.base_sample)}
+            config[ADAPTER] = {"type": "lora"}
             _write_adapter(partial, checkpoint.adapter)
         write_json(partial / CONFIG_FILE, config)
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -135,6 +144,7 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
         tuned=tuned,
         adapter=_read_adapter(directory, raw, device),
         tree_origin=tree_origin,
+        fingerprint=_read_fingerprint(directory, raw),
     )
 
 
@@ -209,11 +219,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """config.json, of a format that this version reads."""
     path = directory / CONFIG_FILE
     raw = read_json(path)
-    if raw.get("format_version") != FORMAT_VERSION:
+    if raw.get("format_version") not in READ_VERSIONS:
         raise ValueError(
-            f"{path} has format_version={raw.get('format_version')!r}, this version of "
-            f"medusa reads {FORMAT_VERSION}; is it a heads directory written by train/train_heads.py?"
+            f"{path} has format_version={reprlib.repr(raw.get('format_version'))}, this version of medusa "
+            f"reads {' and '.join(map(str, READ_VERSIONS))}; is it a heads directory written by "
+            "train/train_heads.py?"
         )
+    if raw["format_version"] == 1:
+        raw.pop("rank", None)  # of low_rank heads, which were removed; all files hold it
     if not isinstance(raw.get("base_model", ""), str):
         raise ValueError(f"{path}: base_model must be text, got {reprlib.repr(raw['base_model'])}")
     return raw
@@ -232,11 +245,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
         raise ValueError(
             f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle'"
         )
-    config: EagleConfig | HeadsConfig
-    if kind == "eagle":
-        config = _strict_config(EagleConfig, raw, config_path)
-    else:
-        config = _strict_config(HeadsConfig, raw, config_path)
+    config_type: type[EagleConfig] | type[HeadsConfig] = EagleConfig if kind == "eagle" else HeadsConfig
+    config = _strict_config(config_type, raw, config_path)
     loaded = _read_weights(path, device)
     weights = {name: each.float() if each.is_floating_point() else each for name, each in loaded.items()}
     if isinstance(config, HeadsConfig):
@@ -254,7 +264,9 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     return heads
 
 
-def _strict_config(config_type: type[Config], raw: Mapping[str, Any], path: Path) -> Config:
+def _strict_config(
+    config_type: type[EagleConfig] | type[HeadsConfig], raw: Mapping[str, Any], path: Path
+) -> EagleConfig | HeadsConfig:
     """The module's configuration in a config.json."""
     known = {f.name for f in fields(config_type)}
     values = {key: value for key, value in raw.items() if key not in HEADER_KEYS}
@@ -328,6 +340,14 @@ def _check_tensors(
                 raise ValueError(f"{path}: tensor {name!r} must have {quality} {ours}, got {theirs}")
 
 
+def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprint | None:
+    """The fingerprint of the base in ``raw``, the config.json; None where it holds none."""
+    said, path = raw.get(FINGERPRINT), directory / CONFIG_FILE
+    if raw["format_version"] == 1 and isinstance(raw.get(ADAPTER), dict) and "base_sample" in raw[ADAPTER]:
+        said = {"sample": raw[ADAPTER]["base_sample"]}
+    return None if said is None else BaseFingerprint.from_json(said, f"{path}: {FINGERPRINT}")
+
+
 def _write_adapter(directory: Path, adapter: Adapter) -> None:
     (directory / ADAPTER).mkdir()
     write_json(directory / ADAPTER_CONFIG_FILE, adapter.config)
@@ -345,10 +365,10 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
         )
     if said is None:
         return None
-    if not isinstance(said, dict) or said.get("type") != "lora" or "base_sample" not in said:
+    if not isinstance(said, dict) or said.get("type") != "lora":
         raise ValueError(
-            f"{directory / CONFIG_FILE} says {ADAPTER}={said!r}, this version of medusa reads type 'lora' "
-            "with a base_sample"
+            f"{directory / CONFIG_FILE} says {ADAPTER}={reprlib.repr(said)}, this version of medusa reads "
+            "type 'lora'"
         )
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     if config.get("peft_type") != "LORA":
@@ -356,7 +376,7 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
             f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
         )
     weights = _read_weights(directory / ADAPTER_WEIGHTS_FILE, device)
-    return Adapter(config, weights, tuple(said["base_sample"]))
+    return Adapter(config, weights, _read_fingerprint(directory, raw))
 
 
 def _read_trees(

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates
 from medusa.heads.eagle import EagleHead
-from medusa.heads.medusa_heads import embedding_weight
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
 

@@ -133,7 +133,7 @@ def test_the_files_hold_what_was_saved(saved):
     assert checkpoint.adapter.weights.keys() == adapter.weights.keys()
     for name, tensor in checkpoint.adapter.weights.items():
         assert torch.equal(tensor, adapter.weights[name])
-    assert checkpoint.adapter.base_sample == adapter.base_sample
+    assert checkpoint.adapter.fingerprint == checkpoint.fingerprint == adapter.fingerprint
     assert json.loads((saved[1] / "config.json").read_text())["adapter"]["type"] == "lora"
     assert sorted(path.name for path in (saved[1] / "adapter").iterdir()) == [
         "adapter_config.json",
@@ -212,7 +212,7 @@ def test_a_base_of_other_layers_is_refused_and_left_alone(saved):
 def test_another_base_of_the_same_sizes_is_refused_and_a_cast_one_is_not(saved):
     adapter = load_heads(saved[1]).adapter
     other = chat_base(seed=1)
-    with pytest.raises(ValueError, match="the adapter was trained on another model than"):
+    with pytest.raises(ValueError, match=r"was trained on another model than .*: its output embedding"):
         apply_adapter(other, adapter)
     assert not hasattr(other, "peft_config")
     with pytest.raises(ValueError, match="the adapter was trained on another model than"):
@@ -278,7 +278,7 @@ def test_tensors_that_the_configuration_does_not_ask_for_are_refused():
     adapter = new_adapter()
     config = {**adapter.config, "target_modules": ["q_proj"]}
     with pytest.raises(ValueError, match="the adapter's tensors are not those of its configuration"):
-        apply_adapter(chat_base(), Adapter(config, adapter.weights, adapter.base_sample))
+        apply_adapter(chat_base(), Adapter(config, adapter.weights))
 
 
 def test_info_shows_the_adapter(saved, capsys, tmp_path):

@@ -279,7 +279,7 @@ def test_a_block_of_a_huge_number_counts_once(saved):
 
 def test_heads_of_the_format_before_this_one_are_read(saved):
     """Every config.json of 0.1.0 holds a rank, which low_rank heads alone used."""
-    edit_config(saved, rank=64)
+    edit_config(saved, rank=64, format_version=1)
     assert load_heads(saved).heads.num_heads == 3
 
 
@@ -319,7 +319,7 @@ def test_a_config_without_its_sizes_is_refused(saved):
 
 def test_a_config_of_a_model_and_not_of_heads_is_refused(saved):
     edit_config(saved, drop="format_version")
-    with pytest.raises(ValueError, match="has format_version=None, this version of medusa reads 1"):
+    with pytest.raises(ValueError, match="has format_version=None, this version of medusa reads 1 and 2"):
         load_heads(saved)
 
 

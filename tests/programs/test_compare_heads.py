@@ -153,7 +153,7 @@ def test_two_sets_of_one_label_and_heads_with_an_adapter_are_refused(setting, tm
     _, heads, _ = setting
     with pytest.raises(ValueError, match="two sets of heads are called 'a'"):
         read_named([f"a={heads}", f"a={heads}"])
-    adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)}, (0.0,))
+    adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
     save_heads(HeadsCheckpoint(chat_heads(), "base", adapter=adapter), tmp_path / "joint")
     with pytest.raises(ValueError, match="trained with an adapter, whose base gives other answers"):
         read_named([str(tmp_path / "joint")])

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from medusa.base.causal_lm import CausalLM, output_embedding
-from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library, sample_of
+from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config.options import JointOptions
 
 
@@ -79,7 +80,7 @@ class TrainedAdapter:
         return Adapter(
             {key: _plain(value) for key, value in config.items()} | {"inference_mode": True},
             {name: each.detach().cpu().clone().contiguous() for name, each in weights.items()},
-            sample_of(self.base),
+            BaseFingerprint.of(self.base),
         )
 
 

@@ -18,6 +18,7 @@ from medusa.heads.adapter import Adapter
 from medusa.heads.calibration import calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.eagle import Heads
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.documents import Documents
 from medusa.training.run.run_directory import RunState
@@ -70,15 +71,15 @@ def save_result(
     tree: CandidateTree | None,
     record: dict[str, Any],
     adapter: Adapter | None = None,
+    fingerprint: BaseFingerprint | None = None,
 ) -> Path:
     """Write the heads directory in place of an earlier one of the same run.
 
     Raises:
         OSError: the disk refused; what was there before is untouched.
     """
-    return save_heads(
-        HeadsCheckpoint(heads, base_name, tree, record, adapter=adapter), directory, overwrite=True
-    )
+    checkpoint = HeadsCheckpoint(heads, base_name, tree, record, adapter=adapter, fingerprint=fingerprint)
+    return save_heads(checkpoint, directory, overwrite=True)
 
 
 def _versions() -> dict[str, str]:

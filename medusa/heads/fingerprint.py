@@ -1,0 +1,115 @@
+"""What tells a base model from others of its sizes, recorded with the heads that were trained on it.
+
+A file name says little: the same name may hold a base or its fine-tuned child, and heads of the one guess
+badly for the other. So a few weights of the output embedding are kept, and what the configuration says of the
+architecture. Weights are compared up to what casts round away, so every copy of a checkpoint passes.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
+
+SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
+"""Of the output embedding: rows spread over the vocabulary, and the first columns of each."""
+TOLERANCE = 0.01
+"""Relative distance of two samples. bfloat16 rounds by 0.2 %, 8-bit blocks of a GGUF file by 0.5 %; another
+model is 140 % away, and a fine-tuned one as far as its output embedding has moved."""
+CONFIGURATION_KEYS = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+READABLE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class BaseFingerprint:
+    """What tells a base model from others of its sizes."""
+
+    sample: tuple[float, ...] | None
+    """Some weights of the output embedding; None where it was quantised, offloaded or sharded."""
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    """What its configuration says of :data:`CONFIGURATION_KEYS`, in plain JSON values."""
+
+    @classmethod
+    def of(cls, base: CausalLM) -> BaseFingerprint:
+        """The fingerprint of a loaded model; an adapter in its layers does not change it."""
+        config = base.config.get_text_config(decoder=True)
+        said = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
+        known = {key: value for key, value in said.items() if isinstance(value, (int, str))}
+        return cls(_sample(embedding_weight(output_embedding(base)).detach()), known)
+
+    def as_json(self) -> dict[str, Any]:
+        """What :meth:`from_json` reads."""
+        return {
+            "sample": None if self.sample is None else list(self.sample),
+            "configuration": dict(self.configuration),
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any, origin: str) -> BaseFingerprint:
+        """Read what :meth:`as_json` wrote; ``origin`` names the file in messages.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        said = raw if isinstance(raw, dict) else {"sample": ()}
+        sample, configuration = said.get("sample"), said.get("configuration", {})
+        if not (sample is None or _is_sample(sample)) or not isinstance(configuration, dict):
+            raise ValueError(
+                f"{origin} must hold a sample, null or a list of numbers, and a configuration, an object; "
+                f"got {reprlib.repr(raw)}"
+            )
+        return cls(None if sample is None else tuple(sample), configuration)
+
+    def difference(self, base: CausalLM) -> str | None:
+        """How ``base`` is another model, in words; None where nothing speaks for that."""
+        ours = BaseFingerprint.of(base)
+        for key, theirs in self.configuration.items():
+            if key in ours.configuration and ours.configuration[key] != theirs:
+                return f"{key} was {theirs!r} and is {ours.configuration[key]!r}"
+        if self.sample is None or ours.sample is None or len(self.sample) != len(ours.sample):
+            return None
+        distance = math.dist(self.sample, ours.sample) / max(math.hypot(*self.sample), 1e-12)
+        if distance <= TOLERANCE:
+            return None
+        return f"its output embedding is {distance:.1%} away from theirs"
+
+
+def warn_of_another_base(fingerprint: BaseFingerprint | None, base: CausalLM, trained_on: str) -> None:
+    """Warn when heads were trained on another model than ``base``; not where no fingerprint was recorded."""
+    difference = None if fingerprint is None else fingerprint.difference(base)
+    if difference is not None:
+        warnings.warn(
+            f"the heads were trained on another model ({trained_on!r}) than the base {base.name_or_path!r}: "
+            f"{difference}. The text stays the base's own, but few guesses will be right; load the base that "
+            "the heads were trained on, or train heads for this one",
+            stacklevel=3,
+        )
+
+
+def _sample(weight: Tensor) -> tuple[float, ...] | None:
+    # Subclasses are quantised or sharded, and shards may be empty.
+    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.numel() > 0
+    if not is_plain or weight.is_meta or weight.dtype not in READABLE_TYPES:
+        return None
+    rows = torch.linspace(0, len(weight) - 1, SAMPLE_ROWS).long()
+    values = weight[rows.to(weight.device), :SAMPLE_COLUMNS].flatten().tolist()
+    return tuple(float(f"{value:.6g}") for value in values)
+
+
+def _is_sample(sample: Any) -> bool:
+    is_listed = isinstance(sample, list) and len(sample) > 0
+    return is_listed and all(type(each) in (int, float) and abs(each) < 1e30 for each in sample)
