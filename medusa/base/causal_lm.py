@@ -10,6 +10,7 @@ states are then (..., (1 + L) * D), the last state first.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -259,17 +260,21 @@ def seen_hidden(
     """Records what the output embedding reads, and lets only ``keep`` of it through to the logits.
 
     ``layers`` asks for the states after that many decoder layers too, 1 the first: each stands behind the
-    last state, in this order.
+    last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the same
+    model meanwhile, each with hooks of its own or none.
     """
-    seen = SeenHidden(len(layers))
+    seen, owner = SeenHidden(len(layers)), threading.get_ident()
 
-    def look(module: nn.Module, args: tuple) -> tuple:
+    def look(module: nn.Module, args: tuple) -> tuple | None:
+        if _this_thread() != owner:
+            return None
         seen.parts[0] = args[0].to(embedding_weight(module).device)
         return (keep(seen.parts[0]), *args[1:])
 
     def look_at(index: int) -> Callable[..., None]:
         def note(_module: nn.Module, _args: tuple, output: Any) -> None:
-            seen.parts[index] = output[0] if isinstance(output, tuple) else output
+            if _this_thread() == owner:
+                seen.parts[index] = output[0] if isinstance(output, tuple) else output
 
         return note
 
@@ -282,3 +287,10 @@ def seen_hidden(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@torch.compiler.assume_constant_result
+def _this_thread() -> int:
+    """The calling thread. A compiled pass keeps the answer it was traced with: the hooks of other threads that
+    were there at that time stay out of it, whichever thread runs it later."""
+    return threading.get_ident()
