@@ -181,6 +181,9 @@ class MedusaModel:
     ) -> Tensor | MedusaOutput:
         """``transformers``' ``generate``, faster. Takes its arguments and returns what it returns.
 
+        Several threads may call this, :meth:`stream` and ``base`` itself at once, and each gets what it would
+        get alone. A drafter, processor or criterion that is passed as an object serves one call at a time.
+
         Args:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
             seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's

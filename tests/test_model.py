@@ -177,6 +177,37 @@ def test_an_iterator_streamer_yields_the_text_while_another_thread_decodes(model
     thread.join()
 
 
+@pytest.mark.parametrize("step", ["general", "static"])
+def test_other_threads_may_run_the_model_in_the_middle_of_a_pass(model, step):
+    """A forward pass of the base alone keeps all its logits, and answers of other threads their tokens."""
+    others = left_padded(random_prompts(2, 9), [9, 4])
+    expected = (
+        model.generate(PROMPT, **SAMPLED),
+        model.generate(**others, **SAMPLED),
+        model.base(PROMPT).logits,
+    )
+    seen, main = [], threading.get_ident()
+
+    def in_another_thread():
+        with torch.no_grad():
+            seen.append((model.generate(**others, **SAMPLED, step=step), model.base(PROMPT).logits))
+
+    def interrupt(*_):
+        if threading.get_ident() == main:
+            thread = threading.Thread(target=in_another_thread)
+            thread.start()
+            thread.join()
+
+    handle = model.base.model.layers[0].register_forward_hook(interrupt)
+    interrupted = model.generate(PROMPT, **{**SAMPLED, "max_new_tokens": 4}, step=step)
+    handle.remove()
+    assert torch.equal(interrupted, expected[0][:, : PROMPT.shape[1] + 4])
+    assert len(seen) >= 2
+    for answer, logits in seen:
+        assert torch.equal(answer, expected[1])
+        assert torch.equal(logits, expected[2])
+
+
 @pytest.mark.parametrize("end", range(2, 13))
 def test_a_stop_string_ends_the_answer_at_its_last_token(model, tokenizer, end):
     """Wherever it falls in an accepted path, and even when it spans two steps."""

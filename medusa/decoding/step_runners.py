@@ -23,6 +23,7 @@ settings, and of a captured one the caches too, since a graph writes to the tens
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -30,12 +31,14 @@ from types import FunctionType
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, seen_hidden
 from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticDrafter, StaticState, static_step
 from medusa.engine.int8 import Int8Product
 from medusa.engine.packed import PackedLinear
+from medusa.engine.views import copy_sharing_parameters
 
 StepKind = Literal["general", "static", "compiled", "captured"]
 """See the table above."""
@@ -64,7 +67,11 @@ class Stepper:
 
 
 class CompiledStepper(Stepper):
-    """Runs them as :func:`compiled_step` makes them."""
+    """Runs them as :func:`compiled_step` makes them, one thread at a time.
+
+    ``base`` must be a model whose hooks are set by these steppers alone: torch compiles a step anew whenever
+    the number of hooks changes, and other threads may run the model that the user holds.
+    """
 
     def __init__(
         self,
@@ -73,11 +80,16 @@ class CompiledStepper(Stepper):
         rows: DecodeState,
         steps_unseen: int,
         step: Callable[..., None],
+        turn: threading.Lock,
     ):
         super().__init__(base, drafter, rows, steps_unseen)
-        self._step = step
+        self._step, self._turn = step, turn
 
     def run(self, num_steps: int) -> float:
+        with self._turn:
+            return self._run_in_turn(num_steps)
+
+    def _run_in_turn(self, num_steps: int) -> float:
         num_compiled, began = _num_compiled(), time.perf_counter()
         self._run(self._step, 1)
         elapsed = time.perf_counter() - began
@@ -166,6 +178,8 @@ class Steppers:
         """That of torch.compile."""
         self._captured: dict[Hashable, CapturedStepper] = {}
         self._compiled: dict[Hashable, Callable[..., None]] = {}
+        self._compiled_base: CausalLM | None = None
+        self._turn = threading.Lock()
 
     @contextmanager
     def lent(
@@ -179,7 +193,7 @@ class Steppers:
         elif kind == "compiled":
             step = self._compiled.pop(settings, None) or compiled_step(self.backend)
             _keep(self._compiled, settings, step)
-            yield CompiledStepper(*given, step)
+            yield CompiledStepper(self._base_to_compile(), drafter, rows, steps_unseen, step, self._turn)
         else:
             key = (len(rows.rows), settings)
             stepper = self._captured.pop(key, None) or CapturedStepper(*given)
@@ -188,12 +202,24 @@ class Steppers:
             finally:
                 _keep(self._captured, key, stepper)
 
+    def _base_to_compile(self) -> CausalLM:
+        """The base's own parameters and buffers under modules that nobody else runs."""
+        copied = self._compiled_base
+        if copied is None or [*map(id, _tensors(copied))] != [*map(id, _tensors(self.base))]:
+            copied = self._compiled_base = copy_sharing_parameters(self.base)
+        return copied
+
+
+def _tensors(base: CausalLM) -> Iterator[Tensor]:
+    yield from base.parameters()
+    yield from base.buffers()
+
 
 def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     """Add ``value`` as the newest; the oldest beyond :data:`MAX_KEPT` go."""
     kept[key] = value
     for oldest in list(kept)[:-MAX_KEPT]:
-        del kept[oldest]
+        kept.pop(oldest, None)  # another thread may have dropped it
 
 
 def check_step(step: str, base: CausalLM) -> None:

@@ -56,7 +56,10 @@ class TokenMapped(nn.Module):
         """Features (..., D) as the base's own output embedding scores them: logits (..., V')."""
         weight = embedding_weight(output_embedding)
         if self.token_map is None:
-            return output_embedding(features.to(weight.dtype) if weight.is_floating_point() else features)
+            features = features.to(weight.dtype) if weight.is_floating_point() else features
+            # Compiled code leaves hooks out: other threads hang theirs on this module for the time of a pass.
+            compute = output_embedding.forward if torch.compiler.is_compiling() else output_embedding
+            return compute(features)
         return self._mapped(output_embedding).score(features)
 
     def gather_rows(self, output_embedding: nn.Module) -> None:

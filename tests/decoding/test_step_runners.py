@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, left_padded, random_prompts, tiny_model
@@ -78,6 +80,30 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
         setups.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before)
         assert (statistics.setup_seconds > 0) is (setups[-1] > 0)
     assert setups[0] == 2 and setups[1] in (1, 2) and setups[2] == 0
+
+
+def test_hooks_of_other_threads_neither_enter_a_compiled_step_nor_have_it_compiled_anew():
+    base = tiny_model("llama")
+    steppers, drafter = Steppers(base, backend="eager"), drafter_of("heads", base)
+    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 12, **sampling(1))
+    expected = tokens_of_one_row(decode(base, drafter, request))
+    is_open, may_close = threading.Event(), threading.Event()
+
+    def watch():
+        with seen_hidden(base, lambda hidden: hidden[:, :0]):
+            is_open.set()
+            may_close.wait(60)
+
+    torch._dynamo.reset()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    is_open.wait(60)
+    watched = tokens_of_one_row(decode_static("compiled", steppers, drafter, request))
+    may_close.set()
+    thread.join()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        alone = tokens_of_one_row(decode_static("compiled", steppers, drafter, request))
+    assert watched == alone == expected
 
 
 def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_rows():
