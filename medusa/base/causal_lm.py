@@ -260,8 +260,8 @@ def seen_hidden(
     """Records what the output embedding reads, and lets only ``keep`` of it through to the logits.
 
     ``layers`` asks for the states after that many decoder layers too, 1 the first: each stands behind the
-    last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the same
-    model meanwhile, each with hooks of its own or none.
+    last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the
+    same model meanwhile, each with hooks of its own or none.
     """
     seen, owner = SeenHidden(len(layers)), threading.get_ident()
 
@@ -291,6 +291,5 @@ def seen_hidden(
 
 @torch.compiler.assume_constant_result
 def _this_thread() -> int:
-    """The calling thread. A compiled pass keeps the answer it was traced with: the hooks of other threads that
-    were there at that time stay out of it, whichever thread runs it later."""
+    """The calling thread. Code that torch compiles keeps the answer of the thread that compiles it."""
     return threading.get_ident()
