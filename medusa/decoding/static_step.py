@@ -168,12 +168,12 @@ def _checked(
     draft: Draft, context: DraftContext, drafter: Drafter, state: StaticState, num_tokens: int
 ) -> Draft:
     """``draft``, with tokens that the base can read; what it violates is added to ``state``."""
+    if is_medusas_own(drafter):
+        return draft
     check_shapes(drafter, draft, context, num_tokens)
-    if not is_medusas_own(drafter):
-        of_tokens = token_violations(draft.tokens, context.root, num_tokens)
-        state.violations.logical_or_(torch.cat([of_tokens, topology_violations(draft.topology)]))
-        draft = replace(draft, tokens=draft.tokens.clamp(0, num_tokens - 1))
-    return draft
+    of_tokens = token_violations(draft.tokens, context.root, num_tokens)
+    state.violations.logical_or_(torch.cat([of_tokens, topology_violations(draft.topology)]))
+    return replace(draft, tokens=draft.tokens.clamp(0, num_tokens - 1))
 
 
 def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Tensor) -> None:
