@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.requirements import check_is_model
 from medusa.decoding.loop import StepResult
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.static_loop import decode_as
@@ -109,13 +110,9 @@ class MedusaModel:
         if isinstance(base, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(base) if tokenizer is None else tokenizer
             base = AutoModelForCausalLM.from_pretrained(base, **base_kwargs)
-        elif not isinstance(base, PreTrainedModel):
-            raise TypeError(
-                f"base must be a path, a hub id or a loaded PreTrainedModel, got {type(base).__name__}; of a "
-                "PEFT model pass get_base_model(), which keeps the adapter"
-            )
         elif base_kwargs:
             raise ValueError(f"{sorted(base_kwargs)} go with a path or a hub id; this base is already loaded")
+        check_is_model(base)
         base.eval()
         if isinstance(heads, (str, Path)):
             heads = load_heads(heads)

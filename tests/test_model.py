@@ -533,7 +533,7 @@ def test_a_tree_deeper_than_the_heads_is_refused_at_once():
 
 def test_what_is_no_base_and_what_are_no_heads_are_refused_by_type():
     with pytest.raises(
-        TypeError, match=r"base must be a path, .* got Linear; of a PEFT model pass get_base_model"
+        TypeError, match=r"base must be a path, .* got Linear; load one with AutoModelForCausalLM"
     ):
         MedusaModel.from_pretrained(torch.nn.Linear(2, 2))
     with pytest.raises(

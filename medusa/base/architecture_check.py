@@ -1,4 +1,4 @@
-"""Which base models a tree can be verified on: the rules, and a trial that finds what no rule foresees.
+"""A trial that finds the models whose text a tree would change, though no rule foresees it.
 
 The trial runs a small tree below two short prompts and compares the logits of every node with those of the
 model's own forward over the same tokens, without a cache. It takes about two hundred tokens.
@@ -14,25 +14,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa.base.attention import MASKED_ATTENTION, attention_windows, is_code_of_transformers
+from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import (
     CausalLM,
     context_length,
     copy_sharing_parameters,
     home_device,
     new_cache,
-    output_embedding,
     prefill,
     verify,
     vocab_size,
 )
+from medusa.base.requirements import check_decodable
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 TESTED_MODEL_TYPES = frozenset(
     {
         "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt2",
         "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3",
-        "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+        "qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3", "starcoder2",
     }
 )  # fmt: skip
 """``config.model_type`` of the architectures that our tests hold to ``transformers``' own ``generate``."""
@@ -78,49 +78,6 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         return self.difference <= self.tolerance
-
-
-def check_decodable(base: CausalLM) -> None:
-    """Raise ValueError, with the reason, when a tree cannot be verified on ``base``."""
-    name, config = type(base).__name__, base.config.get_text_config(decoder=True)
-    if base.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
-    output_embedding(base)
-    if not base.can_generate():
-        raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
-    if getattr(base, "_is_stateful", False):
-        raise ValueError(
-            f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
-            "tree verification needs a model whose layers are all attention"
-        )
-    parameters = inspect.signature(base.forward).parameters
-    if "past_key_values" not in parameters and is_code_of_transformers(base):
-        raise ValueError(
-            f"{name}.forward takes no past_key_values, so it keeps no keys and values of a prompt; "
-            "tree verification needs a model with a key-value cache"
-        )
-    if "position_ids" not in parameters:
-        raise ValueError(
-            f"{name}.forward takes no position_ids (it derives positions from the order of tokens), "
-            "so the nodes of a tree cannot be given theirs"
-        )
-    attention = config._attn_implementation
-    if attention not in MASKED_ATTENTION:
-        raise ValueError(
-            f"attention implementation {attention!r} takes no tree mask; load {name} with "
-            "attn_implementation='sdpa' (or 'eager')"
-        )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} biases attention by distance (alibi=True) and takes the distance from the order of "
-            "tokens, so the nodes of a tree cannot be given theirs"
-        )
-    if getattr(config, "cross_attention_layers", None):
-        raise ValueError(
-            f"{name} has layers that attend to images (cross_attention_layers), and a tree is verified from "
-            "its tokens alone; use its own generate"
-        )
-    attention_windows(base)
 
 
 def check_base(base: CausalLM) -> None:

@@ -88,6 +88,17 @@ for _name, _attention in ((GROUPED_ATTENTION, grouped_attention), (FLOAT64_ATTEN
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
+def check_attention(base: PreTrainedModel) -> None:
+    """Raise ValueError unless the attention of ``base`` takes a tree's mask, now: it can be changed any time,
+    and some implementations read a mask of another kind past its end."""
+    attention = base.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in MASKED_ATTENTION:
+        raise ValueError(
+            f"attention implementation {attention!r} takes no tree mask; load {type(base).__name__} with "
+            "attn_implementation='sdpa' (or 'eager'), or call set_attn_implementation('sdpa')"
+        )
+
+
 def attention_windows(base: PreTrainedModel) -> LayerWindows:
     """The attention layer types of ``base``, each with its window."""
     return layer_windows(base.config.get_text_config(decoder=True), masks_by_window(base))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from medusa.base.attention import (
     attention_windows,
+    check_attention,
     grouped_masks,
     mask_dtype,
     node_positions,
@@ -180,6 +181,7 @@ def tree_inputs(
     base: CausalLM, tokens: Tensor, topology: TreeTopology, cache: TreeCache, first_node: int = 0
 ) -> dict[str, Any]:
     """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``."""
+    check_attention(base)
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
     cache.begin(tokens.shape[1], first_node)

@@ -166,17 +166,21 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[
 
 
 def _check_positions(position_ids: Tensor | None, padding: list[int], width: int) -> None:
-    """Refuse positions (B, T) or (1, T) of the caller's own; ``generate`` prepares the natural ones."""
+    """Refuse positions (B, T) or (1, T) of the caller's own; ``generate`` prepares the natural ones.
+
+    Models of images (the Qwen2-VL family) have several axes of them, (axes, B, T), all alike for text.
+    """
     if position_ids is None:
         return
-    if position_ids.shape[1] != width:
+    if position_ids.shape[-1] != width:
         raise ValueError(
             f"attention_mask and position_ids must have the width of input_ids, {width}, "
-            f"got {position_ids.shape[1]}"
+            f"got {position_ids.shape[-1]}"
         )
-    for row, given in enumerate(position_ids.tolist()):
-        if given[padding[row] :] != list(range(width - padding[row])):
-            raise ValueError("position_ids must count each prompt's tokens from 0; leave them out")
+    for axis in position_ids if position_ids.dim() == 3 else position_ids[None]:
+        for row, given in enumerate(axis.tolist()):
+            if given[padding[row] :] != list(range(width - padding[row])):
+                raise ValueError("position_ids must count each prompt's tokens from 0; leave them out")
 
 
 def _for_unpadded_rows(

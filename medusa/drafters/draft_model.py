@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from medusa.base.architecture_check import check_decodable
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
+from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, GROUPED, SIZES, tiny_model
+from conftest import ARCHITECTURES, GROUPED, SIZES, random_prompts, tiny_model
 from test_causal_lm import OTHERS
 from transformers import (
     BertConfig,
@@ -46,12 +46,12 @@ from medusa import MedusaModel
 from medusa.base.architecture_check import (
     TESTED_MODEL_TYPES,
     check_base,
-    check_decodable,
     check_tree_verification,
     is_tested,
     worst_comparison,
 )
 from medusa.base.causal_lm import decoder_layers
+from medusa.base.requirements import check_decodable
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 REFUSED = {
@@ -160,6 +160,32 @@ def test_a_base_that_cannot_verify_a_tree_is_refused_with_the_reason(kind):
         check_base(base)
     with pytest.raises(ValueError, match=message):
         MedusaModel.from_pretrained(base)
+
+
+def test_a_wrapper_around_a_model_is_refused_with_what_to_pass_instead():
+    base = tiny_model("llama")
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**GROUPED)), peft.LoraConfig(r=2))
+    wrapped = {
+        r"OptimizedModule; pass the model that was compiled \(its _orig_mod\)": torch.compile(base),
+        r"PeftModel; pass its get_base_model\(\), which keeps the adapter": adapted,
+        r"DataParallel; pass the model inside": torch.nn.DataParallel(base),
+    }
+    for message, wrapper in wrapped.items():
+        for make in (MedusaModel, MedusaModel.from_pretrained):
+            with pytest.raises(TypeError, match=f"base must be a path, .*, got {message}"):
+                make(wrapper)
+
+
+def test_an_attention_implementation_that_is_changed_later_is_refused_at_the_next_call():
+    base = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
+    model = MedusaModel(base)
+    base.set_attn_implementation("flex_attention")
+    for step in ("general", "static"):
+        with pytest.raises(ValueError, match=r"'flex_attention' takes no tree mask.* or call set_attn_impl"):
+            model.generate(random_prompts(1, 5), max_new_tokens=4, step=step)
+    base.set_attn_implementation("eager")
+    model.generate(random_prompts(1, 5), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])

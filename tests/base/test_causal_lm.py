@@ -46,8 +46,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
@@ -270,6 +274,7 @@ OLD = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_pos
 TOKENS = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 GROUPS = {**PLAIN, "num_key_value_heads": 2}
 HYBRID = {**GROUPS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 OTHERS = {
     "learned positions": lambda: GPT2LMHeadModel(GPT2Config(**OLD, **TOKENS)),
     "learned positions with an offset": lambda: OPTForCausalLM(
@@ -336,6 +341,26 @@ OTHERS = {
             sliding_window=6,
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=VOCAB_SIZE,
+        )
+    ),
+    "three axes of positions": lambda: Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config={**GROUPS, "rope_parameters": AXES},
+            vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "patch_size": 2},
+            image_token_id=60,
+            video_token_id=59,
+        )
+    ),
+    "axes of positions in turns": lambda: Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config={**GROUPS, "head_dim": 8, "rope_parameters": {**AXES, "mrope_interleaved": True}},
+            vision_config={
+                **{"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+                **{"out_hidden_size": 32, "patch_size": 2, "deepstack_visual_indexes": [0]},
+                "num_position_embeddings": 16,
+            },
+            image_token_id=60,
+            video_token_id=59,
         )
     ),
     "scaled logits": lambda: GraniteForCausalLM(

@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import (
     CausalLM,
     hidden_size,
@@ -23,6 +22,7 @@ from medusa.base.causal_lm import (
     output_embedding,
     vocab_size,
 )
+from medusa.base.requirements import check_decodable
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle import EagleConfig, EagleHead, Heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
