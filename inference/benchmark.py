@@ -191,7 +191,7 @@ def measured_setting(
     seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
     timings = measure(working, setting, answering, track, seconds)
     report = setting_report(
-        timings, is_greedy, is_exact, is_same_model=model.place.engine not in QUANTISED_BYTES
+        timings, is_greedy, is_exact, is_same_model=model.runtime.engine not in QUANTISED_BYTES
     )
     if counts is None and is_greedy and HEADS in working:
         counts = calibrated_counts(model, timings, setting)
@@ -217,13 +217,12 @@ def make_report(
     options: BenchmarkOptions,
 ) -> dict[str, Any]:
     """The JSON object of this program: the first setting's numbers, then all settings."""
-    place = model.place
     return {
         **reports[0],
         "by_setting": list(reports),
         "skipped": dict(skipped),
         "device_rates": asdict(rates),
-        **asdict(place),
+        **asdict(model.runtime),
         "num_threads": torch.get_num_threads(),
         "base": options.base,
         "medusa": medusa.__version__,

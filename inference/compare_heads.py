@@ -196,9 +196,9 @@ def make_report(
         "heads": rows,
         "num_answers": len(counts[0].ranks),
         "num_tokens": sum(len(ranks) for ranks in counts[0].ranks),
-        "device": model.place.device,
-        "dtype": model.place.dtype,
-        "engine": model.place.engine,
+        "device": model.runtime.device,
+        "dtype": model.runtime.dtype,
+        "engine": model.runtime.engine,
         "num_threads": torch.get_num_threads(),
         "medusa": medusa.__version__,
     }

@@ -5,7 +5,7 @@ heads would have been right, builds the best tree of each size, times a decode s
 keeps the size with the most tokens per second: for each of --batch-sizes by itself, filed under this
 device, precision, engine and --step. Size 1 is plain decoding and takes part. A model loaded here then uses
 the tree of its batch size. Everywhere else the directory's default tree is used, which the one of batch size
-1 replaces, unless the default was tuned at another place. With --num-nodes nothing is timed: the best tree of
+1 replaces, unless the default was tuned elsewhere. With --num-nodes nothing is timed: the best tree of
 that size becomes the default, and those tuned here go. Run it with nothing else running.
 
     python inference/tune_tree.py
@@ -150,7 +150,7 @@ def save(
     report: dict[str, Any],
     options: TuneOptions,
 ) -> None:
-    """Write the fastest tree of each batch size for this place, or ``tree`` of --num-nodes as the default."""
+    """Write the fastest tree of each batch size, or ``tree`` of --num-nodes as the default."""
     origin = {key: value for key, value in report.items() if key != "by_batch_size"}
     tuned = []
     for batch_size, table in tables.items():
@@ -158,11 +158,11 @@ def save(
         measured = {"num_nodes": best.num_nodes, **report["by_batch_size"][str(batch_size)]}
         measured |= {key: report[key] for key in ("num_threads", "medusa", "made")}
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
-        tuned.append(TunedTree(model.place, batch_size, fitting, measured, model.step))
+        tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
     if tuned:
         said = file_tuned(options.heads, tuned, origin)
     else:
-        said = file_asked_for(options.heads, tree, model.place, origin)
+        said = file_asked_for(options.heads, tree, model.runtime, origin)
     for sentence in said:
         log_console().print(sentence, soft_wrap=True)
 
@@ -211,9 +211,9 @@ def make_report(
         "by_batch_size": by_batch,
         "num_prompts": len(counts.ranks),
         "num_positions": counts.num_positions,
-        "device": model.place.device,
-        "dtype": model.place.dtype,
-        "engine": model.place.engine,
+        "device": model.runtime.device,
+        "dtype": model.runtime.dtype,
+        "engine": model.runtime.engine,
         "step": model.step,
         "num_threads": torch.get_num_threads(),
         "batch_size": options.batch_sizes[0],
@@ -225,7 +225,7 @@ def make_report(
 
 def plot(report: dict[str, Any], chosen: Mapping[int, int], options: TuneOptions) -> None:
     """Draw one batch size in detail, or several against each other."""
-    title = f"{options.heads} on {place_in_words(report)}"
+    title = f"{options.heads} on {runtime_in_words(report)}"
     if len(chosen) == 1:
         plot_tree_sizes(report["by_num_nodes"], report["num_nodes"], options.plot, title)
     else:
@@ -241,7 +241,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{report['tokens_per_step']:.2f} tokens per step expected"
         )
     for batch_size, entry in report["by_batch_size"].items():
-        print_table(entry, f"batch size {batch_size}, {place_in_words(report)}", console)
+        print_table(entry, f"batch size {batch_size}, {runtime_in_words(report)}", console)
 
 
 def print_table(entry: Mapping[str, Any], where: str, console: Console) -> None:
@@ -263,10 +263,10 @@ def print_table(entry: Mapping[str, Any], where: str, console: Console) -> None:
     console.print(table)
 
 
-def place_in_words(report: Mapping[str, Any]) -> str:
+def runtime_in_words(report: Mapping[str, Any]) -> str:
     """Where the report was measured."""
-    place = ", ".join(report[key] for key in ("device", "dtype", "engine"))
-    return f"{place}, {report['step']} steps, {report['num_threads']} threads"
+    runtime = ", ".join(report[key] for key in ("device", "dtype", "engine"))
+    return f"{runtime}, {report['step']} steps, {report['num_threads']} threads"
 
 
 if __name__ == "__main__":

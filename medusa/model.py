@@ -32,7 +32,7 @@ from medusa.heads.eagle import Heads
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree
-from medusa.trees.tuned_trees import Place, TunedTree, at_place, chosen_for
+from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
 
 class MedusaModel:
@@ -68,8 +68,8 @@ class MedusaModel:
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
             heads.to(device=embedding_weight(output_embedding(base)).device).eval()
-        self.tuned = at_place(tuned, self.place)
-        """The trees that were timed at this very place, by batch size, for every kind of step."""
+        self.tuned = tuned_for(tuned, self.runtime)
+        """The trees that were timed on this very runtime, by batch size, for every kind of step."""
         self._default_tree = self._checked_tree(tree)
         for entry in self.tuned:
             self._checked_tree(entry.tree)
@@ -142,10 +142,10 @@ class MedusaModel:
         return self.tree_for(1)
 
     @property
-    def place(self) -> Place:
+    def runtime(self) -> Runtime:
         """Where this model decodes: what a tuned tree must have been timed on to be used."""
         dtype = str(self.base.dtype).removeprefix("torch.")
-        return Place(device_name(self.device), dtype, resolved_engine(self.base, self.engine))
+        return Runtime(device_name(self.device), dtype, resolved_engine(self.base, self.engine))
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
         """The candidate tree of a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
@@ -157,7 +157,7 @@ class MedusaModel:
         return self._default_tree if tuned is None else tuned
 
     def use_tree(self, tree: CandidateTree) -> None:
-        """Decode with ``tree`` from here on, however many the rows: trees tuned for this place are let go.
+        """Decode with ``tree`` from here on, however many the rows: tuned trees are let go.
 
         Raises:
             ValueError: the heads cannot fill it.

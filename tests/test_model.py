@@ -325,7 +325,7 @@ def test_a_drafter_is_taken_by_its_name_and_made_once(model, monkeypatch):
 def test_a_named_drafter_stands_aside_for_as_many_rows_as_it_does_not_pay():
     heads = random_heads()
     model = MedusaModel(tiny_model("llama"), heads, TREE)
-    tuned = [TunedTree(model.place, 1, TREE), TunedTree(model.place, 2, CandidateTree.chain(0))]
+    tuned = [TunedTree(model.runtime, 1, TREE), TunedTree(model.runtime, 2, CandidateTree.chain(0))]
     idle = MedusaModel(model.base, heads, TREE, tuned=tuned)
     pair, one = PROMPT.repeat(2, 1), PROMPT
     for rows, num_depths in ((one, 1 + TREE.depth), (pair, 1)):

@@ -193,7 +193,7 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
         else {"num_nodes": tree.num_nodes, "width_by_depth": tree.width_by_depth},
         "tuned_trees": [
             {
-                **asdict(entry.place),
+                **asdict(entry.runtime),
                 "step": entry.step,
                 "batch_size": entry.batch_size,
                 "num_nodes": entry.tree.num_nodes,

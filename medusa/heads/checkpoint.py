@@ -69,7 +69,7 @@ class HeadsCheckpoint:
     tree: CandidateTree | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     tuned: tuple[TunedTree, ...] = ()
-    """Trees for the places and batch sizes where they were timed; ``tree`` serves everywhere else."""
+    """Trees for the runtimes and batch sizes that were timed; ``tree`` serves everywhere else."""
     adapter: Adapter | None = None
     """What the heads were trained together with: they belong to the base that carries it."""
     tree_origin: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def kind_of(heads: Heads) -> str:
 def save_tree(
     directory: str | Path, tree: CandidateTree, tuned: Sequence[TunedTree] = (), **origin: Any
 ) -> Path:
-    """Write ``tree`` into a heads directory, and ``tuned`` for the places they were measured at.
+    """Write ``tree`` into a heads directory, and ``tuned`` for the runtimes they were timed on.
 
     What the file held before is replaced, tuned trees included: ``tree`` is then used everywhere else.
     ``origin`` says where ``tree`` came from, in plain JSON values.

@@ -1,8 +1,8 @@
 """Files trees in a heads directory: tuned ones under what they are for, and the default where that is due.
 
 The default tree serves a single row wherever nothing was tuned. So it changes only when batch size 1 is
-tuned, and only if it was never timed, or timed at this very place: who adds a machine, an engine or a kind of
-step to a directory leaves the rest as it is.
+tuned, and only if it was never timed, or timed on this very runtime: who adds a machine, an engine or a kind
+of step to a directory leaves the rest as it is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
 from medusa.trees.candidate_tree import CandidateTree
-from medusa.trees.tuned_trees import DEFAULT_STEP, PLACE_KEYS, Place, TunedTree, merged
+from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
 
 
 def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mapping[str, Any]) -> list[str]:
-    """Write ``tuned``, of one place and kind of step; what was written and what was left, in sentences.
+    """Write ``tuned``, of one runtime and kind of step; what was written and what was left, in sentences.
 
-    ``origin`` says how the tree of batch size 1 came about, in plain JSON values, its place among them.
+    ``origin`` says how the tree of batch size 1 came about, in plain JSON values, its runtime among them.
     """
     before = load_heads(directory)
     single = next((entry for entry in tuned if entry.batch_size == 1), None)
@@ -41,18 +41,18 @@ def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mappin
 
 
 def file_asked_for(
-    directory: str | Path, tree: CandidateTree, place: Place, origin: Mapping[str, Any]
+    directory: str | Path, tree: CandidateTree, runtime: Runtime, origin: Mapping[str, Any]
 ) -> list[str]:
     """Write ``tree`` as the default; what was written and what was removed, in sentences.
 
-    Trees tuned at ``place``, where ``tree`` is to be used, go: they would hide it.
+    Trees tuned on ``runtime``, where ``tree`` is to be used, go: they would hide it.
     """
     before = load_heads(directory).tuned
-    kept = [entry for entry in before if entry.place != place]
+    kept = [entry for entry in before if entry.runtime != runtime]
     path = save_tree(directory, tree, kept, **origin)
     return [
         f"written to {path}: {_nodes(tree)}, the default tree",
-        f"tuned trees removed, since they would hide it on {place.in_words()}: {len(before) - len(kept)}",
+        f"tuned trees removed, since they would hide it on {runtime.in_words()}: {len(before) - len(kept)}",
         f"tuned trees for anything else, left as they were: {len(kept)}",
     ]
 
@@ -62,17 +62,17 @@ def _why_default_stays(before: HeadsCheckpoint, single: TunedTree | None) -> str
     if single is None:
         return "batch size 1 was not tuned"
     timed_at = _where_timed(before.tree_origin)
-    if timed_at is None or timed_at == (single.place, single.step):
+    if timed_at is None or timed_at == (single.runtime, single.step):
         return None
-    place, step = timed_at
-    return f"it was tuned on {place.in_words()}, {step} steps"
+    runtime, step = timed_at
+    return f"it was tuned on {runtime.in_words()}, {step} steps"
 
 
-def _where_timed(origin: Mapping[str, Any]) -> tuple[Place, str] | None:
+def _where_timed(origin: Mapping[str, Any]) -> tuple[Runtime, str] | None:
     """Where the default tree was tuned and in steps of which kind; None when it never was."""
-    if not all(isinstance(origin.get(key), str) for key in PLACE_KEYS):
+    if not all(isinstance(origin.get(key), str) for key in RUNTIME_KEYS):
         return None
-    return Place(*(origin[key] for key in PLACE_KEYS)), origin.get("step", DEFAULT_STEP)
+    return Runtime(*(origin[key] for key in RUNTIME_KEYS)), origin.get("step", DEFAULT_STEP)
 
 
 def _nodes(tree: CandidateTree) -> str:

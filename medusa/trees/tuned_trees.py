@@ -1,28 +1,28 @@
-"""Trees by place: which candidate tree was measured to be fastest on a device, for a batch of a size.
+"""Tuned trees: which candidate tree was measured to be fastest, by runtime, kind of step and batch size.
 
-A tree that pays at batch size 1 can cost at batch size 16, and one that pays on a graphics card can cost on
-a processor. So a heads directory may hold, beside its one default tree, entries for the places where it was
-tuned. An entry counts only at its own place: same device, precision and engine. Steps of another kind take
-other times too, a captured graph makes nodes nearly free: an entry is for one kind of step.
+A tree that pays at batch size 1 can cost at batch size 16, and one that pays on a graphics card can cost on a
+processor. So a heads directory may hold entries beside its default tree. An entry counts only for the runtime
+on which it was timed: same device, precision and engine. Another kind of step takes other times too (a
+captured graph makes nodes nearly free), so an entry is for one kind of step.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from medusa.trees.candidate_tree import CandidateTree
 
-PLACE_KEYS = ("device", "dtype", "engine")
+RUNTIME_KEYS = ("device", "dtype", "engine")
 DEFAULT_STEP = "general"
-"""Of entries that name no kind of step: files had none once."""
+"""Of entries that name none: the first files did not."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where decode steps were timed."""
+class Runtime:
+    """What executes decode steps."""
 
     device: str
     """In words, as :func:`medusa.hardware.device_name` says it."""
@@ -38,9 +38,9 @@ class Place:
 
 @dataclass(frozen=True)
 class TunedTree:
-    """The fastest tree of a place for one batch size."""
+    """The tree that was fastest on a runtime, for one kind of step and one batch size."""
 
-    place: Place
+    runtime: Runtime
     batch_size: int
     tree: CandidateTree
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -49,19 +49,23 @@ class TunedTree:
     """How the steps were run that were timed (see :mod:`medusa.decoding.step_runners`)."""
 
     @property
-    def key(self) -> tuple[Place, str, int]:
+    def key(self) -> tuple[Runtime, str, int]:
         """What the tree is for; a file holds one of each."""
-        return self.place, self.step, self.batch_size
+        return self.runtime, self.step, self.batch_size
 
     def in_words(self) -> str:
         """What the tree is for."""
-        return f"batch size {self.batch_size} on {self.place.in_words()}, {self.step} steps"
+        return f"batch size {self.batch_size} on {self.runtime.in_words()}, {self.step} steps"
 
     def as_json(self) -> dict[str, Any]:
         """The entry as it stands in a file."""
-        place = {key: getattr(self.place, key) for key in PLACE_KEYS}
-        paths = [list(path) for path in self.tree.paths]
-        return {**place, "step": self.step, "batch_size": self.batch_size, "paths": paths, **self.origin}
+        return {
+            **asdict(self.runtime),
+            "step": self.step,
+            "batch_size": self.batch_size,
+            "paths": [list(path) for path in self.tree.paths],
+            **self.origin,
+        }
 
     @classmethod
     def from_json(cls, entry: Any, origin: str) -> TunedTree:
@@ -72,20 +76,20 @@ class TunedTree:
         """
         if not isinstance(entry, Mapping):
             raise ValueError(f"{origin} must be a JSON object, got {type(entry).__name__}")
-        for key in (*PLACE_KEYS, "batch_size", "paths"):
+        for key in (*RUNTIME_KEYS, "batch_size", "paths"):
             if key not in entry:
                 raise ValueError(f"{origin} must hold {key!r}, got {sorted(entry)}; tune the tree again")
         step = entry.get("step", DEFAULT_STEP)
-        for key, value in (*((key, entry[key]) for key in PLACE_KEYS), ("step", step)):
+        for key, value in (*((key, entry[key]) for key in RUNTIME_KEYS), ("step", step)):
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{origin}: {key} must be text that is not empty, got {value!r}")
         rows = entry["batch_size"]
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
             raise ValueError(f"{origin}: batch_size must be an int of at least 1, got {rows!r}")
-        known = {*PLACE_KEYS, "step", "batch_size", "paths"}
+        known = {*RUNTIME_KEYS, "step", "batch_size", "paths"}
         rest = {key: value for key, value in entry.items() if key not in known}
-        place = Place(*(entry[key] for key in PLACE_KEYS))
-        return cls(place, rows, tree_from_json(entry["paths"], origin), rest, step)
+        runtime = Runtime(*(entry[key] for key in RUNTIME_KEYS))
+        return cls(runtime, rows, tree_from_json(entry["paths"], origin), rest, step)
 
 
 def tree_from_json(paths: Any, origin: str) -> CandidateTree:
@@ -109,13 +113,13 @@ def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
     """All entries of a file.
 
     Raises:
-        ValueError: they are no list, one of them is malformed, or two are for the same place, kind of step
-            and batch size.
+        ValueError: they are no list, one of them is malformed, or two are for the same runtime, kind of
+            step and batch size.
     """
     if not isinstance(entries, list):
         raise ValueError(f"{origin}: tuned must be a list of entries, got {type(entries).__name__}")
     trees = tuple(TunedTree.from_json(entry, f"{origin} tuned[{i}]") for i, entry in enumerate(entries))
-    seen: set[tuple[Place, str, int]] = set()
+    seen: set[tuple[Runtime, str, int]] = set()
     for i, tuned in enumerate(trees):
         if tuned.key in seen:
             raise ValueError(
@@ -125,13 +129,13 @@ def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
     return trees
 
 
-def at_place(trees: Iterable[TunedTree], place: Place) -> tuple[TunedTree, ...]:
-    """The entries of ``place``, by growing batch size."""
-    return tuple(sorted((t for t in trees if t.place == place), key=lambda tuned: tuned.batch_size))
+def tuned_for(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree, ...]:
+    """The entries of ``runtime``, by growing batch size."""
+    return tuple(sorted((t for t in trees if t.runtime == runtime), key=lambda tuned: tuned.batch_size))
 
 
 def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
-    """The tree of the nearest batch size at or above ``batch_size`` among the entries of one place.
+    """The tree of the nearest batch size at or above ``batch_size`` among those of one runtime.
 
     Rows that finish leave a batch, and a tree chosen for more rows than there are errs on the small side.
     Above the largest size measured, the tree of that one. Where no steps of kind ``step`` were timed, those
@@ -147,7 +151,7 @@ def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_
 
 
 def merged(old: Iterable[TunedTree], new: Sequence[TunedTree]) -> tuple[TunedTree, ...]:
-    """``old`` with ``new`` in the place of those for the same place, kind of step and batch size."""
+    """``old`` and ``new``, without the old entries that a new one replaces: those of an equal key."""
     replaced = {tuned.key for tuned in new}
     kept = tuple(tuned for tuned in old if tuned.key not in replaced)
     return kept + tuple(new)

@@ -7,7 +7,7 @@ from tiny_chat import chat_heads, save_chat_model, wide_tree
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
 from medusa.cli.main import main
-from medusa.trees.tuned_trees import Place, TunedTree
+from medusa.trees.tuned_trees import Runtime, TunedTree
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_info_says_what_a_heads_directory_holds(saved, capsys):
 
 
 def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
-    tuned = (TunedTree(Place("a card", "bfloat16", "eager"), 8, CandidateTree.chain(2), step="captured"),)
+    tuned = (TunedTree(Runtime("a card", "bfloat16", "eager"), 8, CandidateTree.chain(2), step="captured"),)
     heads = save_heads(HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned), tmp_path / "heads")
     assert main(["info", "--json", str(heads)]) == 0
     place = {"device": "a card", "dtype": "bfloat16", "engine": "eager"}

@@ -10,7 +10,7 @@ import medusa.hardware
 from medusa import CandidateTree, load_heads, save_tree
 from medusa.cli.program import exit_status
 from medusa.progress import track
-from medusa.trees.tuned_trees import Place, TunedTree
+from medusa.trees.tuned_trees import Runtime, TunedTree
 
 PROMPTS = [
     {"prompt": "Hello", "category": "greeting"},
@@ -152,7 +152,7 @@ def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, c
 
 def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, capsys, tmp_path):
     base, heads = save_chat_model(tmp_path)
-    save_tree(heads, wide_tree(), [TunedTree(Place("elsewhere", "float16", "eager"), 1, wide_tree())])
+    save_tree(heads, wide_tree(), [TunedTree(Runtime("elsewhere", "float16", "eager"), 1, wide_tree())])
     _, flags = setting
     own = [
         "--base",
@@ -177,13 +177,13 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     assert all(row["batch_size"] == 3 for row in report["by_batch_size"]["3"]["by_num_nodes"])
     loaded = load_heads(heads)
     assert loaded.tree.num_nodes == report["num_nodes"]
-    assert [(entry.place.device == "elsewhere", entry.batch_size) for entry in loaded.tuned] == [
+    assert [(entry.runtime.device == "elsewhere", entry.batch_size) for entry in loaded.tuned] == [
         (True, 1),
         (False, 1),
         (False, 3),
     ]
     assert loaded.tuned[2].tree.num_nodes == report["by_batch_size"]["3"]["chosen"]
-    assert loaded.tuned[2].place == Place(report["device"], "float32", "eager")
+    assert loaded.tuned[2].runtime == Runtime(report["device"], "float32", "eager")
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
     assert "default tree: now that of batch size 1" in printed.err
     assert {entry.step for entry in loaded.tuned} == {"general"}
@@ -196,7 +196,7 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     assert loaded.tree == CandidateTree.chain(1)
     assert [(entry.step, entry.batch_size) for entry in loaded.tuned[3:]] == [("static", 2)]
     assert program("tune_tree").main([*own, "--num-nodes", "3"]) == 0
-    assert [entry.place.device for entry in load_heads(heads).tuned] == ["elsewhere"]
+    assert [entry.runtime.device for entry in load_heads(heads).tuned] == ["elsewhere"]
     assert "tuned trees removed" in capsys.readouterr().err
 
 

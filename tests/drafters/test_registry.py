@@ -39,8 +39,8 @@ def model_with_heads(tree=BUSHY) -> MedusaModel:
 def test_heads_take_the_tree_tuned_for_the_rows_and_leave_a_union_where_they_do_not_pay():
     plain = model_with_heads()
     tuned = [
-        TunedTree(plain.place, 4, CandidateTree.chain(0)),
-        TunedTree(plain.place, 2, CandidateTree.chain(3)),
+        TunedTree(plain.runtime, 4, CandidateTree.chain(0)),
+        TunedTree(plain.runtime, 2, CandidateTree.chain(3)),
     ]
     model = MedusaModel(plain.base, plain.heads, BUSHY, tuned=tuned)
     parts = draft_sources(["heads+suffix"], model, DrafterSettings())

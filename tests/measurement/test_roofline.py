@@ -14,7 +14,7 @@ from medusa.measurement.roofline import (
     step_floor_seconds,
 )
 from medusa.trees.rank_counts import RankCounts
-from medusa.trees.tuned_trees import Place
+from medusa.trees.tuned_trees import Runtime
 
 
 def test_an_input_embedding_of_its_own_is_not_read_whole_and_a_shared_one_is():
@@ -59,7 +59,7 @@ def test_an_engine_that_quantises_reads_that_much_of_a_weight(
     monkeypatch, engine, bytes_each, bytes_of_output
 ):
     model = chat_model()
-    monkeypatch.setattr(MedusaModel, "place", Place("a processor", "float32", engine))
+    monkeypatch.setattr(MedusaModel, "runtime", Runtime("a processor", "float32", engine))
     slow_memory = DeviceRates(bytes_per_second=1.0, operations_per_second=1e30)
     weights = read_weights(model.base)
     norms = sum(weight.numel() for weight in weights if weight.dim() == 1)

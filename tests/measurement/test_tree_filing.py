@@ -5,9 +5,9 @@ from tiny_chat import chat_heads, wide_tree
 
 from medusa import CandidateTree, HeadsCheckpoint, load_heads, save_heads, save_tree
 from medusa.measurement.tree_filing import file_asked_for, file_tuned
-from medusa.trees.tuned_trees import Place, TunedTree
+from medusa.trees.tuned_trees import Runtime, TunedTree
 
-HERE, ELSEWHERE = Place("this processor", "float32", "packed"), Place("a card", "bfloat16", "eager")
+HERE, ELSEWHERE = Runtime("this processor", "float32", "packed"), Runtime("a card", "bfloat16", "eager")
 CHAIN = CandidateTree.chain
 TIMED_HERE = {"device": "this processor", "dtype": "float32", "engine": "packed", "num_positions": 9}
 
@@ -43,7 +43,7 @@ def test_without_batch_size_1_the_default_tree_stays_with_its_origin(heads):
 @pytest.mark.parametrize(
     "entry", [TunedTree(ELSEWHERE, 1, CHAIN(1)), TunedTree(HERE, 1, CHAIN(1), step="static")], ids=str
 )
-def test_a_default_tuned_at_another_place_stays(heads, entry):
+def test_a_default_tuned_on_another_runtime_stays(heads, entry):
     save_tree(heads, CHAIN(3), **TIMED_HERE)
     said = file_tuned(heads, [entry], {"device": "none of it"})
     loaded = load_heads(heads)
@@ -51,7 +51,7 @@ def test_a_default_tuned_at_another_place_stays(heads, entry):
     assert said[1].endswith("it was tuned on this processor, float32, packed, general steps")
 
 
-def test_a_default_tuned_at_the_same_place_is_replaced(heads):
+def test_a_default_tuned_on_the_same_runtime_is_replaced(heads):
     save_tree(heads, CHAIN(3), [TunedTree(HERE, 1, CHAIN(3))], **TIMED_HERE)
     file_tuned(heads, [TunedTree(HERE, 1, CHAIN(2))], TIMED_HERE)
     loaded = load_heads(heads)

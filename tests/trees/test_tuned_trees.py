@@ -1,4 +1,4 @@
-"""Trees by place and batch size: what is written is what is read, and a model takes its own."""
+"""Trees by runtime and batch size: what is written is what is read, and a model takes its own."""
 
 import json
 
@@ -17,15 +17,15 @@ from medusa import (
     save_heads,
     save_tree,
 )
-from medusa.trees.tuned_trees import Place, TunedTree, chosen_for, merged
+from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, merged
 
-HERE = MedusaModel(chat_base()).place
-ELSEWHERE = Place("some graphics card", "bfloat16", "eager")
+HERE = MedusaModel(chat_base()).runtime
+ELSEWHERE = Runtime("some graphics card", "bfloat16", "eager")
 CHAIN, ROOT = CandidateTree.chain, CandidateTree.chain(0)
 
 
-def tuned_trees(place=HERE):
-    return (TunedTree(place, 8, ROOT), TunedTree(place, 2, CHAIN(2)), TunedTree(place, 1, CHAIN(3)))
+def tuned_trees(runtime=HERE):
+    return (TunedTree(runtime, 8, ROOT), TunedTree(runtime, 2, CHAIN(2)), TunedTree(runtime, 1, CHAIN(3)))
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_a_model_takes_the_tree_of_the_nearest_batch_size_at_or_above(saved, bat
     "change", [{"device": "another device"}, {"dtype": "bfloat16"}, {"engine": "packed"}], ids=str
 )
 def test_a_tree_tuned_elsewhere_is_left_alone(tmp_path, change):
-    place = Place(**{"device": HERE.device, "dtype": HERE.dtype, "engine": HERE.engine, **change})
-    checkpoint = HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned_trees(place))
+    runtime = Runtime(**{"device": HERE.device, "dtype": HERE.dtype, "engine": HERE.engine, **change})
+    checkpoint = HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned_trees(runtime))
     model = MedusaModel.from_pretrained(chat_base(), checkpoint, engine="eager")
     assert model.tree_for(1) == model.tree_for(8) == wide_tree()
 
@@ -115,13 +115,13 @@ def test_an_explicit_tree_wins_over_every_entry(saved):
 
 
 def test_auto_is_filed_under_the_engine_it_stands_for():
-    assert MedusaModel(chat_base(), engine="auto").place.engine in ("packed", "eager")
+    assert MedusaModel(chat_base(), engine="auto").runtime.engine in ("packed", "eager")
 
 
 def test_a_call_decodes_with_the_tree_of_its_batch_size_and_the_same_tokens():
     base = tiny_model("llama")
     heads = MedusaHeads(HeadsConfig(32, 61, num_heads=3))
-    model = MedusaModel(base, heads, wide_tree(), tuned=tuned_trees(MedusaModel(base).place))
+    model = MedusaModel(base, heads, wide_tree(), tuned=tuned_trees(MedusaModel(base).runtime))
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     for num_rows, depth in ((1, 3), (2, 2), (3, 0)):
         batch = left_padded(random_prompts(num_rows, 9), [9, 4, 6][:num_rows])
@@ -139,7 +139,7 @@ def test_a_call_decodes_with_the_tree_of_its_batch_size_and_the_same_tokens():
 
 def test_a_tree_that_a_program_asks_for_is_used_for_every_batch_size_instead_of_those_tuned_here():
     model = MedusaModel(chat_base(), chat_heads(), wide_tree())
-    model = MedusaModel(model.base, model.heads, wide_tree(), tuned=tuned_trees(model.place))
+    model = MedusaModel(model.base, model.heads, wide_tree(), tuned=tuned_trees(model.runtime))
     model.use_tree(CHAIN(1))
     assert [model.tree_for(rows) for rows in (1, 2, 64)] == [CHAIN(1)] * 3
     with pytest.raises(ValueError, match="tree has depth 4, the heads are 3"):
@@ -152,12 +152,12 @@ def test_writing_a_tree_alone_drops_the_tuned_ones_so_that_it_is_used(saved):
     assert MedusaModel.from_pretrained(chat_base(), saved, engine="eager").tree_for(8) == CHAIN(2)
 
 
-def test_new_entries_replace_those_of_their_place_and_batch_size_only():
+def test_new_entries_replace_those_of_their_runtime_and_batch_size_only():
     old = (*tuned_trees(), TunedTree(ELSEWHERE, 1, CHAIN(1)))
     new = [TunedTree(HERE, 1, ROOT), TunedTree(HERE, 1, CHAIN(1), step="static")]
     together = merged(old, new)
     assert len(together) == 5
-    assert chosen_for([entry for entry in together if entry.place == HERE], 1) == ROOT
+    assert chosen_for([entry for entry in together if entry.runtime == HERE], 1) == ROOT
     assert TunedTree(ELSEWHERE, 1, CHAIN(1)) in together
 
 
@@ -186,7 +186,7 @@ GOOD = {"device": "d", "dtype": "float32", "engine": "eager", "batch_size": 1, "
         ),
     ],
 )
-def test_a_malformed_entry_is_refused_by_its_place_in_the_file(saved, tuned, complaint):
+def test_a_malformed_entry_is_refused_by_its_index_in_the_file(saved, tuned, complaint):
     (saved / "tree.json").write_text(json.dumps({"paths": [[]], "tuned": tuned}))
     with pytest.raises(ValueError, match=complaint):
         load_heads(saved)
