@@ -5,6 +5,7 @@
 #   make test     the tests, exactness on the real base model included
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
+#   make docs     the documentation with the API reference, into site/; a broken link is an error
 #   make bench    heads against plain decoding and transformers' own modes, on the demo's heads; minutes
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ TEST_PROCESSES ?= 2
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format bench setup models
+.PHONY: help demo test check format docs bench setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -86,3 +87,7 @@ check: .venv/.installed
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: .venv/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"

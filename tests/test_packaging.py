@@ -21,7 +21,7 @@ CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {
     name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()
 }
-INSTALLED_BY_MAKE = ("train", "demo", "dev")
+INSTALLED_BY_MAKE = ("train", "demo", "docs", "dev")
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("medusa", "train", "inference", "scripts", "tests", "configs"):
+    for name in ("medusa", "train", "inference", "scripts", "tests", "configs", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
     done = subprocess.run(

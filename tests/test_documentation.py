@@ -1,0 +1,82 @@
+"""The documents: links lead somewhere, pages exist, and the reference names what there is."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "medusa/pretrained").rglob("*.md")]
+)
+specification = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+hooks = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(hooks)
+MADE = {*hooks.DOCUMENTS.values(), *(f"reference/{room}.md" for room in (*hooks.ROOMS, hooks.REST))}
+MADE |= {"reference/commands.md"}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def pages(nav):
+    """The pages below an entry of the navigation."""
+    if isinstance(nav, str):
+        return [nav]
+    entries = nav.values() if isinstance(nav, dict) else nav
+    return [page for entry in entries for page in pages(entry)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_between_documents_lead_to_files_that_exist(path):
+    targets = re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+    made = {ROOT / "docs" / page for page in MADE}
+    files = [(path.parent / each).resolve() for each in targets if "://" not in each]
+    assert [file for file in files if file not in made and not file.exists()] == []
+
+
+def test_the_navigation_names_every_page_and_no_other():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages(settings["nav"])) == sorted(written | MADE)
+
+
+def test_every_folder_of_the_library_has_a_page_of_reference():
+    folders = {path.parent.name for path in (ROOT / "medusa").glob("*/__init__.py")}
+    assert folders - {"cli", "pretrained"} == set(hooks.ROOMS) - {"model"}
+
+
+def test_every_name_in_the_reference_can_be_imported():
+    texts = [hooks.reference(room) for room in (*hooks.ROOMS, hooks.REST)]
+    texts += [path.read_text() for path in DOCUMENTS]
+    targets = [target for text in texts for target in re.findall(r"^::: (\S+)", text, re.MULTILINE)]
+    assert len(targets) > 50
+    for target in targets:
+        importlib.import_module(target)
+    for module, name in re.findall(r"\]\[(medusa\.[\w.]+)\.(\w+)\]", "".join(texts)):
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    elsewhere = [
+        page.name
+        for page in tmp_path.rglob("*.html")
+        if re.search(r"<(script|link|img)[^>]+(src|href)=\"https?://", page.read_text())
+    ]
+    assert elsewhere == []
