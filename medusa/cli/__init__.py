@@ -1,1 +1,1 @@
-"""The ``medusa`` command, and what the programs share: flags, loading, progress, reports."""
+"""The ``medusa`` command, and what all programs share: options, loading, reports."""

@@ -1,4 +1,8 @@
-"""Sources of candidates, one file each: a drafter fills the tree that the base model then verifies."""
+"""Who fills the candidate tree: ``drafter=``, one file for each drafter.
+
+A drafter proposes tokens for the nodes of a tree; the base model then verifies them. Whatever it proposes,
+the text stays the same under the exact rule. ``registry`` lists the drafters that have a name.
+"""
 
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 

@@ -1,1 +1,1 @@
-"""Candidate trees: their shape, and which shape pays where."""
+"""Candidate trees: their shape, the best shape for counted ranks, and the fastest size on a machine."""

@@ -1,1 +1,1 @@
-"""What a training run is told."""
+"""The options of a training run, and how a YAML file and the command line fill them."""

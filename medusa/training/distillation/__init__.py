@@ -1,1 +1,1 @@
-"""The base model's own answers, as training data."""
+"""Self-distillation: the base model's own answers as training data."""

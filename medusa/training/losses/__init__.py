@@ -1,1 +1,1 @@
-"""What is minimised."""
+"""The losses: of Medusa heads, of an EAGLE-style head, and of an adapted base."""

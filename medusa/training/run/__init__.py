@@ -1,1 +1,1 @@
-"""A training run: the loop, its processes, its directory, its result."""
+"""A training run: the loop, its processes, its directory and its result."""
