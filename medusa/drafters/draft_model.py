@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,9 @@ from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_si
 from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.engine import prepared_base
 from medusa.trees.candidate_tree import CandidateTree
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 
 class DraftModelDrafter(LevelDrafter):
@@ -93,17 +90,17 @@ def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: flo
         )
 
 
-def draft_model_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def draft_model_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """``settings.draft_model``, loaded beside the base in its precision and checked to share its tokens."""
     given: Any = settings.draft_model
     draft_model: CausalLM = given
     if not isinstance(given, PreTrainedModel):
-        if model.tokenizer is not None:
-            check_same_tokens(model.tokenizer, AutoTokenizer.from_pretrained(given))
-        draft_model = AutoModelForCausalLM.from_pretrained(given, dtype=model.base.dtype)
-        draft_model = prepared_base(draft_model.to(model.device).eval(), model.engine)
-    check_draft_vocabulary(model.base, draft_model)
-    base_vocab_size = vocab_size(model.base)
+        if host.tokenizer is not None:
+            check_same_tokens(host.tokenizer, AutoTokenizer.from_pretrained(given))
+        draft_model = AutoModelForCausalLM.from_pretrained(given, dtype=host.base.dtype)
+        draft_model = prepared_base(draft_model.to(host.base.device).eval(), host.engine)
+    check_draft_vocabulary(host.base, draft_model)
+    base_vocab_size = vocab_size(host.base)
     return DraftSource(
         "draft-model",
         lambda tree: DraftModelDrafter(draft_model, base_vocab_size, tree),
@@ -112,7 +109,7 @@ def draft_model_source(model: MedusaModel, settings: DrafterSettings) -> DraftSo
     )
 
 
-def missing_draft_model(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
     """The smaller model."""
     return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
 

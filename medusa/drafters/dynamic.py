@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,10 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.heads import BETA, HeadsDrafter, heads_source
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.heads.eagle import EagleHead
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 MIN_BEAM, MAX_BEAM = 4, 16
 """A small tree loses candidates below the first; past the second, drafting costs more than it finds."""
@@ -108,22 +104,22 @@ class DynamicHeadsDrafter(HeadsDrafter):
         return tokens, values, parents
 
 
-def dynamic_heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def dynamic_heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The model's heads in trees of the size of its tree for the batch."""
-    heads, embedding = model.heads, output_embedding_of(model.runner)
-    assert isinstance(heads, MedusaHeads), "asked after by missing_medusa_heads"
+    heads, embedding = host.heads, output_embedding_of(host.runner)
+    assert isinstance(heads, MedusaHeads), "missing_medusa_heads refuses this model before"
 
     def fill(tree: CandidateTree) -> Drafter:
         return DynamicHeadsDrafter(heads, embedding, tree)
 
-    return replace(heads_source(model, settings), name="dynamic-heads", fill=fill)
+    return replace(heads_source(host, settings), name="dynamic-heads", fill=fill)
 
 
-def missing_medusa_heads(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def missing_medusa_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
     """Medusa heads, unless the model has them."""
-    if isinstance(model.heads, MedusaHeads):
+    if isinstance(host.heads, MedusaHeads):
         return None
-    kind = "an EAGLE-style head" if isinstance(model.heads, EagleHead) else "no heads"
+    kind = "an EAGLE-style head" if isinstance(host.heads, EagleHead) else "no heads"
     return f"Medusa heads, and the model was loaded with {kind}; give --heads"
 
 

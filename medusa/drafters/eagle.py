@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -12,15 +10,12 @@ from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle import EagleHead
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 FULL_ATTENTION: dict[str, int | None] = {"full_attention": None}
 
@@ -96,18 +91,18 @@ class EagleDrafter(LevelDrafter):
         )
 
 
-def eagle_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def eagle_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The EAGLE-style head of ``settings.eagle``, in the tree that its directory holds."""
-    assert settings.eagle is not None, "asked after by missing_eagle"
+    assert settings.eagle is not None, "missing_eagle refuses this model before"
     given = settings.eagle
     checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
-    head, base = checkpoint.heads, model.runner
+    head, base = checkpoint.heads, host.runner
     if not isinstance(head, EagleHead):
         raise ValueError(
             f"eagle must be an EAGLE-style head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
         )
     check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
-    warn_of_another_base(checkpoint.fingerprint, model.base, checkpoint.base_model)
+    warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
     head.to(base.device).eval()
     return DraftSource(
         "eagle",
@@ -118,7 +113,7 @@ def eagle_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
     )
 
 
-def missing_eagle(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def missing_eagle(host: DraftHost, settings: DrafterSettings) -> str | None:
     """Where the head is."""
     return "an EAGLE-style head; give --eagle" if settings.eagle is None else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,10 @@ from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.quick_heads import quick_heads
-from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.heads.eagle import EagleHead, Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
-
 
 BETA = 1.25
 """How much heads are sharpened when a row is sampled (see :class:`HeadsDrafter`). At temperature 1, 64 nodes,
@@ -117,23 +112,23 @@ def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Draft
     return HeadsDrafter(heads, output_embedding_of(base), tree)
 
 
-def heads_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The model's heads in the model's tree for the batch; in a chain where that is the root alone."""
-    heads, runner = model.heads, model.runner
-    assert heads is not None, "asked after by missing_heads"
+    heads, runner, tree = host.heads, host.runner, host.tree_for(1)
+    assert heads is not None, "missing_heads refuses this model before"
     return DraftSource(
         "heads",
         lambda tree: drafter_of_heads(heads, runner, tree),
-        own_tree=model.tree if model.tree.depth else None,
-        tree_of_rows=model.tree_for,
+        own_tree=tree if tree.depth else None,
+        tree_of_rows=host.tree_for,
         draft_length=settings.draft_length or heads.num_heads,
         max_length=heads.num_heads,
     )
 
 
-def missing_heads(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
     """Heads, unless the model has them."""
-    return "heads, and the model was loaded without; give --heads" if model.heads is None else None
+    return "heads, and the model was loaded without; give --heads" if host.heads is None else None
 
 
 HEADS = NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads, True)

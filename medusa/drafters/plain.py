@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.trees.candidate_tree import TreeTopology
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 
 class PlainDrafter(StatelessDrafter):
@@ -28,7 +23,7 @@ class PlainDrafter(StatelessDrafter):
         return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
 
 
-def plain_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def plain_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """Nothing to prepare."""
     return DraftSource("plain", lambda tree: PlainDrafter(), max_length=0)
 

@@ -3,14 +3,13 @@
 A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix``), which share one tree.
 
 **Adding a drafter**: a file in this folder with a :class:`medusa.drafters.source.NamedDrafter`, and a line in
-:data:`DRAFTERS`. Its ``source(model, settings)`` does what is expensive once, such as loading a model, and
+:data:`DRAFTERS`. Its ``source(host, settings)`` does what is expensive once, such as loading a model, and
 says how to fill a tree: ``DraftSource("name", lambda tree: MyDrafter(tree))``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from medusa.drafters.draft_model import DRAFT_MODEL
 from medusa.drafters.dynamic import DYNAMIC_HEADS
@@ -19,12 +18,9 @@ from medusa.drafters.heads import HEADS
 from medusa.drafters.plain import PLAIN
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.self_draft import EARLY_EXIT, LOW_PRECISION
-from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter, UnionSource
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter, UnionSource
 from medusa.drafters.suffix import SUFFIX
 from medusa.heads.medusa_heads import MedusaHeads
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 DRAFTERS: dict[str, NamedDrafter] = {
     named.name: named
@@ -46,9 +42,9 @@ DEFAULT_EAGLE_DRAFTER = "heads+suffix"
 """The same with an EAGLE-style head, whose tree keeps its shape."""
 
 
-def default_drafter(model: MedusaModel) -> str:
+def default_drafter(host: DraftHost) -> str:
     """The name of the drafter that is fastest with the heads of ``model``."""
-    return DEFAULT_DRAFTER if isinstance(model.heads, MedusaHeads) else DEFAULT_EAGLE_DRAFTER
+    return DEFAULT_DRAFTER if isinstance(host.heads, MedusaHeads) else DEFAULT_EAGLE_DRAFTER
 
 
 def draft_with_heads(name: str) -> bool:
@@ -61,28 +57,26 @@ def draft_with_heads(name: str) -> bool:
     return any(known[part].needs_heads for part in part_names(name, known))
 
 
-def available_drafters(model: MedusaModel, settings: DrafterSettings) -> list[str]:
+def available_drafters(host: DraftHost, settings: DrafterSettings) -> list[str]:
     """The names that work with this model and these settings, plain decoding left out."""
     found = DRAFTERS.values()
-    return [named.name for named in found if named.name != "plain" and not named.missing(model, settings)]
+    return [named.name for named in found if named.name != "plain" and not named.missing(host, settings)]
 
 
 def drafter_named(
-    name: str, model: MedusaModel, settings: DrafterSettings | None = None, *, only_chain: bool = False
+    name: str, host: DraftHost, settings: DrafterSettings | None = None, *, only_chain: bool = False
 ) -> Drafter:
-    """The drafter called ``name``, for ``model.generate(..., drafter=)``.
+    """The drafter called ``name``, for ``MedusaModel.generate(..., drafter=)``.
 
     ``only_chain`` is for rules that walk one path ("token", "block"): heads then draft a chain too.
 
     Raises:
         ValueError: no such drafter (the message lists those there are), or it lacks something.
     """
-    return _source_of(name, model, settings or DrafterSettings()).drafter(only_chain)
+    return _source_of(name, host, settings or DrafterSettings()).drafter(only_chain)
 
 
-def draft_sources(
-    names: Iterable[str], model: MedusaModel, settings: DrafterSettings
-) -> dict[str, DraftSource]:
+def draft_sources(names: Iterable[str], host: DraftHost, settings: DrafterSettings) -> dict[str, DraftSource]:
     """The sources that ``names`` are made of, each prepared once, by their own names.
 
     Raises:
@@ -91,9 +85,9 @@ def draft_sources(
     known = DRAFTERS
     parts = dict.fromkeys(part for name in names for part in part_names(name, known))
     for part in parts:
-        if missing := known[part].missing(model, settings):
+        if missing := known[part].missing(host, settings):
             raise ValueError(f"drafter {part!r} needs {missing}")
-    return {part: known[part].source(model, settings) for part in parts}
+    return {part: known[part].source(host, settings) for part in parts}
 
 
 def source_named(name: str, parts: Mapping[str, DraftSource]) -> DraftSource | UnionSource:
@@ -102,15 +96,15 @@ def source_named(name: str, parts: Mapping[str, DraftSource]) -> DraftSource | U
     return chosen[0] if len(chosen) == 1 else UnionSource(name, chosen)
 
 
-def _source_of(name: str, model: MedusaModel, settings: DrafterSettings) -> DraftSource | UnionSource:
-    return source_named(name, draft_sources([name], model, settings))
+def _source_of(name: str, host: DraftHost, settings: DrafterSettings) -> DraftSource | UnionSource:
+    return source_named(name, draft_sources([name], host, settings))
 
 
 class DraftersByName:
     """The drafters of one model that are asked for by name: what is expensive is done once for each name."""
 
-    def __init__(self, model: MedusaModel):
-        self._model = model
+    def __init__(self, host: DraftHost):
+        self._host = host
         self._sources: dict[str, DraftSource | UnionSource] = {}
 
     def drafter(self, name: str, num_rows: int) -> Drafter | None:
@@ -121,7 +115,7 @@ class DraftersByName:
             ValueError: as :func:`drafter_named`.
         """
         if name not in self._sources:
-            self._sources[name] = _source_of(name, self._model, DrafterSettings())
+            self._sources[name] = _source_of(name, self._host, DrafterSettings())
         source = self._sources[name]
         return None if source.is_idle(num_rows) else source.drafter(num_rows=num_rows)
 

@@ -7,7 +7,6 @@ read, and the entries of drafted nodes lie where the verification pass overwrite
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,14 +14,11 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, verify, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, missing_for_int8_layers
 from medusa.engine.views import view_of
 from medusa.trees.candidate_tree import CandidateTree
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 
 class SelfDrafter(LevelDrafter):
@@ -97,29 +93,29 @@ def low_precision(base: CausalLM) -> CausalLM:
     return view_of(base, Int8Linear, Int8Product)
 
 
-def early_exit_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def early_exit_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The base cut off after ``settings.exit_layer`` layers, on the base's engine."""
-    assert settings.exit_layer is not None, "asked after by missing_exit_layer"
-    shallow = early_exit(model.base, settings.exit_layer)
-    return _self_source("early-exit", SelfDrafter, prepared_base(shallow, model.engine), settings)
+    assert settings.exit_layer is not None, "missing_exit_layer refuses this model before"
+    shallow = early_exit(host.base, settings.exit_layer)
+    return _self_source("early-exit", SelfDrafter, prepared_base(shallow, host.engine), settings)
 
 
-def missing_exit_layer(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
     """The number of layers, which has no good default."""
     if settings.exit_layer is not None:
         return None
-    num_layers = model.base.config.get_text_config(decoder=True).num_hidden_layers
+    num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
     return f"a number of layers, 1 to {num_layers - 1} for this base; give --exit-layer"
 
 
-def low_precision_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def low_precision_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The base in int8."""
-    return _self_source("low-precision", LowPrecisionDrafter, low_precision(model.base), settings)
+    return _self_source("low-precision", LowPrecisionDrafter, low_precision(host.base), settings)
 
 
-def missing_int8(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def missing_int8(host: DraftHost, settings: DrafterSettings) -> str | None:
     """What int8 layers need of the base."""
-    return missing_for_int8_layers(model.base)
+    return missing_for_int8_layers(host.base)
 
 
 def _self_source(

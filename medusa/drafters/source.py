@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from medusa.acceptance.drawing import independent_chains
 from medusa.base.causal_lm import CausalLM
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.union import UnionDrafter
+from medusa.engine import Engine
+from medusa.heads.checkpoint import HeadsCheckpoint
+from medusa.heads.eagle import Heads
 from medusa.trees.candidate_tree import CandidateTree
-
-if TYPE_CHECKING:
-    from medusa.heads.checkpoint import HeadsCheckpoint
-    from medusa.model import MedusaModel
 
 DEFAULT_DRAFT_LENGTH = 4
 
@@ -40,6 +39,33 @@ class DrafterSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+class DraftHost(Protocol):
+    """What a source reads of the model that it drafts for; :class:`medusa.MedusaModel` is one."""
+
+    @property
+    def base(self) -> CausalLM:
+        """The base model as it was given."""
+
+    @property
+    def runner(self) -> CausalLM:
+        """The base model as the engine runs it."""
+
+    @property
+    def engine(self) -> Engine:
+        """How the base's layers are executed."""
+
+    @property
+    def heads(self) -> Heads | None:
+        """The heads that the model was loaded with."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer; None where it has none."""
+
+    def tree_for(self, batch_size: int) -> CandidateTree:
+        """The model's tree for so many rows."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ class UnionSource:
         return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]
 
 
-def nothing_missing(model: MedusaModel, settings: DrafterSettings) -> str | None:
+def nothing_missing(host: DraftHost, settings: DrafterSettings) -> str | None:
     """For drafters that work on any model without settings."""
     return None
 
@@ -112,9 +138,9 @@ class NamedDrafter:
     """A drafter that a user can ask for."""
 
     name: str
-    source: Callable[[MedusaModel, DrafterSettings], DraftSource]
+    source: Callable[[DraftHost, DrafterSettings], DraftSource]
     summary: str
-    missing: Callable[[MedusaModel, DrafterSettings], str | None] = nothing_missing
+    missing: Callable[[DraftHost, DrafterSettings], str | None] = nothing_missing
     """What it needs and has not got, and the flag that gives it; None when it can work."""
     needs_heads: bool = False
     """Whether it drafts with the heads of the model, which must then be loaded."""

@@ -7,17 +7,13 @@ with short suffixes this is prompt lookup. It costs no model call and shines whe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.source import DrafterSettings, DraftSource, NamedDrafter
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.trees.candidate_tree import CandidateTree
-
-if TYPE_CHECKING:
-    from medusa.model import MedusaModel
 
 
 @dataclass
@@ -128,7 +124,7 @@ class SuffixDrafter(StatelessDrafter):
         return automaton.continuation(self.length, self.min_match)
 
 
-def suffix_source(model: MedusaModel, settings: DrafterSettings) -> DraftSource:
+def suffix_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """Nothing to prepare; a draft costs no model call, so it is longer than most."""
     return DraftSource(
         "suffix", lambda tree: SuffixDrafter(tree.depth), draft_length=settings.draft_length or 8
