@@ -104,7 +104,7 @@ class MedusaModel:
         Raises:
             ImportError: the heads come with an adapter and peft is not installed.
             ValueError: heads, adapter and base do not belong together; a base already loaded must carry the
-                adapter already, since it is nobody's to change.
+                adapter already: a model that the caller loaded is not changed.
         """
         is_ours = isinstance(base, (str, Path))
         if isinstance(base, (str, Path)):
@@ -157,7 +157,7 @@ class MedusaModel:
         return self._default_tree if tuned is None else tuned
 
     def use_tree(self, tree: CandidateTree) -> None:
-        """Decode with ``tree`` from here on, however many the rows: tuned trees are let go.
+        """Decode with ``tree`` from here on, for any number of rows, in place of the default and the tuned trees.
 
         Raises:
             ValueError: the heads cannot fill it.
