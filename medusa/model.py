@@ -157,7 +157,7 @@ class MedusaModel:
         return self._default_tree if tuned is None else tuned
 
     def use_tree(self, tree: CandidateTree) -> None:
-        """Decode with ``tree`` from here on, for any number of rows, in place of the default and the tuned trees.
+        """Decode with ``tree`` from here on, for any number of rows: default and tuned trees are forgotten.
 
         Raises:
             ValueError: the heads cannot fill it.
