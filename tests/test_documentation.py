@@ -80,3 +80,29 @@ def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path):
         if re.search(r"<(script|link|img)[^>]+(src|href)=\"https?://", page.read_text())
     ]
     assert elsewhere == []
+
+
+def commands_in(text):
+    """(program, flags) of every command line in the code of a document."""
+    for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:train|inference|scripts)/\w+\.py|medusa (?:chat|generate|info)\b", line)
+            if found:
+                yield found.group(), re.findall(r"(?<=\s)--([\w-]+)", line[found.end() :].partition("#")[0])
+
+
+def test_every_program_that_a_document_runs_is_there():
+    named = {program for path in DOCUMENTS for program, _ in commands_in(path.read_text())}
+    assert len(named) > 8
+    assert [name for name in named if "/" in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+def test_every_flag_in_a_documents_commands_is_one_of_the_programs():
+    given = {}
+    for path in DOCUMENTS:
+        for program, flags in commands_in(path.read_text()):
+            given.setdefault(program, set()).update(flag.replace("_", "-") for flag in flags)
+    for program, flags in given.items():
+        known = set(re.findall(r"--([\w-]+)", hooks.help_text(program).replace("_", "-")))
+        assert flags <= known, f"{program} has no {sorted(flags - known)}"
