@@ -3,7 +3,7 @@
 Two short probes stand in for a data sheet. Bandwidth: how many bytes a second a sum over a large buffer
 reads. Arithmetic: how many operations a second a large square matrix product does. Both take the best of
 several runs, because everything that disturbs a run makes it slower. A model's weights are read once and
-multiplied once a forward pass, so these two are what its step time is held against (the roofline).
+multiplied once a forward pass, so its step time is compared with these two (the roofline).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def device_name(device: torch.device) -> str:
 
 
 def wait_for(device: torch.device) -> None:
-    """Let a graphics card finish what it has been given."""
+    """Wait until an accelerator has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -36,7 +36,7 @@ from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
 
 class MedusaModel:
-    """Decodes with a base model several tokens at a time, saying what the base alone would have said.
+    """Decodes with a base model several tokens at a time, and writes what the base alone would have written.
 
     In float32 the output is token-identical to plain decoding with the same seed, for any heads, any
     tree and any batch. ``acceptance="typical"`` is the exception: it is lossy.

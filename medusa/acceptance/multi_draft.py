@@ -61,7 +61,7 @@ def _start(draft: SampledDraft) -> _Walk:
 def _try_node(
     walk: _Walk, node: int, draft: SampledDraft, noise: VerificationNoise, replacement: bool
 ) -> tuple[_Walk, Tensor]:
-    """The walk after ``node`` had its turn, and what its coin was held against (B,); NaN: it had no turn."""
+    """The walk after ``node`` was tried, and what its coin was compared with (B,); NaN: it was not tried."""
     token = draft.tokens[:, node]
     p, q = entry_at(walk.target, token), entry_at(walk.proposal, token)
     candidates = next_candidates(walk.on_path, walk.depth, draft)

@@ -62,7 +62,7 @@ class Verdict:
     num_accepted: Tensor  # (B,) long
     next_token: Tensor  # (B,) long
     residual: Tensor  # (B, V)
-    acceptance: Tensor  # (B, N); NaN for a coin not looked at
+    acceptance: Tensor  # (B, N); NaN for an unused coin
     state: Any = None
 
 

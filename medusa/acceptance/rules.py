@@ -23,7 +23,7 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
     verdict.num_accepted  (B,) long   its depth: accepted draft tokens, the root not counted
     verdict.next_token    (B,) long   already drawn from p or from what is left of it. Never sample again
     verdict.residual      (B, V)      the distribution it was drawn from
-    verdict.acceptance    (B, N)      the probability each coin was held against; NaN for a coin not looked at
+    verdict.acceptance    (B, N)      the probability each coin was compared with; NaN for an unused coin
     verdict.state                     pass it to the next step
 
 Draft noise, coins and residual noise must be independent of each other, and of the steps before: a ratio

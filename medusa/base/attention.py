@@ -105,7 +105,7 @@ def attention_windows(base: PreTrainedModel) -> LayerWindows:
 
 
 def masks_by_window(base: PreTrainedModel) -> bool:
-    """Whether the code of ``base`` heeds a ``sliding_window`` of its configuration.
+    """Whether the code of ``base`` masks by the ``sliding_window`` of its configuration.
 
     Some models of ``transformers`` have one and attend to everything (Moshi; any model to whose configuration
     somebody added one). Code from elsewhere is taken at its configuration's word.

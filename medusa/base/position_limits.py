@@ -57,7 +57,7 @@ def common_context(base: CausalLM) -> int | None:
 
 
 def unmasked_window(base: CausalLM) -> int | None:
-    """The sliding window that the cache of ``transformers`` heeds and the model's code does not."""
+    """The sliding window that the cache of ``transformers`` applies and the model's code does not."""
     config = base.config.get_text_config(decoder=True)
     is_used = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     return getattr(config, "sliding_window", None) if is_used and not masks_by_window(base) else None

@@ -1,6 +1,6 @@
 """What to decode, and how far it has come: the request, and the rows still decoding.
 
-No model is called here; the loop in ``decoding.py`` moves the state forward.
+No model is called here; ``loop`` moves the state forward.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A decode step over tensors that stay where they are and keep their shapes.
 
-The four verbs of ``decoding.py`` as one function that asks the device for nothing: no length, no token and
+The four verbs of ``loop.py`` as one function that asks the device for nothing: no length, no token and
 no verdict reaches the host, so the step can run on, be compiled, or be captured in a CUDA graph. What the
 loop does with lists there is done with tensors here: a path is committed at its full length, depth + 1
 entries, and what lies past a row's end is overwritten by the next step; a row that has ended stands still.
-The host learns what happened when it looks, every few steps (``static_decoding.py``).
+The host learns what happened when it looks, every few steps (``static_loop.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How decode steps are run, chosen by one argument, ``step=``.
 
     step      what runs                                            needs
-    general   the loop of ``decoding.py``, which looks at every    nothing
+    general   the loop of ``loop.py``, which looks at every        nothing
               step's tokens
     static    one function over tensors that keep their place      the heads or plain decoding, acceptance
               and shape, which never waits for the host            "exact", no stopping criteria, no logits
@@ -261,7 +261,7 @@ def _is_sharded(base: CausalLM) -> bool:
 
 
 def _settings(rows: DecodeState) -> Hashable:
-    """What a graph holds fast of the rows it was made for, besides how many they are."""
+    """What a graph depends on in the rows it was made for, besides their number."""
     request = rows.request
     processors = pickle.dumps(list(request.processors))
     return request.seeds is None, request.temperature, request.eos_ids, processors

@@ -110,7 +110,7 @@ def draft_model_source(host: DraftHost, settings: DrafterSettings) -> DraftSourc
 
 
 def missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """The smaller model."""
+    """What is missing: the smaller model, unless the settings name one."""
     return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
 
 

@@ -116,7 +116,7 @@ def dynamic_heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSou
 
 
 def missing_medusa_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """Medusa heads, unless the model has them."""
+    """What is missing: Medusa heads, unless the model has them."""
     if isinstance(host.heads, MedusaHeads):
         return None
     kind = "an EAGLE-style head" if isinstance(host.heads, EagleHead) else "no heads"

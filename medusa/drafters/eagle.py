@@ -114,7 +114,7 @@ def eagle_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
 
 
 def missing_eagle(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """Where the head is."""
+    """What is missing: the head, unless the settings name one."""
     return "an EAGLE-style head; give --eagle" if settings.eagle is None else None
 
 

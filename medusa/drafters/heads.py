@@ -127,7 +127,7 @@ def heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
 
 
 def missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """Heads, unless the model has them."""
+    """What is missing: heads, unless the model has them."""
     return "heads, and the model was loaded without; give --heads" if host.heads is None else None
 
 

@@ -39,7 +39,7 @@ class QuickHeads(MedusaHeads):
 
 
 class _QuickLinear(nn.Linear):
-    """A linear layer that reads its product in place of its weight."""
+    """A linear layer that computes with a product made of its weight."""
 
     def __init__(self, linear: nn.Linear, output_embedding: ScoresSome):
         nn.Module.__init__(self)
@@ -52,7 +52,7 @@ class _QuickLinear(nn.Linear):
 
 def _product(output_embedding: ScoresSome, weight: Tensor, bias: Tensor | None) -> nn.Module:
     product = output_embedding.product_of(weight.detach(), None if bias is None else bias.detach())
-    assert product is not None, "asked before"
+    assert product is not None, "checked before"
     return product
 
 

@@ -101,7 +101,7 @@ def early_exit_source(host: DraftHost, settings: DrafterSettings) -> DraftSource
 
 
 def missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """The number of layers, which has no good default."""
+    """What is missing: the number of layers, which has no good default."""
     if settings.exit_layer is not None:
         return None
     num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
@@ -114,7 +114,7 @@ def low_precision_source(host: DraftHost, settings: DrafterSettings) -> DraftSou
 
 
 def missing_int8(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What int8 layers need of the base."""
+    """What is missing for int8 layers on this base."""
     return missing_for_int8_layers(host.base)
 
 

@@ -24,7 +24,7 @@ as small as SmolLM2-135M: on one core, a step of 1 token took 0.93 of the time o
 one of 6 tokens 1.17 times it, against 0.6 and 0.8 in ``int8``.
 
 In float32 and in int8 a tree gives the text that one token at a time gives on the same engine; in half
-precision, whatever the weights, the two may part where two tokens tie. Drafts cannot change the text, so
+precision, whatever the weights, they may differ where two tokens tie. Drafts cannot change the text, so
 under ``packed`` and ``int8`` Medusa heads compute in int8, and score the tokens of a token map so.
 
 These two views compute layers that read one input as one product, norms in one call, and attention without
@@ -63,7 +63,7 @@ _BUILDERS: dict[str, tuple[Callable[[CausalLM], str | None], Callable[[CausalLM]
 
 
 QUANTISED_BYTES: dict[str, float] = {"int8": 1.0, "int8_weights": 1.0, "int4_weights": 0.5}
-"""Engine that quantises, and hence says something else -> bytes of a weight in its linear layers."""
+"""Engine that quantises, and so changes the text -> bytes of a weight in its linear layers."""
 
 
 def prepared_base(base: CausalLM, engine: Engine, is_exact: bool = True) -> CausalLM:

@@ -31,7 +31,7 @@ WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""
 
 _TINY = torch.tensor(torch.finfo(torch.float32).tiny)
-"""Keeps the largest of a row of zeros above zero, and is lost in any other."""
+"""Keeps the scale of a row of zeros above zero; it is too small to change any other scale."""
 
 
 def activation_steps() -> int:
@@ -111,7 +111,7 @@ class Int8Linear(Int8Product):
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.weight.detach(), linear.bias)
-        self.weight = linear.weight  # shared, for those who read it
+        self.weight = linear.weight  # shared with the base, for code that reads it
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module:
         """See :class:`medusa.heads.token_map.ScoresSome`."""

@@ -56,7 +56,7 @@ class PackedLinear(PackedProduct):
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.weight.detach(), linear.bias)
-        self.weight = linear.weight  # shared, for those who read it
+        self.weight = linear.weight  # shared with the base, for code that reads it
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
         """In int8, which is read in a quarter of the time: drafts do not change the text, only its speed.

@@ -47,7 +47,7 @@ class JoinedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, shared: _JointProduct, index: int):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias  # shared, for those who read them
+        self.weight, self.bias = linear.weight, linear.bias  # shared with the base
         self._shared, self._index = shared, index
 
     def forward(self, x: Tensor) -> Tensor:

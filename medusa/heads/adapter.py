@@ -2,7 +2,7 @@
 
 Heads trained together with an adapter (Medusa-2, arXiv 2401.10774, section 2.2.2) belong to the *adapted*
 base: they read its states, and decoding with them is exact with respect to its text. The adapter stays
-unmerged, in peft's own format, so that whoever has the base needs to fetch a few megabytes only.
+unmerged, in peft's own format, so that a user who has the base downloads only a few megabytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Adapter:
     weights: Mapping[str, Tensor]
     """adapter_model.safetensors."""
     fingerprint: BaseFingerprint | None = None
-    """Of the base it was trained on."""
+    """The fingerprint of the base it was trained on."""
 
     @property
     def layers(self) -> list[str]:

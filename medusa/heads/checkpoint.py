@@ -73,9 +73,9 @@ class HeadsCheckpoint:
     adapter: Adapter | None = None
     """What the heads were trained together with: they belong to the base that carries it."""
     tree_origin: Mapping[str, Any] = field(default_factory=dict)
-    """Where ``tree`` came from, in plain JSON values; empty where nobody said."""
+    """Where ``tree`` came from, in plain JSON values; empty where it is not recorded."""
     fingerprint: BaseFingerprint | None = None
-    """Of the base the heads were trained on, as it is without the adapter; None in old directories."""
+    """Of the base that the heads were trained on, without the adapter; None in files of version 0.1.0."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is None and self.adapter is not None:

@@ -32,9 +32,9 @@ class EagleConfig:
     vocab_size: int
     """V of the base model's output embedding."""
     num_attention_heads: int = 8
-    """Of the one layer; divides hidden_size."""
+    """Attention heads of the one layer; a divisor of hidden_size."""
     intermediate_size: int = 0
-    """Of the layer's feed-forward part; 0 for 4 x hidden_size, rounded down to a multiple of 64."""
+    """Size of the layer's feed-forward part; 0 for 4 x hidden_size, rounded down to a multiple of 64."""
     max_depth: int = 5
     """How far ahead it is made to draft."""
     token_map_size: int | None = None

@@ -27,12 +27,12 @@ from medusa.heads.token_map import TokenMapped
 Unembedding = Literal["shared", "full", "token_map"]
 
 MAX_SIZE = 2**24
-"""Of a hidden size or a vocabulary: far above any model's. A file that says more is refused before memory is
-asked for."""
+"""Largest hidden size or vocabulary that is read: far above any model's. A file that says more is refused
+before memory is asked for."""
 MAX_DEPTH = 256
 """How far ahead heads may guess: far above what they guess right."""
 MAX_LAYERS = 4096
-"""Of a head, or of a base."""
+"""Largest number of layers, of a head or of a base."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class TokenMapped(nn.Module):
         """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
         assert self.token_map is not None
         kept = self._mapped_rows
-        # Compiled code cannot ask where tensors lie; what runs before it, gather_rows, has asked.
+        # Compiled code cannot compare addresses; gather_rows, which runs before it, has done so.
         if kept is None or not (
             torch.compiler.is_compiling() or kept.are_of(output_embedding, self.token_map)
         ):
@@ -113,7 +113,7 @@ class _MappedRows:
             self.bias = None if bias is None else bias.detach()[token_map]
 
     def __deepcopy__(self, memo: dict) -> _MappedRows:
-        return self  # a copied module has a map of its own, to which these are out of date
+        return self  # a copied module has its own map, and these rows belong to another
 
     def score(self, features: Tensor) -> Tensor:
         """Features (..., D) -> (..., V')."""

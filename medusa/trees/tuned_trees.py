@@ -17,7 +17,7 @@ from medusa.trees.candidate_tree import CandidateTree
 
 RUNTIME_KEYS = ("device", "dtype", "engine")
 DEFAULT_STEP = "general"
-"""Of entries that name none: the first files did not."""
+"""The kind of step of an entry that names none, as in files of version 0.1.0 and before."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Runtime:
     """What executes decode steps."""
 
     device: str
-    """In words, as :func:`medusa.hardware.device_name` says it."""
+    """The device, as :func:`medusa.hardware.device_name` names it."""
     dtype: str
-    """Of the base's weights, such as "float32"."""
+    """Type of the base's weights, such as "float32"."""
     engine: str
     """How the base was executed; never "auto"."""
 

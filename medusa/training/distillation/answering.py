@@ -20,7 +20,7 @@ from medusa.training.distillation.continuous_batch import ContinuousBatch, Row
 from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
 
 QUESTION_TEMPERATURE = 1.0
-"""How the model's own questions are sampled; greedily it would ask one question for ever."""
+"""How the model's own questions are sampled; greedy decoding would always give the same question."""
 
 
 @dataclass(frozen=True)

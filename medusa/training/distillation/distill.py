@@ -117,7 +117,7 @@ def distill(
 ) -> DistillationReport:
     """Answer ``conversations`` into ``answers``, in the order they end, and say what was done.
 
-    ``count_tokens`` hears of tokens as they come, ``when_ended`` of each conversation that has ended.
+    ``count_tokens`` is called as tokens come, ``when_ended`` after each conversation.
 
     Raises:
         ValueError: the first prompts were all refused; the message is the first reason.
