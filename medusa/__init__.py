@@ -11,27 +11,37 @@ Depth counts from 1; depth 0 is the root token, the base model's own next token.
 unless said otherwise.
 """
 
-from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.heads.adapter import Adapter, apply_adapter
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
-from medusa.model import MedusaModel
-from medusa.trees.candidate_tree import CandidateTree, best_tree
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Adapter",
-    "CandidateTree",
-    "DecodingStatistics",
-    "HeadsCheckpoint",
-    "HeadsConfig",
-    "MedusaHeads",
-    "MedusaModel",
-    "MedusaOutput",
-    "apply_adapter",
-    "best_tree",
-    "load_heads",
-    "save_heads",
-    "save_tree",
-]
+_HOME = {
+    "Adapter": "medusa.heads.adapter",
+    "CandidateTree": "medusa.trees.candidate_tree",
+    "DecodingStatistics": "medusa.decoding.statistics",
+    "HeadsCheckpoint": "medusa.heads.checkpoint",
+    "HeadsConfig": "medusa.heads.medusa_heads",
+    "MedusaHeads": "medusa.heads.medusa_heads",
+    "MedusaModel": "medusa.model",
+    "MedusaOutput": "medusa.decoding.statistics",
+    "apply_adapter": "medusa.heads.adapter",
+    "best_tree": "medusa.trees.candidate_tree",
+    "load_heads": "medusa.heads.checkpoint",
+    "save_heads": "medusa.heads.checkpoint",
+    "save_tree": "medusa.heads.checkpoint",
+}
+"""Public name -> the module it is imported from on first use, so that `import medusa` waits for no torch."""
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

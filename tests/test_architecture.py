@@ -25,7 +25,7 @@ FLOORS = (
     ("heads",),
     ("base",),
     ("trees",),
-    ("files", "hardware", "plots", "pretrained", "progress", "prompts"),
+    ("choices", "files", "hardware", "plots", "pretrained", "progress", "prompts"),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""
 NOT_YET = {"measurement": {"cli"}}

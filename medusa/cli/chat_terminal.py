@@ -1,32 +1,31 @@
 """The chat terminal: reads questions, prints answers as they come, obeys commands and Ctrl-C.
 
 Questions come from a terminal, from a pipe (one a line) or from a prompts file; the conversation
-itself is :mod:`medusa.cli.chat_session`'s.
+itself is in :mod:`medusa.cli.chat_session`.
 """
 
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from types import FrameType
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
-from medusa.cli.flags import ChatOptions
-from medusa.cli.program import chosen_drafter, drafts_with_heads, load_model, log_console, sampling_cuts
+from medusa.cli.commands import ChatOptions
+from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
+from medusa.cli.reporting import counted, report_json
+from medusa.cli.terminal import WrappedText, piped_lines, stop_button, typed_questions
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.prompts import Prompt, read_prompts
 
 COMMANDS = {
     "/reset": "forget the conversation and start afresh",
-    "/stats": "what this session's answers cost, and how often each head was right",
+    "/stats": "what this session's answers cost, and how often guesses were right, by depth",
     "/help": "this list",
     "/exit": "leave; so does Ctrl-D",
 }
@@ -42,35 +41,28 @@ ENDINGS = {
 VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
-def chat_settings(options: ChatOptions) -> ChatSettings:
-    """How a session should answer.
-
-    Raises:
-        ValueError: a flag that only sampling reads, with temperature 0.
-    """
-    sampling: dict[str, Any] = {"do_sample": options.temperature > 0, **sampling_cuts(options)}
-    if options.temperature > 0:
-        sampling["temperature"] = options.temperature
-    if options.repetition_penalty is not None:
-        sampling["repetition_penalty"] = options.repetition_penalty
-    return ChatSettings(options.max_new_tokens, options.seed, sampling, options.system, options.plain)
-
-
-def chat(options: ChatOptions) -> dict[str, Any]:
-    """Hold the conversation that the flags ask for; its :func:`session_report` when it is over."""
-    settings = chat_settings(options)
-    prompts = None if options.prompts is None else read_prompts(options.prompts, options.limit)
-    model = load_model(options, with_heads=drafts_with_heads(options))
+def chat(options: ChatOptions) -> None:
+    """Hold the conversation that the flags ask for; report what it cost when it is over."""
+    prompts = (
+        None
+        if options.prompts.prompts is None
+        else read_prompts(options.prompts.prompts, options.prompts.limit)
+    )
+    model = load_for_replies(options)
+    answers, replies = options.answers, options.replies
+    settings = ChatSettings(
+        answers.max_new_tokens, answers.seed, reply_sampling(options), replies.system, replies.plain
+    )
     session = ChatSession(model, settings, chosen_drafter(model, options))
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
     elif sys.stdin.isatty():
         terminal.greet()
-        terminal.converse(typed_lines(terminal.console))
+        terminal.converse(typed_questions(terminal.console))
     else:
         terminal.converse(piped_lines(terminal.console))
-    return session_report(session)
+    report_json(session_report(session), options.report)
 
 
 def session_report(session: ChatSession) -> dict[str, Any]:
@@ -101,13 +93,16 @@ class ChatTerminal:
         """Say what can be typed."""
         self._note("Type a question. Ctrl-C stops an answer, /help lists commands, /exit or Ctrl-D leaves.")
 
-    def converse(self, lines: Iterator[str]) -> None:
-        """Answer every line, until one says /exit or there are no more."""
-        for line in lines:
-            text = line.strip()
+    def converse(self, questions: Iterator[str]) -> None:
+        """Answer every question, until one says /exit or there are no more.
+
+        A slash and a word, such as /reset, is a command; with a space before it, it is a question.
+        """
+        for question in questions:
+            text = question.strip()
             if text == "/exit":
                 return
-            if re.fullmatch(r"/\w+", text):
+            if re.match(r"/\w+(\s|$)", question):
                 self.obey(text)
             elif text:
                 self.ask(text)
@@ -130,7 +125,7 @@ class ChatTerminal:
             self._show_statistics()
         else:
             if command != "/help":
-                self._note(f"There is no command {command}.")
+                self._note(f"There is no command {command}. A space before it asks the model.")
             for name, meaning in COMMANDS.items():
                 self._note(f"  {name:<7} {meaning}")
 
@@ -143,7 +138,7 @@ class ChatTerminal:
             self._note(f"{error} (/reset)")
             return
         except KeyboardInterrupt:  # a second Ctrl-C, which did not wait for the step to end
-            self.console.out("")
+            pass
         if len(self.session.answers) == num_answers:
             self._note("stopped before the first word; the question is forgotten")
         else:
@@ -152,13 +147,17 @@ class ChatTerminal:
 
     def _print_answer(self, question: str) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
-            for piece in pieces:
-                style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)] if self.color_depth else None
-                text = piece.text.translate(VISIBLE_CONTROLS)
-                self.console.out(text, style=style, end="", highlight=False)
-                if stopped.is_set():
-                    break
-        self.console.out("")
+            text = WrappedText(self.console)
+            try:
+                for piece in pieces:
+                    text.write(piece.text.translate(VISIBLE_CONTROLS), self._style(piece.depth))
+                    if stopped.is_set():
+                        break
+            finally:
+                text.finish()
+
+    def _style(self, depth: int) -> str | None:
+        return DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)] if self.color_depth else None
 
     def _show_statistics(self) -> None:
         report = session_report(self.session)
@@ -166,13 +165,15 @@ class ChatTerminal:
             self._note("No answers yet.")
             return
         cost = cost_line(self.session.statistics, report["seconds"])
-        noun = "answer" if report["num_answers"] == 1 else "answers"
-        self._note(f"{report['num_answers']} {noun} · {cost}")
+        self._note(f"{counted(report['num_answers'], 'answer')} · {cost}")
         table = Table("depth", "accepted", "accepted once reached", style="dim", header_style="dim")
         rates = zip(report["acceptance_rate"], report["conditional_acceptance_rate"], strict=True)
         for depth, (rate, conditional) in enumerate(rates, start=1):
             table.add_row(str(depth), f"{rate:.0%}", f"{conditional:.0%}", style="dim")
         self.console.print(table)
+        heads = self.session.model.heads
+        if heads is not None and heads.num_heads < len(report["acceptance_rate"]):
+            self._note(f"Heads guess depths 1 to {heads.num_heads}; other drafters guess the deeper ones.")
 
     def _explain_colors(self) -> None:
         if self.console.color_system is None:
@@ -191,49 +192,9 @@ class ChatTerminal:
 def cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:
     """What an answer cost, in one line."""
     parts = [
-        f"{statistics.num_tokens} tokens in {seconds:.1f} s",
+        f"{counted(statistics.num_tokens, 'token')} in {seconds:.1f} s",
         f"{statistics.num_tokens / seconds:.1f} tokens/s",
         f"{statistics.tokens_per_step:.2f} tokens per step",
         note,
     ]
     return " · ".join(part for part in parts if part)
-
-
-@contextmanager
-def stop_button() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C, so that a step ends in peace; a second one interrupts at once."""
-    stopped = threading.Event()
-
-    def press(signum: int, frame: FrameType | None) -> None:
-        if stopped.is_set():
-            raise KeyboardInterrupt
-        stopped.set()
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def typed_lines(console: Console) -> Iterator[str]:
-    """Lines from the keyboard, with editing and history where the system has readline."""
-    try:
-        import readline  # noqa: F401  (importing it is what gives input() its editing)
-    except ImportError:
-        log_console().print("no readline on this system: arrow keys do not edit the line", style="dim")
-    while True:
-        try:
-            yield input("> ")
-        except KeyboardInterrupt:
-            console.print("\nCtrl-C stops answers; /exit or Ctrl-D leaves.", style="dim")
-        except EOFError:
-            console.out("")
-            return
-
-
-def piped_lines(console: Console) -> Iterator[str]:
-    """Lines from a pipe, shown as if they had been typed."""
-    for line in sys.stdin:
-        console.out(f"> {line.rstrip()}", highlight=False)
-        yield line

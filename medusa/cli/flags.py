@@ -13,7 +13,6 @@ from typing import get_args
 import torch
 
 from medusa.decoding.step_runners import StepKind
-from medusa.drafters.registry import DEFAULT_DRAFTER
 from medusa.engine import Engine
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -71,16 +70,6 @@ class PlotOptions(ProgramOptions):
     """The flags of programs that draw a picture, parsed."""
 
     plot: Path
-
-
-class ChatOptions(DrafterOptions, CutOptions):
-    """The flags of a chat, parsed."""
-
-    drafter: str | None
-    system: str | None
-    plain: bool
-    color_depth: bool
-    repetition_penalty: float | None
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -208,16 +197,6 @@ def program_parser(description: str, max_new_tokens: int = 128) -> argparse.Argu
     return parser
 
 
-def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    """What only a chat on a screen needs."""
-    group = parser.add_argument_group("chat")
-    group.add_argument(
-        "--color-depth",
-        action="store_true",
-        help="colour each token by the depth of the head that guessed it; the base model's own stay plain",
-    )
-
-
 def add_drafter_flags(parser: argparse.ArgumentParser) -> None:
     """What drafters other than heads need to know; ``medusa.drafters.registry`` has their names."""
     group = parser.add_argument_group("drafters")
@@ -245,24 +224,6 @@ def add_drafter_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eagle", metavar="HEADS", help="for eagle: a heads directory or hub id of an EAGLE-style head"
     )
-
-
-def add_reply_flags(parser: argparse.ArgumentParser) -> None:
-    """How to reply, beyond the flags that all programs share."""
-    group = parser.add_argument_group("replies")
-    group.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
-    group.add_argument("--plain", action="store_true", help="decode without heads: the same text, slower")
-    group.add_argument(
-        "--drafter",
-        metavar="NAME",
-        help="who guesses ahead: heads, suffix, draft-model, ..., or a union; the text is the same (default: "
-        f"{DEFAULT_DRAFTER}, the heads and what followed the same words before)",
-    )
-    add_drafter_flags(parser)
-    group.add_argument(
-        "--repetition-penalty", type=not_negative_float, metavar="X", help="above 1 discourages repetition"
-    )
-    add_cut_flags(parser)
 
 
 def add_cut_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from medusa.decoding.step_runners import StepKind
-from medusa.engine import Engine
+from medusa.choices import Dtype, Engine, StepKind
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
 EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 _ABOUT_CONFIG = "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE."
 
@@ -41,7 +40,7 @@ def parse(
     options: type[T],
     arguments: Sequence[str] | None = None,
     *,
-    description: str = "",
+    description: str | None = None,
     prog: str | None = None,
     presets: Mapping[str, Any] | None = None,
 ) -> T:
@@ -52,7 +51,7 @@ def parse(
     ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
 
     Args:
-        description: what ``--help`` shows first, as it stands.
+        description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
 
     Raises:
         SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
@@ -64,14 +63,16 @@ def parse(
     if file is not None:
         given += _words(_read_file(file), flags, str(file))
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(f"{description.rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
+        text = inspect.getdoc(options) if description is None else description
+        sys.stdout.write(f"{(text or '').rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
+        sys.stdout.flush()
     try:
         return tyro.cli(
             options,
             prog=prog or Path(sys.argv[0]).name,
             args=[*given, *words],
             description="",
-            config=(tyro.conf.OmitArgPrefixes,),
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
             registry=_REGISTRY,
         )
     except SystemExit as ended:
@@ -211,12 +212,21 @@ def check_at_least(options: Any, lowest: float, *names: str) -> None:
                 raise ValueError(f"{name} must be at least {lowest}, got {value}")
 
 
+def check_above(options: Any, lowest: float, *names: str) -> None:
+    """Raise ValueError for the first of the fields ``names`` that is given and not above ``lowest``."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not lowest < value < math.inf:
+            raise ValueError(f"{name} must be above {lowest}, got {value}")
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model to load, and how to run it."""
 
-    base: str = str(EMBEDDED_BASE)
-    """Base model: a directory or a hub id; the default is the one that `make models` fetches."""
+    base: str | None = None
+    """Base model: a directory or a hub id; none is the one that the heads were trained on. For the heads that
+    ship it is the model that `make models` fetches."""
     heads: str = EMBEDDED_HEADS
     """Heads trained on that base: a directory, a hub id, or the name of heads that ship."""
     device: str = "auto"
@@ -310,6 +320,20 @@ class DrafterOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
+
+    def check_read_by(self, *drafters: str) -> None:
+        """Raise ValueError for an option that none of ``drafters``, names or unions of them, reads."""
+        parts = {part for name in drafters for part in name.split("+")}
+        for option, drafter in _READ_BY.items():
+            if getattr(self, option) is not None and drafter not in parts:
+                raise ValueError(
+                    f"{option} goes with the drafter {drafter}, which is not asked for; ask for it, or leave "
+                    f"{option} out"
+                )
+
+
+_READ_BY = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle": "eagle"}
+"""Option of one drafter alone -> that drafter."""
 
 
 @dataclass(frozen=True)

@@ -1,96 +1,110 @@
-"""What every program that decodes shares: loading, progress, and the report at the end.
-
-The programs in ``inference/`` and the ``medusa`` command build on this. Talk to the reader goes to
-standard error; standard output carries answers, tables and, last, one line of JSON.
-"""
+"""What every program that decodes shares: loading what its options name, and answering with it."""
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import medusa
 from medusa.base.causal_lm import context_length
-from medusa.cli.flags import (
+from medusa.base.loading import base_place, load_base
+from medusa.cli.commands import AnsweringOptions
+from medusa.cli.options import (
     EMBEDDED_BASE,
+    EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
-    ChatOptions,
-    CutOptions,
+    AnswerOptions,
     DrafterOptions,
-    PlotOptions,
-    ProgramOptions,
+    ModelOptions,
+    PromptOptions,
 )
+from medusa.cli.reporting import counted, exit_status, log_picture, report_json, table_console  # noqa: F401
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.registry import (
-    DEFAULT_DRAFTER,
-    DrafterSettings,
-    default_drafter,
-    draft_with_heads,
-    drafter_named,
-)
-from medusa.files import write_json
-from medusa.heads.adapter import Adapter, apply_adapter
+from medusa.drafters.registry import DrafterSettings, default_drafter, draft_with_heads, drafter_named
+from medusa.heads.adapter import apply_adapter
 from medusa.heads.calibration import AnsweredTokens
-from medusa.heads.checkpoint import load_adapter
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle import Heads
 from medusa.model import MedusaModel
 from medusa.progress import log_console
 from medusa.prompts import Prompt, encode_messages, read_prompts
 
 
-def table_console(width: int = 118) -> Console:
-    """Where programs print tables: standard output, ``width`` columns wide where it is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=width)
+def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
+    """The base and its heads, on the device asked for; says first which medusa is running.
 
-
-def log_picture(options: PlotOptions) -> None:
-    """Say where the picture is."""
-    log_console().print(f"picture: {options.plot}", soft_wrap=True)
-
-
-def load_model(options: ProgramOptions, with_heads: bool = True) -> MedusaModel:
-    """The base and its heads, on ``options.device``; says first which medusa is running.
+    Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
+    heads too, so that the text is the same.
 
     Raises:
-        FileNotFoundError: an embedded default is not there yet; the message says what makes it.
+        FileNotFoundError: heads or base are not there; for the defaults the message says what makes them.
+        ValueError: there is no such device here, or the base is no causal language model.
     """
     log = log_console()
     log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
-    _check_embedded(options.base, EMBEDDED_BASE, "--base")
-    device = torch.device(options.device)
+    if not log.is_terminal:
+        disable_progress_bar()
+    device = _device(options.device)
+    checkpoint = load_heads(options.heads)
+    name = options.base or _recorded_base(checkpoint, options.heads)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
-    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
+    base: Any = load_base(name, dtype=dtype)
     base.to(device)
-    tokenizer = AutoTokenizer.from_pretrained(options.base)
-    adapter = _adapt(base, options)
-    heads_given = options.heads if with_heads else None
+    if checkpoint.adapter is not None:
+        apply_adapter(base, checkpoint.adapter)
     model = MedusaModel.from_pretrained(
-        base, heads_given, tokenizer=tokenizer, engine=options.engine, step=options.step
+        base,
+        checkpoint if with_heads else None,
+        tokenizer=AutoTokenizer.from_pretrained(base_place(name)),
+        engine=options.engine,
+        step=options.step,
     )
-    heads = f"{model.heads.num_heads} heads, tree of {model.tree.num_nodes}" if model.heads else "no heads"
-    if adapter is not None:
+    heads = "no heads"
+    if model.heads is not None:
+        nodes = counted(model.tree.num_nodes, "node")
+        heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
+    if checkpoint.adapter is not None:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
-    log.print(f"{options.base} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=True)
+    log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=True)
     return model
 
 
-def _adapt(base: Any, options: ProgramOptions) -> Adapter | None:
-    """Put the adapter of the heads onto ``base``, without heads too: the text is the same then."""
-    adapter = load_adapter(options.heads)
-    if adapter is not None:
-        apply_adapter(base, adapter)
-    return adapter
+def _device(name: str) -> torch.device:
+    """The device called ``name``.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # which one, depends on the kind of device
+        raise ValueError(
+            f"device must be one that torch can use here, got {name!r}; give --device cpu or none"
+        ) from error
+
+
+def _recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
+    """The base that ``heads`` were trained on.
+
+    Raises:
+        FileNotFoundError: it is the embedded one, which is not fetched yet.
+        ValueError: the heads do not say.
+    """
+    if heads == EMBEDDED_HEADS:
+        _check_embedded(EMBEDDED_BASE, "--base")
+        return str(EMBEDDED_BASE)
+    if not checkpoint.base_model:
+        raise ValueError(f"the heads in {heads!r} do not say which base they were trained on; give --base")
+    return checkpoint.base_model
 
 
 def heads_of(model: MedusaModel) -> Heads:
@@ -111,32 +125,33 @@ def drafter_settings(options: DrafterOptions) -> DrafterSettings:
     )
 
 
-def drafts_with_heads(options: ChatOptions) -> bool:
-    """Whether to load heads for the drafter asked for.
+def load_for_replies(options: AnsweringOptions) -> MedusaModel:
+    """:func:`load_model`, with heads where the drafter asked for needs them.
 
     Raises:
-        ValueError: there is no such drafter, or it comes with --plain.
+        ValueError: there is no such drafter.
     """
-    needs_heads = draft_with_heads(options.drafter or DEFAULT_DRAFTER)
-    if options.plain and options.drafter is not None:
-        raise ValueError(f"--plain guesses nothing, and --drafter {options.drafter} does; give one of them")
-    return not options.plain and needs_heads
+    name, is_plain = options.replies.drafter, options.replies.plain
+    return load_model(options.model, with_heads=not is_plain and (name is None or draft_with_heads(name)))
 
 
-def chosen_drafter(model: MedusaModel, options: ChatOptions) -> Drafter | None:
+def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:
     """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
-    if options.plain or options.drafter == "heads":
+    name = options.replies.drafter
+    if name is None:
+        name = default_drafter(model) if model.step == "general" else "heads"
+    if options.replies.plain or name == "heads":
         return None
-    return drafter_named(options.drafter or default_drafter(model), model, drafter_settings(options))
+    return drafter_named(name, model, drafter_settings(options.drafters))
 
 
-def load_prompts(options: ProgramOptions, take_all: bool = False) -> list[Prompt]:
+def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:
     """The prompts asked for, or the small set of our own that `make demo` is measured on.
 
     ``take_all`` leaves ``--limit`` out of account.
     """
     if options.prompts is None:
-        _check_embedded(str(EMBEDDED_PROMPTS), EMBEDDED_PROMPTS, "--prompts")
+        _check_embedded(EMBEDDED_PROMPTS, "--prompts")
     return read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
 
 
@@ -160,33 +175,37 @@ def encode_prompts(
     return encoded
 
 
-def generation_arguments(options: ProgramOptions) -> dict[str, Any]:
-    """For ``generate``, ours and ``transformers``': how long, and greedy or sampled."""
-    if options.temperature == 0:
-        return {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-    return {
-        "max_new_tokens": options.max_new_tokens,
-        "do_sample": True,
-        "temperature": options.temperature,
+def generation_arguments(options: AnswerOptions) -> dict[str, Any]:
+    """For ``generate``, ours and ``transformers``': how long, and :func:`sampling_arguments`."""
+    return {"max_new_tokens": options.max_new_tokens, **sampling_arguments(options)}
+
+
+def sampling_arguments(options: AnswerOptions) -> dict[str, Any]:
+    """Greedy or sampled, and which tokens sampling leaves out; what was not given is left out."""
+    return {"do_sample": options.temperature > 0} | {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if (value := getattr(options, name, None))
     }
 
 
-def sampling_cuts(options: CutOptions) -> dict[str, Any]:
-    """What --top-k, --top-p and --min-p say, for ``generate``; those not given are left out.
+def reply_sampling(options: AnsweringOptions) -> dict[str, Any]:
+    """:func:`sampling_arguments` with what only replies can be told."""
+    penalty = options.replies.repetition_penalty
+    extra = {} if penalty is None else {"repetition_penalty": penalty}
+    return {**sampling_arguments(options.answers), **extra}
 
-    Raises:
-        ValueError: one of them with temperature 0.
-    """
-    flags = {name: getattr(options, name) for name in ("top_k", "top_p", "min_p")}
-    given = {name: value for name, value in flags.items() if value is not None}
-    if given and options.temperature == 0:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{names} goes with sampling, and --temperature is 0 (greedy); give a --temperature")
-    return given
+
+def sampling_cuts(options: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in sampling_arguments(options).items()
+        if name in ("top_k", "top_p", "min_p")
+    }
 
 
 def decode_prompt(
-    model: MedusaModel, inputs: Mapping[str, Any], options: ProgramOptions
+    model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions
 ) -> tuple[list[int], DecodingStatistics]:
     """Prompt and answer as one list of tokens, and how its decoding went."""
     arguments = {**generation_arguments(options), "seed": options.seed, "return_dict_in_generate": True}
@@ -195,7 +214,7 @@ def decode_prompt(
 
 
 def answered_tokens(
-    model: MedusaModel, prompt: Prompt, inputs: Mapping[str, Any], options: ProgramOptions
+    model: MedusaModel, prompt: Prompt, inputs: Mapping[str, Any], options: AnswerOptions
 ) -> AnsweredTokens:
     """Prompt and answer as tokens: the answer in the file where there is one, else the model's own."""
     prompt_tokens = inputs["input_ids"][0].tolist()
@@ -207,37 +226,8 @@ def answered_tokens(
     return AnsweredTokens.after_prompt(tokens, len(prompt_tokens))
 
 
-def report_json(report: Mapping[str, Any], options: ProgramOptions) -> None:
-    """End standard output with ``report`` as one line of JSON, and write it to ``--json`` when asked."""
-    write_report(report, options)
-    sys.stdout.write(json.dumps(report, allow_nan=False) + "\n")
-    sys.stdout.flush()
-
-
-def write_report(report: Mapping[str, Any], options: ProgramOptions) -> None:
-    """Write ``report`` to the file of ``--json``, if one is given."""
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, report)
-
-
-def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
-    """Run a program: 0, or 1 with the error as one sentence on standard error, or 130 when it was stopped."""
-    try:
-        program()
-    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
-        if show_traceback:
-            traceback.print_exc()
-        log_console().print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        log_console().print("stopped", style="bold red")
-        return 130
-    return 0
-
-
-def _check_embedded(given: str, embedded: Path, flag: str) -> None:
-    if given == str(embedded) and not embedded.exists():
+def _check_embedded(embedded: Path, flag: str) -> None:
+    if not embedded.exists():
         raise FileNotFoundError(
             f"{flag} was not given, and its default {embedded} is not there; run `make models` in a checkout "
             f"of medusa, or give {flag}"

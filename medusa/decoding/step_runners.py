@@ -28,20 +28,19 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, seen_hidden
+from medusa.choices import StepKind
 from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticDrafter, StaticState, static_step
 from medusa.engine.int8 import Int8Product
 from medusa.engine.packed import PackedLinear
 from medusa.engine.views import copy_sharing_parameters
 
-StepKind = Literal["general", "static", "compiled", "captured"]
-"""See the table above."""
 MAX_KEPT = 16
 """Settings whose graphs a model keeps, and as many whose compiled steps."""
 WARM_UP_STEPS = 3

@@ -38,9 +38,10 @@ once and wait for memory, which two threads of one core share. ``torch.set_num_t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 from medusa.base.causal_lm import CausalLM
+from medusa.choices import Engine
 from medusa.engine.int8 import int8_view, missing_for_int8
 from medusa.engine.packed import missing_for_packed, packed
 from medusa.engine.weight_only import (
@@ -49,9 +50,6 @@ from medusa.engine.weight_only import (
     missing_for_int4_weights,
     missing_for_int8_weights,
 )
-
-Engine = Literal["auto", "eager", "packed", "int8", "int8_weights", "int4_weights"]
-"""See the table above."""
 
 _BUILDERS: dict[str, tuple[Callable[[CausalLM], str | None], Callable[[CausalLM], CausalLM]]] = {
     "packed": (missing_for_packed, packed),

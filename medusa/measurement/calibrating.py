@@ -52,7 +52,7 @@ def use_tree_asked_for(model: MedusaModel, options: TreeOptions, max_rank: int =
     prompts = read_prompts(options.calibrate_on)
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
-    rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering to calibrate")]
+    rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering to calibrate")]  # type: ignore[arg-type]
     counts = ranked(model, rows, max_rank)
     model.use_tree(counts.best_tree(options.tree_nodes))
     log_console().print(

@@ -1,6 +1,11 @@
 import io
 import os
+import select
 import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError, TextStream
-from medusa.cli.chat_terminal import ChatTerminal, stop_button
+from medusa.cli.chat_terminal import ChatTerminal
+from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
 from medusa.decoding.loop import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.prompts import Prompt
@@ -27,6 +33,7 @@ class ScriptedModel:
     def __init__(self, *answers, max_context=512):
         model = chat_model(context=max_context)
         self.base, self.tokenizer, self.tree, self.device = model.base, TOKENIZER, wide_tree(), model.device
+        self.heads = SimpleNamespace(num_heads=2)
         self.answers = list(answers)
         self.calls = []
 
@@ -128,11 +135,112 @@ def test_stats_cover_the_session_across_resets():
 
 
 def test_exit_ends_the_conversation_and_unknown_commands_list_the_known_ones():
-    terminal, printed = scripted("A path.", "never said")
-    terminal.converse(iter(["/foo", "", "  ", "/etc/passwd is what?", "/exit", "more"]))
+    terminal, printed = scripted("A path.", "A slash.", "never said")
+    terminal.converse(
+        iter(["/foo", "/foo bar", "", "  ", "/etc/passwd is what?", " /foo what?", "/exit", "more"])
+    )
     assert "There is no command /foo." in printed()
+    assert "There is no command /foo bar. A space before it asks the model." in printed()
     assert "/stats" in printed()
-    assert len(terminal.session.model.calls) == 1, "a slash alone does not make a command"
+    asked = [call["text"] for call in terminal.session.model.calls]
+    assert len(asked) == 2, "a slash alone does not make a command, nor does one after a space"
+    assert "<|user|>/foo what?<|end|>" in asked[1]
+
+
+def test_stats_say_which_depths_the_heads_guess():
+    terminal, printed = scripted("Hello!")
+    terminal.converse(iter(["Hi", "/stats"]))
+    assert "Heads guess depths 1 to 2; other drafters guess the deeper ones." in printed()
+    assert "1 answer · " in printed()
+
+
+def wrapped(pieces, width=12, is_terminal=True):
+    screen = io.StringIO()
+    text = WrappedText(Console(file=screen, width=width, highlight=False, force_terminal=is_terminal))
+    for piece in pieces:
+        text.write(piece)
+    text.finish()
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["one two thr", "ee four"], "one two \nthree four\n"),
+        (["exactly", " 12345 x"], "exactly \n12345 x\n"),
+        (["a", "\n", "\tb c"], "a\n        b c\n"),
+        (["unbreakably", "long", "word"], "unbreakablyl\nongword\n"),
+        (["一二三四五六七八"], "一二三四五六\n七八\n"),
+        ([], "\n"),
+    ],
+)
+def test_lines_break_between_words_on_a_terminal(pieces, expected):
+    assert wrapped(pieces) == expected
+
+
+def test_a_pipe_gets_the_text_as_it_is():
+    assert wrapped(["one two thr", "ee four five"], is_terminal=False) == "one two three four five\n"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(alphabet="ab 一\n", max_size=60), st.integers(0, 60))
+def test_wrapping_changes_nothing_but_spaces_and_line_breaks(text, cut):
+    shown = wrapped([text[:cut], text[cut:]])
+    assert "".join(shown.split()) == "".join(text.split())
+    assert max(len(line) + line.count("一") for line in shown.split("\n")) <= 12
+
+
+def test_words_of_an_answer_stay_whole_on_a_terminal():
+    terminal, printed = scripted("Several words that do not fit one line", color_depth=True)
+    terminal.color_depth, terminal.console.width = False, 20
+    terminal.ask("Hi")
+    assert "Several words that \ndo not fit one line\n" in printed()
+
+
+def read_terminal(terminal, mark):
+    """What a program writes to its terminal, up to ``mark``."""
+    shown, end = b"", time.monotonic() + 20
+    while mark not in shown and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 4096)
+    assert mark in shown, shown
+    return shown.decode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_pasted_text_of_four_lines_is_one_question():
+    import pty
+
+    script = """
+from rich.console import Console
+from medusa.cli.terminal import typed_questions
+for question in typed_questions(Console()):
+    print(repr(question), flush=True)
+"""
+    terminal, theirs = pty.openpty()
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen([sys.executable, "-c", script], **streams, start_new_session=True)
+    read_terminal(terminal, b"> ")
+    os.write(terminal, b"\x1b[200~one\ntwo\nthree\nfour\x1b[201~\n")
+    assert "'one\\ntwo\\nthree\\nfour'" in read_terminal(terminal, b"'\r\n")
+    os.write(terminal, b"\x04")
+    assert process.wait(timeout=20) == 0
+    os.close(terminal)
+    os.close(theirs)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_ctrl_c_is_not_written_into_an_answer(monkeypatch):
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    with open(theirs, closefd=True) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with controls_not_echoed():
+            assert not termios.tcgetattr(stdin)[3] & termios.ECHOCTL
+        assert termios.tcgetattr(stdin)[3] & termios.ECHOCTL
+    os.close(ours)
 
 
 def test_each_row_of_a_prompts_file_is_a_conversation_of_its_own_with_its_own_messages():

@@ -1,8 +1,14 @@
 import io
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from tiny_chat import chat_heads, save_chat_model, wide_tree
+from transformers import T5Config
 
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
@@ -16,17 +22,40 @@ def saved(tmp_path_factory):
     return ["--base", base, "--heads", heads]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["chat", "--help"], ["generate", "--help"], ["info", "--help"]]
-)
-def test_help_teaches_by_example(arguments, capsys):
+@pytest.mark.parametrize("command", ["chat", "generate", "info"])
+def test_help_teaches_by_example(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main([command, "--help"])
     assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "medusa" in text
-    if len(arguments) > 1:
-        assert f"\n    medusa {arguments[0]} " in text
+    assert f"\n    medusa {command} " in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert f"medusa {command} " in capsys.readouterr().out
+
+
+def test_the_version_help_and_mistakes_are_answered_without_torch():
+    """Torch and transformers take seconds to import, the rest a few tenths of one."""
+    script = """
+import contextlib, sys
+import medusa
+from medusa.cli.main import main
+assert main(["--version"]) == 0 and main(["--help"]) == 0 and main(["cht"]) == 2
+for words in (["chat", "--help"], ["generate", "--temperature", "-1", "x"]):
+    with contextlib.suppress(SystemExit):
+        main(words)
+loaded = {"torch", "transformers", "numpy"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"medusa {medusa.__version__}\n")
+    assert "got 'cht'; did you mean chat?" in done.stderr
+
+
+def test_public_names_are_there_although_they_are_imported_late():
+    assert all(getattr(medusa, name) is not None for name in medusa.__all__)
+    assert set(medusa.__all__) <= set(dir(medusa))
+    with pytest.raises(AttributeError, match="no attribute 'MedusaModl'"):
+        medusa.MedusaModl  # noqa: B018
 
 
 def test_chat_answers_piped_questions_and_logs_version_and_path_first(saved, capsys, monkeypatch, tmp_path):
@@ -110,19 +139,26 @@ def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
     assert "3 nodes at batch size 8 on a card, bfloat16, eager, captured steps" in printed
 
 
+def test_one_is_not_counted_as_many(capsys, tmp_path):
+    heads = save_heads(HeadsCheckpoint(chat_heads(), "tiny", CandidateTree.chain(0)), tmp_path / "heads")
+    assert main(["info", str(heads)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 node" in printed and "1 nodes" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["info", "./nowhere"], "no heads directory at './nowhere'"),
         (["generate", "  "], "the prompt is empty"),
-        (["generate", "--top-p", "0.9", "x"], "--top-p goes with sampling, and --temperature is 0"),
         (["generate", "--drafter", "nobody", "x"], "drafter 'nobody' is unknown; there are "),
-        (
-            ["generate", "--plain", "--drafter", "suffix", "x"],
-            "--plain guesses nothing, and --drafter suffix",
-        ),
         (["chat", "--drafter", "draft-model"], "drafter 'draft-model' needs "),
-        (["generate", "--raw", "--system", "x", "y"], "--system goes with the chat template"),
+        (["generate", "--device", "tpu", "x"], "device must be one that torch can use here, got 'tpu'"),
+        (["generate", "--base", "./nowhere", "x"], "no base model at './nowhere'; give the directory"),
+        (
+            ["generate", "--max-new-tokens", "9", "--step", "static", "--drafter", "suffix", "x"],
+            "step='static' cannot work with",
+        ),
         (["chat", "--prompts", "nowhere.jsonl"], "prompts file 'nowhere.jsonl' does not exist"),
     ],
 )
@@ -141,21 +177,125 @@ def test_traceback_shows_where_an_error_arose(capsys):
 
 
 def test_a_missing_default_says_what_makes_it(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("medusa.cli.flags.EMBEDDED_BASE", tmp_path / "none")
     monkeypatch.setattr("medusa.cli.program.EMBEDDED_BASE", tmp_path / "none")
     assert main(["generate", "Hello"]) == 1
     assert "run `make models`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "rule"),
+    ("flags", "rule"),
     [
-        ("--max-new-tokens", "0", "at least 1, got 0"),
-        ("--temperature", "-1", "at least 0, got -1"),
-        ("--limit", "x", "invalid"),
+        (["--max-new-tokens", "0"], "at least 1, got 0"),
+        (["--temperature", "-1"], "at least 0, got -1"),
+        (["--limit", "x"], "invalid"),
+        (["--temperature", "1", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
+        (["--temperature", "1", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+        (["--top-p", "0.9"], "top_p goes with sampling"),
+        (["--exit-layer", "1"], "exit_layer goes with the drafter early-exit"),
+        (["--drafter", "heads+suffix", "--eagle", "x"], "eagle goes with the drafter eagle"),
+        (["--plain", "--drafter", "suffix"], "plain guesses nothing, and drafter suffix does"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be above 0, got 0.0"),
     ],
 )
-def test_a_flag_out_of_range_is_refused_with_its_rule(saved, capsys, flag, value, rule):
+def test_a_flag_out_of_range_is_refused_with_its_rule_before_anything_loads(capsys, flags, rule):
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", *flags])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert rule in printed.err
+    assert not printed.out
+
+
+def test_raw_text_has_no_system_message(capsys):
     with pytest.raises(SystemExit):
-        main(["chat", *saved, flag, value])
-    assert rule in capsys.readouterr().err
+        main(["generate", "--raw", "--system", "x", "y"])
+    assert "system goes with the chat template" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_one_sentence(capsys):
+    name = "xpu" if torch.cuda.is_available() else "cuda"
+    assert main(["generate", "--device", name, "x"]) == 1
+    printed = capsys.readouterr().err
+    assert f"device must be one that torch can use here, got {name!r}; give --device cpu or none" in printed
+    assert "Traceback" not in printed
+
+
+def test_the_base_is_the_one_that_the_heads_record(saved, capsys):
+    for command in (["--max-new-tokens", "4", "Hello"], ["--plain", "--max-new-tokens", "4", "Hello"]):
+        assert main(["generate", *saved[2:], *command]) == 0
+        assert f"{saved[1]} in torch.float32 on cpu" in capsys.readouterr().err
+
+
+def test_heads_that_record_no_base_ask_for_one(capsys, tmp_path):
+    heads = save_heads(HeadsCheckpoint(chat_heads(), "", wide_tree()), tmp_path / "heads")
+    assert main(["generate", "--heads", str(heads), "Hello"]) == 1
+    assert "do not say which base they were trained on; give --base" in capsys.readouterr().err
+
+
+def test_a_base_that_is_nowhere_is_asked_for_once(saved, capsys, monkeypatch):
+    asked = []
+
+    def unreachable(self, name, **more):
+        asked.append(name)
+        raise HTTPError("name or service not known")
+
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    assert main(["generate", "--base", "no/such-model", *saved[2:], "x"]) == 1
+    printed = capsys.readouterr().err
+    assert "no base model at 'no/such-model': it is no directory here, the hub's cache has none" in printed
+    assert "name or service not known" in printed
+    assert asked == ["no/such-model"]
+    assert len(printed.splitlines()) == 2, "the version, and the error"
+
+
+def test_a_base_that_only_continues_what_an_encoder_read_is_refused(saved, capsys, tmp_path):
+    T5Config(d_model=8, num_layers=1, num_heads=1).save_pretrained(tmp_path)
+    assert main(["generate", "--base", str(tmp_path), *saved[2:], "x"]) == 1
+    printed = capsys.readouterr().err
+    assert f"base must be a causal language model, got {str(tmp_path)!r}, a t5 model" in printed
+    assert len(printed) < 500
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
+def test_standard_input_that_is_not_utf8_is_one_sentence(saved, capsys, monkeypatch, command, errors):
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main([command[0], *saved, *command[1:]]) == 1
+    printed = capsys.readouterr()
+    assert "standard input must be UTF-8 text, and is not" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_ctrl_c_while_the_model_loads_says_stopped(saved, capsys, monkeypatch):
+    def pressed(*given, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medusa.cli.program.load_base", pressed)
+    assert main(["chat", *saved]) == 130
+    printed = capsys.readouterr().err
+    assert printed.endswith("stopped\n")
+    assert "Traceback" not in printed
+
+
+def test_static_steps_run_with_the_default_drafter(saved, capsys):
+    assert main(["generate", *saved, "--max-new-tokens", "12", "Hello"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["generate", *saved, "--max-new-tokens", "12", "--step", "static", "Hello"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_flags_can_come_from_a_file(saved, capsys, tmp_path):
+    config = tmp_path / "answer.yaml"
+    config.write_text(f"base: {saved[1]}\nheads: {saved[3]}\nmax_new_tokens: 5\n")
+    assert main(["generate", "--config", str(config), "Hello"]) == 0
+    assert "5 tokens in" in capsys.readouterr().err
+
+
+def test_a_session_reports_in_json_where_no_terminal_reads_it(saved, capsys, monkeypatch):
+    for is_terminal, extra in ((False, []), (True, []), (True, ["--json", "-"])):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+        assert main(["chat", *saved, "--max-new-tokens", "3", *extra]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("{") is (not is_terminal or bool(extra)), (is_terminal, extra)

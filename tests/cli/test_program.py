@@ -1,7 +1,9 @@
 import json
+import runpy
 from pathlib import Path
 
 import pytest
+from conftest import CHECKOUT
 from conftest import program as load_program
 from tiny_chat import save_chat_model, wide_tree
 
@@ -47,7 +49,7 @@ def closing_json(printed):
     return json.loads(printed.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["chat", "evaluate_heads", "tune_tree", "benchmark"])
+@pytest.mark.parametrize("name", ["evaluate_heads", "tune_tree", "benchmark"])
 def test_every_program_offers_the_shared_flags_and_examples(name, capsys):
     with pytest.raises(SystemExit) as ended:
         program(name).main(["--help"])
@@ -304,9 +306,12 @@ def test_benchmark_refuses_an_unknown_contender_before_loading_anything(setting,
     assert "contender 'nobody' is not one of transformers, transformers-static" in capsys.readouterr().err
 
 
-def test_chat_ends_with_a_line_of_json(setting, capsys):
+def test_the_chat_program_is_another_door_to_the_same_chat(setting, capsys, monkeypatch):
     _, flags = setting
-    assert program("chat").main([*flags, "--limit", "2"]) == 0
+    monkeypatch.setattr("sys.argv", ["chat.py", *flags, "--limit", "2"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(CHECKOUT / "inference/chat.py"), run_name="__main__")
+    assert ended.value.code == 0
     report = closing_json(capsys.readouterr().out)
     assert report["num_answers"] == 3, "the second row has two turns"
     assert report["tokens_per_step"] >= 1

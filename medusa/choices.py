@@ -1,0 +1,13 @@
+"""The words that arguments of the library and flags of programs choose from.
+
+They stand alone here so that a program can show its help without importing torch.
+"""
+
+from typing import Literal
+
+Engine = Literal["auto", "eager", "packed", "int8", "int8_weights", "int4_weights"]
+"""How the base model's layers are executed; the table is in :mod:`medusa.engine`."""
+StepKind = Literal["general", "static", "compiled", "captured"]
+"""How decode steps are run; the table is in :mod:`medusa.decoding.step_runners`."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Precision of a base model."""

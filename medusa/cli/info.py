@@ -1,0 +1,96 @@
+"""``medusa info``: what a heads directory holds, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from medusa.cli.commands import InfoOptions
+from medusa.cli.reporting import counted
+from medusa.heads.checkpoint import HeadsCheckpoint, kind_of, load_heads
+
+LONGEST_CELL = 300
+"""Characters of a provenance entry that are shown."""
+
+
+def info(options: InfoOptions) -> None:
+    """Print what the heads are."""
+    description = describe_heads(load_heads(options.heads))
+    if options.json:
+        sys.stdout.write(json.dumps(description) + "\n")
+        return
+    table = Table(title=f"Heads in {options.heads}", show_header=False, title_justify="left")
+    for name, value in description.items():
+        if name != "provenance":
+            table.add_row(name, _in_words(name, value))
+    for name, value in description["provenance"].items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        table.add_row(f"made: {name}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
+    Console(highlight=False).print(table)
+
+
+def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
+    """What a checkpoint holds, in plain values."""
+    heads, tree = checkpoint.heads, checkpoint.tree
+    return {
+        "kind": kind_of(heads),
+        "base_model": checkpoint.base_model,
+        **asdict(heads.config),
+        "num_parameters": sum(parameter.numel() for parameter in heads.parameters()),
+        "adapter": None if checkpoint.adapter is None else checkpoint.adapter.summary(),
+        "tree": None
+        if tree is None
+        else {"num_nodes": tree.num_nodes, "width_by_depth": tree.width_by_depth},
+        "tuned_trees": [
+            {
+                **asdict(entry.runtime),
+                "step": entry.step,
+                "batch_size": entry.batch_size,
+                "num_nodes": entry.tree.num_nodes,
+            }
+            for entry in checkpoint.tuned
+        ],
+        "provenance": checkpoint.provenance,
+    }
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name == "num_parameters":
+        return f"{value:,}"
+    if name == "tree":
+        if value is None:
+            return "none: a chain of the best guesses is used"
+        widths = ", ".join(
+            f"{width} at depth {d}" for d, width in enumerate(value["width_by_depth"], start=1)
+        )
+        nodes = counted(value["num_nodes"], "node")
+        return f"{nodes}, guesses looked at: {widths}" if widths else "1 node, the root token alone"
+    if name == "tuned_trees":
+        return _tuned_in_words(value)
+    if name == "adapter":
+        return _adapter_in_words(value)
+    return str(value)
+
+
+def _tuned_in_words(entries: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{counted(entry['num_nodes'], 'node')} at batch size {entry['batch_size']} on {entry['device']}, "
+        f"{entry['dtype']}, {entry['engine']}, {entry['step']} steps"
+        for entry in entries
+    ]
+    return "\n".join(lines) or "none: the tree above serves everywhere; inference/tune_tree.py finds others"
+
+
+def _adapter_in_words(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return "none: the text is the base model's own"
+    return (
+        f"LoRA of rank {value['rank']}, alpha {value['alpha']}, on {value['num_layers']} layers "
+        f"({', '.join(value['targets'])}), {value['num_parameters']:,} parameters, trained with the heads: "
+        "the text is the adapted model's"
+    )

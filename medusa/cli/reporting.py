@@ -1,0 +1,94 @@
+"""What every program does around its work: tables, the closing report, errors as one sentence.
+
+Standard output carries answers, tables and the report; all talk to the reader goes to standard error.
+This module imports no torch, so that a program can answer --help and Ctrl-C at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from medusa.cli.options import ReportOptions
+from medusa.files import write_json
+from medusa.progress import log_console
+
+STANDARD_OUTPUT = Path("-")
+
+
+def table_console(width: int = 118) -> Console:
+    """Where programs print tables: standard output, ``width`` columns wide where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
+def log_picture(options: Any) -> None:
+    """Say where the picture of ``options.plot`` is."""
+    log_console().print(f"picture: {options.plot}", soft_wrap=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def report_json(report: Mapping[str, Any], options: ReportOptions) -> None:
+    """Write ``report`` where --json says, and as last line of standard output where that is no terminal."""
+    if options.json not in (None, STANDARD_OUTPUT):
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, report)
+    if options.json == STANDARD_OUTPUT or not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(report, allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+
+def checked_utf8(text: str, where: str) -> str:
+    """``text``, which came from outside the program.
+
+    Raises:
+        ValueError: it came from bytes that are no UTF-8; the message names ``where`` it came from.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(_no_utf8(where)) from error
+    return text
+
+
+def utf8_lines() -> Iterator[str]:
+    """The lines of standard input.
+
+    Raises:
+        ValueError: they are not UTF-8.
+    """
+    try:
+        for line in sys.stdin:
+            yield checked_utf8(line, "standard input")
+    except UnicodeDecodeError as error:
+        raise ValueError(_no_utf8("standard input")) from error
+
+
+def _no_utf8(where: str) -> str:
+    return f"{where} must be UTF-8 text, and is not; convert it first, for example with iconv"
+
+
+def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
+    """Run a program: 0, or 1 with the error as one sentence on standard error, or 130 when it was stopped."""
+    try:
+        program()
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        log_console().print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console = log_console()
+        console.print("\nstopped" if console.is_terminal else "stopped", style="bold red")
+        return 130
+    return 0
