@@ -8,6 +8,7 @@ unmerged, in peft's own format, so that a user who has the base downloads only a
 from __future__ import annotations
 
 import copy
+import reprlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
     Raises:
         ImportError: peft is not installed.
         ValueError: ``base`` carries an adapter already, or is not the model that this one was trained on;
-            it is left as it was.
+            it is left as it was. Or peft cannot apply the adapter's configuration.
     """
     peft = peft_library()
     if _adapter_names(base):
@@ -84,10 +85,15 @@ def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
         )
     _check_fits(base, adapter)
     _check_base(base, adapter)
-    config = peft.PeftConfig.from_peft_type(**adapter.config)
-    wrapped = injected(base, config)
+    try:
+        wrapped = injected(base, peft.PeftConfig.from_peft_type(**adapter.config))
+    except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"peft cannot apply the adapter's configuration: {error}") from error
     expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    if differing := sorted(set(expected) ^ set(adapter.weights)):
+    ours, theirs = (
+        {name: each.shape for name, each in state.items()} for state in (expected, adapter.weights)
+    )
+    if differing := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
         raise ValueError(f"the adapter's tensors are not those of its configuration: {differing[:4]} ...")
     peft.set_peft_model_state_dict(wrapped, dict(adapter.weights))
     base.requires_grad_(False).eval()
@@ -188,6 +194,7 @@ def _equal(base: CausalLM, name: str, adapter: Adapter) -> bool:
 
 def _check_fits(base: CausalLM, adapter: Adapter) -> None:
     """Raise ValueError unless every layer that ``adapter`` changes is in ``base``, and as large."""
+    _check_ranks(adapter)
     found = dict(base.named_modules())
     for name in adapter.layers:
         first, second = adapter.weights[PREFIX + name + FIRST], adapter.weights.get(PREFIX + name + SECOND)
@@ -198,6 +205,25 @@ def _check_fits(base: CausalLM, adapter: Adapter) -> None:
             raise ValueError(
                 f"the adapter changes layer {name!r} of {theirs[0]} inputs x {theirs[1]} outputs, base model "
                 f"{base.name_or_path!r} {holds}; load the base model that the heads were trained on"
+            )
+
+
+def _check_ranks(adapter: Adapter) -> None:
+    """Raise ValueError unless the configuration, from which peft makes tensors, asks for ranks that the files
+    hold."""
+    factors = {name: each for name, each in adapter.weights.items() if name.endswith((FIRST, SECOND))}
+    for name, each in factors.items():
+        if each.dim() != 2:
+            raise ValueError(f"the adapter's tensor {name!r} must be a matrix, got shape {tuple(each.shape)}")
+    held = [len(each) for name, each in factors.items() if name.endswith(FIRST)]
+    pattern = adapter.config.get("rank_pattern") or {}
+    asked = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    largest = max(held, default=0)
+    for rank in asked:
+        if not isinstance(rank, int) or not 1 <= rank <= largest:
+            raise ValueError(
+                f"the adapter's configuration must ask for ranks from 1 to {largest}, the largest that its "
+                f"tensors hold, got {reprlib.repr(rank)}; the files do not belong together"
             )
 
 

@@ -281,6 +281,36 @@ def test_tensors_that_the_configuration_does_not_ask_for_are_refused():
         apply_adapter(chat_base(), Adapter(config, adapter.weights))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"r": 10**12},
+            "must ask for ranks from 1 to 4, the largest that its tensors hold, got 1000000000000",
+        ),
+        ({"r": "4"}, "must ask for ranks from 1 to 4, the largest that its tensors hold, got '4'"),
+        ({"r": 3}, "the adapter's tensors are not those of its configuration"),
+        ({"rank_pattern": {"q_proj": 10**12}}, "must ask for ranks from 1 to 4, .* got 1000000000000"),
+        ({"rank_pattern": 7}, "must ask for ranks from 1 to 4, .* got 7"),
+        ({"lora_dropout": "x"}, "peft cannot apply the adapter's configuration: "),
+        ({"megatron_config": {"a": 1}}, "peft cannot apply the adapter's configuration: "),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_does_not_belong_to_the_tensors_is_refused(change, message):
+    adapter = new_adapter()
+    with pytest.raises(ValueError, match=message):
+        apply_adapter(chat_base(), Adapter({**adapter.config, **change}, adapter.weights))
+
+
+def test_a_tensor_of_the_adapter_that_is_no_matrix_is_refused():
+    adapter = new_adapter()
+    name = min(adapter.weights)
+    weights = {**adapter.weights, name: adapter.weights[name].flatten()}
+    with pytest.raises(ValueError, match=f"the adapter's tensor '{name}' must be a matrix"):
+        apply_adapter(chat_base(), Adapter(adapter.config, weights))
+
+
 def test_info_shows_the_adapter(saved, capsys, tmp_path):
     assert main(["info", "--json", str(saved[1])]) == 0
     described = json.loads(capsys.readouterr().out)["adapter"]
