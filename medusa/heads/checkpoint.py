@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -209,9 +209,10 @@ def _local_directory(source: str | Path) -> Path:
     files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
     try:
         return Path(snapshot_download(str(source), allow_patterns=files))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+    except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"no heads directory at {str(source)!r}, and the hub gives no repository of that name: {error}"
+            f"no heads directory at {str(source)!r}, and the hub gives no repository of that name "
+            f"({type(error).__name__}); check the name and the network"
         ) from error
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import medusa.heads.checkpoint
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads, save_tree
+from medusa.cli.main import main
 from medusa.files import check_writable_target, write_json
 from medusa.pretrained import shipped_heads
 
@@ -402,6 +405,43 @@ def test_a_hub_id_that_the_hub_does_not_have_reads_as_a_missing_directory(monkey
     monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match="no heads directory at 'runs/heads', and the hub gives no"):
         load_heads("runs/heads")
+
+
+def spoil(directory: Path, what: str) -> None:
+    """Make the heads directory one that cannot be read."""
+    if what == "nothing in it":
+        shutil.rmtree(directory)
+        directory.mkdir()
+    elif what == "weights cut short":
+        (directory / "model.safetensors").write_bytes(b"short")
+    elif what == "another kind of config":
+        (directory / "config.json").write_text('{"model_type": "llama"}')
+    elif what == "deep JSON":
+        (directory / "tree.json").write_text("[" * 100_000)
+    else:
+        edit_config(directory, **{what: 10**30})
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["nothing in it", "weights cut short", "another kind of config", "deep JSON", "num_heads", "hidden_size"],
+)
+def test_info_says_in_one_line_what_is_wrong_with_a_directory(saved, what, capsys):
+    spoil(saved, what)
+    assert main(["info", str(saved)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {saved}/") and printed.err.count("\n") == 1
+    assert len(printed.err) < 300 + len(str(saved))
+
+
+@pytest.mark.parametrize("source", ["no such/heads", "runs/heads"])
+def test_info_says_in_one_line_that_there_are_no_such_heads(source, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["info", source]) == 1
+    assert re.fullmatch(
+        rf"error: no heads directory at '{source}', and the hub .*\n", capsys.readouterr().err
+    )
 
 
 def test_an_output_directory_that_holds_something_is_refused_and_left_alone(saved):
