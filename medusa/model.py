@@ -25,6 +25,8 @@ from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DraftersByName
 from medusa.engine import Engine, prepared_base, resolved_engine
+from medusa.engine.quick_heads import quick_heads
+from medusa.engine.views import TakenWeights
 from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
@@ -56,23 +58,56 @@ class MedusaModel:
         self.base = base
         """The base model as it was given."""
         self.engine: Engine = engine
-        is_eager = resolved_engine(base, engine) == "eager"
-        self.runner = prepared_base(base if is_eager else folded(base), engine)
-        """The base model as the engine runs it; ``base`` itself when eager."""
-        check_step(step, self.runner)
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
-        self._steppers, self._drafters = Steppers(self.runner), DraftersByName(self)
         self.heads = heads
         self.tokenizer = tokenizer
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
-            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
-        self.tuned = tuned_for(tuned, self.runtime)
+        self.tuned = tuple(tuned)
         """The trees that were timed on this very runtime, by batch size, for every kind of step."""
+        self.refresh()
         self._default_tree = self._checked_tree(tree)
         for entry in self.tuned:
             self._checked_tree(entry.tree)
+
+    def refresh(self) -> None:
+        """Take the weights of base and heads as they are now: when they were trained, edited, cast or moved.
+
+        Calls refuse to go on with what an engine made of other weights. With ``engine="eager"`` and heads
+        without a token map nothing is made of them, and nothing need be refreshed.
+
+        Raises:
+            ValueError: the engine cannot run the base as it is now.
+        """
+        base, heads = self.base, self.heads
+        is_eager = resolved_engine(base, self.engine) == "eager"
+        self.runner = prepared_base(base if is_eager else folded(base), self.engine)
+        """The base model as the engine runs it; ``base`` itself when eager."""
+        check_step(self.step, self.runner)
+        self._steppers, self._drafters = Steppers(self.runner), DraftersByName(self)
+        taken = [] if self.runner is base else [base]
+        self.drafting_heads: Heads | None = None
+        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
+        if heads is not None:
+            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
+            self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
+            taken += [] if self.drafting_heads is heads else [heads, output_embedding(base)]
+        self._taken_weights = TakenWeights(*taken)
+        self.tuned = tuned_for(self.tuned, self.runtime)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold what the model was made of; the engine's part is made anew."""
+        given = (
+            self.base,
+            self.heads,
+            self._default_tree,
+            self.tokenizer,
+            self.engine,
+            self.tuned,
+            self.step,
+        )
+        return type(self), given
 
     @classmethod
     def from_pretrained(
@@ -279,15 +314,20 @@ class MedusaModel:
     def _drafter(
         self, tree: CandidateTree | None, drafter: Drafter | str | None, num_rows: int, step: StepKind | None
     ) -> Drafter:
+        if not self._taken_weights.are_current:
+            raise ValueError(
+                f"the weights of the base or the heads have changed (written to, cast or moved) since "
+                f"engine={self.engine!r} took them; call refresh() on this MedusaModel first"
+            )
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
             chosen = self._drafters.drafter(drafter, num_rows) if isinstance(drafter, str) else drafter
             return PlainDrafter() if chosen is None else chosen
         tree = self.tree_for(num_rows, step) if tree is None else self._checked_tree(tree)
-        if self.heads is None or tree.depth == 0:
+        if self.drafting_heads is None or tree.depth == 0:
             return PlainDrafter()
-        return drafter_of_heads(self.heads, self.runner, tree)
+        return drafter_of_heads(self.drafting_heads, self.runner, tree)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         if tree is None:

@@ -103,22 +103,29 @@ def check_tree_verification(base: CausalLM) -> None:
     Raises:
         ValueError: the tree's logits differ from those of the model's own forward, or a pass fails.
     """
+    if (fault := fault_of(base)) is not None:
+        raise ValueError(f"{fault}; use its own generate")
+
+
+def fault_of(base: CausalLM) -> str | None:
+    """What the trial finds wrong with ``base``, in words; None when nothing."""
     name = type(base).__name__
     try:
         worst = worst_comparison(base)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ValueError(
+        return (
             f"{name} (model_type {base.config.model_type!r}) fails on a tree of draft tokens, so medusa "
-            f"cannot decode with it; {type(error).__name__}: {error}"
-        ) from error
-    if not worst.agrees:
-        raise ValueError(
-            f"{name} (model_type {base.config.model_type!r}) gives a tree of draft tokens other logits than "
-            f"the same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
-            f"explains {worst.tolerance:.3g} at most. Medusa would change its text; use its own generate"
+            f"cannot decode with it ({type(error).__name__}: {error})"
         )
+    if worst.agrees:
+        return None
+    return (
+        f"{name} (model_type {base.config.model_type!r}) gives a tree of draft tokens other logits than the "
+        f"same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
+        f"explains {worst.tolerance:.3g} at most. Medusa would change its text"
+    )
 
 
 @torch.no_grad()

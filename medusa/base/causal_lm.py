@@ -119,12 +119,12 @@ def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Te
     return torch.cat([last, *(below[list(given).index(layer)] for layer in wanted)], dim=-1)
 
 
-def copy_sharing_parameters(base: CausalLM) -> CausalLM:
-    """Modules of their own over the parameters and buffers of ``base``, and the same hooks of accelerate."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-    hooks = (module._hf_hook for module in base.modules() if hasattr(module, "_hf_hook"))
+def copy_sharing_parameters(module: Any) -> Any:
+    """Modules of their own over the parameters, buffers and accelerate hooks of ``module``."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    hooks = (each._hf_hook for each in module.modules() if hasattr(each, "_hf_hook"))
     shared.update((id(hook), hook) for hook in hooks)
-    return copy.deepcopy(base, shared)
+    return copy.deepcopy(module, shared)
 
 
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:

@@ -37,9 +37,7 @@ from medusa.base.causal_lm import CausalLM, seen_hidden
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticDrafter, StaticState, static_step
-from medusa.engine.int8 import Int8Product
-from medusa.engine.packed import PackedLinear
-from medusa.engine.views import copy_sharing_parameters
+from medusa.engine.views import PackedProduct, copy_sharing_parameters
 
 MAX_KEPT = 16
 """Settings whose graphs a model keeps, and as many whose compiled steps."""
@@ -234,7 +232,7 @@ def missing_for_compiled(base: CausalLM) -> str | None:
     """What a compiled step lacks on ``base``; None when nothing."""
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
-    if any(isinstance(module, PackedLinear | Int8Product) for module in base.modules()):
+    if any(isinstance(module, PackedProduct) for module in base.modules()):
         return "engine='eager', since what it compiles it lays out by itself"
     return None
 

@@ -106,7 +106,7 @@ class DynamicHeadsDrafter(HeadsDrafter):
 
 def dynamic_heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The model's heads in trees of the size of its tree for the batch."""
-    heads, embedding = host.heads, output_embedding_of(host.runner)
+    heads, embedding = host.drafting_heads, output_embedding_of(host.runner)
     assert isinstance(heads, MedusaHeads), "missing_medusa_heads refuses this model before"
 
     def fill(tree: CandidateTree) -> Drafter:

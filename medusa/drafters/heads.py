@@ -13,7 +13,6 @@ from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.quick_heads import quick_heads
 from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.heads.eagle import EagleHead, Heads
 from medusa.heads.medusa_heads import MedusaHeads
@@ -40,7 +39,7 @@ class HeadsDrafter(LevelDrafter):
         self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = BETA
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
-        self.heads, self.output_embedding = quick_heads(heads, output_embedding), output_embedding
+        self.heads, self.output_embedding = heads, output_embedding
         self.reads_layers = heads.reads_layers
         levels = self.levels if heads.config.reads_path else []
         self._ancestors = [
@@ -58,10 +57,7 @@ class HeadsDrafter(LevelDrafter):
         return self.tree.num_nodes
 
     def tensors(self) -> list[Tensor]:
-        return [*self.heads.parameters(), *self.heads.gathered_rows()]
-
-    def begin(self, num_rows: int) -> None:
-        self.heads.gather_rows(self.output_embedding)
+        return list(self.heads.parameters())
 
     def draft(self, context: DraftContext) -> Draft:
         return super().draft(replace(context, hidden=self.heads.fuse(context.hidden)))
@@ -114,7 +110,7 @@ def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Draft
 
 def heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The model's heads in the model's tree for the batch; in a chain where that is the root alone."""
-    heads, runner, tree = host.heads, host.runner, host.tree_for(1)
+    heads, runner, tree = host.drafting_heads, host.runner, host.tree_for(1)
     assert heads is not None, "missing_heads refuses this model before"
     return DraftSource(
         "heads",

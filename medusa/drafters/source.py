@@ -61,6 +61,10 @@ class DraftHost(Protocol):
         """The heads that the model was loaded with."""
 
     @property
+    def drafting_heads(self) -> Heads | None:
+        """The heads as the engine computes them."""
+
+    @property
     def tokenizer(self) -> Any:
         """The base's tokenizer; None where it has none."""
 

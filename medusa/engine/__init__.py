@@ -28,8 +28,8 @@ precision, whatever the weights, they may differ where two tokens tie. Drafts ca
 under ``packed`` and ``int8`` Medusa heads compute in int8, and score the tokens of a token map so.
 
 These two views compute layers that read one input as one product, norms in one call, and attention without
-repeating the keys that several heads share; see ``siblings``, ``norms`` and ``medusa.base.attention``. The
-other two differ from the model as loaded in their weights alone; see ``weight_only``.
+repeating the keys that several heads share; see ``views``, ``joined_linears`` and ``medusa.base.attention``.
+The other two differ from the model as loaded in their weights alone; see ``weight_only``.
 
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.

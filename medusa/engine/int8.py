@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from medusa.base.attention import FLOAT64_ATTENTION
 from medusa.base.causal_lm import CausalLM, embedding_weight
-from medusa.engine.views import missing_for_plain_float32, takes_other_attention, view_of
+from medusa.engine.views import PackedProduct, missing_for_plain_float32, takes_attention, view_of
 
 WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""
@@ -45,10 +45,12 @@ def activation_steps() -> int:
 
 def missing_for_int8(base: CausalLM) -> str | None:
     """What :func:`int8_view` lacks to run ``base``; None when nothing."""
-    if not takes_other_attention(base):
-        attention = base.config.get_text_config(decoder=True)._attn_implementation
+    if (lacks := missing_for_int8_layers(base)) is not None or takes_attention(base, FLOAT64_ATTENTION):
+        return lacks
+    attention = base.config.get_text_config(decoder=True)._attn_implementation
+    if attention != "sdpa":
         return f"attn_implementation='sdpa', to be run in float64, got {attention!r}"
-    return missing_for_int8_layers(base)
+    return f"attention that also runs in float64, and that of {type(base).__name__} does not"
 
 
 def missing_for_int8_layers(base: CausalLM) -> str | None:
@@ -77,7 +79,7 @@ def int8_view(base: CausalLM, is_exact: bool = True) -> CausalLM:
     return view
 
 
-class Int8Product(nn.Module):
+class Int8Product(PackedProduct):
     """Rows times a matrix in int8, float32 outside: (..., in) -> (..., out).
 
     Args:
@@ -86,16 +88,18 @@ class Int8Product(nn.Module):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.bias = bias
         scales = weight.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / WEIGHT_STEPS
         codes = (weight / scales[:, None]).round_().to(torch.int8)
-        self._packed = torch.ops.onednn.qlinear_prepack(codes, None)
+        super().__init__(codes.T)
+        self.bias = bias
         self._steps = activation_steps()
         self._scales = scales / self._steps
         self._zeros = torch.zeros(len(scales), dtype=torch.long)
         self._zero = self._steps + 1  # unsigned activations: oneDNN has no fast product for signed ones
         self._rounded_zero = torch.tensor(self._zero + 0.5)
+
+    def _in_own_layout(self, weight: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_prepack(weight.T.contiguous(), None)  # it is (in, out), packed or not
 
     def forward(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(dim=-1, keepdim=True).add_(_TINY)
@@ -114,11 +118,11 @@ class Int8Linear(Int8Product):
         self.weight = linear.weight  # shared with the base, for code that reads it
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module:
-        """See :class:`medusa.heads.token_map.ScoresSome`."""
+        """See :class:`medusa.engine.quick_heads.QuickProducts`."""
         return int8_scorer(self, token_ids)
 
     def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """See :class:`medusa.heads.token_map.ScoresSome`."""
+        """See :class:`medusa.engine.quick_heads.QuickProducts`."""
         return Int8Product(weight, bias)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM
 from medusa.engine.int8 import Int8Product, has_int8_products, int8_scorer
-from medusa.engine.views import missing_for_plain_float32, view_of
+from medusa.engine.views import PackedProduct, missing_for_plain_float32, view_of
 
 PACKED_ROWS = 16
 """Rows that the packed layout is tuned for; any number works."""
@@ -31,10 +31,10 @@ def packed(base: CausalLM) -> CausalLM:
     ``base`` is left as it is. The packed weights take as much memory again as the linear layers; they are
     taken when this is called and do not follow later changes of the parameters.
     """
-    return view_of(base, PackedLinear, PackedProduct)
+    return view_of(base, PackedLinear, Float32Product)
 
 
-class PackedProduct(nn.Module):
+class Float32Product(PackedProduct):
     """Rows times a packed float32 matrix: (..., in) -> (..., out).
 
     Args:
@@ -43,15 +43,17 @@ class PackedProduct(nn.Module):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
+        super().__init__(weight)
         self.bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+    def _in_own_layout(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
-class PackedLinear(PackedProduct):
+class PackedLinear(Float32Product):
     """A linear layer over a packed weight."""
 
     def __init__(self, linear: nn.Linear):
@@ -60,7 +62,7 @@ class PackedLinear(PackedProduct):
 
     def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
         """In int8, which is read in a quarter of the time: drafts do not change the text, only its speed.
-        See :class:`medusa.heads.token_map.ScoresSome`."""
+        See :class:`medusa.engine.quick_heads.QuickProducts`."""
         return int8_scorer(self, token_ids) if has_int8_products() else None
 
     def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:

@@ -129,8 +129,6 @@ class MedusaHeads(TokenMapped):
             raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
         super().__init__(config.vocab_size, config.token_map_size, token_map)
         self.config = config
-        self.kept_with_weights: Any = None
-        """What a drafter has made of the weights; never saved."""
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)

@@ -8,8 +8,8 @@ outside the map is never drafted; the base still emits it.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,9 @@ class TokenMapped(nn.Module):
         elif token_map_size is not None:  # filled by loading weights
             token_map = torch.zeros(token_map_size, dtype=torch.long)
         self.register_buffer("token_map", token_map)
-        self._mapped_rows: _MappedRows | None = None
+        self.scorer: Callable[[Tensor], Tensor] | None = None
+        """Scores the mapped tokens, (..., D) -> (..., V'), from rows gathered beforehand; None gathers them
+        from the output embedding at every call. See :func:`medusa.engine.quick_heads.quick_heads`."""
 
     token_map: Tensor | None
     """(V',) long: the token id that each scored column stands for; None when every token is scored."""
@@ -60,87 +62,24 @@ class TokenMapped(nn.Module):
             # Compiled code leaves hooks out: other threads hang theirs on this module for the time of a pass.
             compute = output_embedding.forward if torch.compiler.is_compiling() else output_embedding
             return compute(features)
-        return self._mapped(output_embedding).score(features)
-
-    def gather_rows(self, output_embedding: nn.Module) -> None:
-        """Have the rows of the mapped tokens at hand: for code that is compiled or captured."""
-        if self.token_map is not None:
-            self._mapped(output_embedding)
-
-    def gathered_rows(self) -> list[Tensor]:
-        """The tensors that :meth:`gather_rows` holds, and replaces when the weights have changed."""
-        return [] if self._mapped_rows is None else self._mapped_rows.gathered()
-
-    def _mapped(self, output_embedding: nn.Module) -> _MappedRows:
-        """The base's rows for the mapped tokens, gathered anew when the weights or the map have changed."""
-        assert self.token_map is not None
-        kept = self._mapped_rows
-        # Compiled code cannot compare addresses; gather_rows, which runs before it, has done so.
-        if kept is None or not (
-            torch.compiler.is_compiling() or kept.are_of(output_embedding, self.token_map)
-        ):
-            kept = self._mapped_rows = _MappedRows(output_embedding, self.token_map)
-        return kept
+        scorer = GatheredRows(output_embedding, self.token_map) if self.scorer is None else self.scorer
+        return scorer(features)
 
 
-@runtime_checkable
-class ScoresSome(Protocol):
-    """An output embedding with quicker products for drafts than its own rows, and its own precision."""
+class GatheredRows:
+    """Rows of an output embedding for some tokens, (..., D) -> (..., V'), as they are now.
 
-    def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
-        """What scores ``token_ids`` (V',) long alone, (..., D) -> (..., V'); None where it has none."""
-        ...
-
-    def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
-        """What multiplies with a drafting module's own weight (out, in) as quickly; None likewise."""
-        ...
-
-
-class _MappedRows:
-    """Rows of an output embedding, and how to tell that they are out of date."""
+    Args:
+        token_map: (V',) long.
+    """
 
     def __init__(self, output_embedding: nn.Module, token_map: Tensor):
-        # Views, since moving or casting a model swaps the data of its parameters and keeps the objects.
-        weight, bias = _weight_and_bias(output_embedding)
-        self.sources = [each.detach() for each in (weight, token_map, bias) if each is not None]
-        self.versions = [version_of(each) for each in (weight, token_map, bias) if each is not None]
-        self.kind = type(output_embedding)
-        self.quick = (
-            output_embedding.scorer_of(token_map) if isinstance(output_embedding, ScoresSome) else None
-        )
-        if self.quick is None:
-            self.rows = weight.detach()[token_map]
-            self.bias = None if bias is None else bias.detach()[token_map]
+        bias = cast("Tensor | None", getattr(output_embedding, "bias", None))
+        self.rows = embedding_weight(output_embedding).detach()[token_map]
+        self.bias = None if bias is None else bias.detach()[token_map]
 
-    def __deepcopy__(self, memo: dict) -> _MappedRows:
-        return self  # a copied module has its own map, and these rows belong to another
-
-    def score(self, features: Tensor) -> Tensor:
-        """Features (..., D) -> (..., V')."""
-        features = features.to(self.sources[0].dtype)
-        return F.linear(features, self.rows, self.bias) if self.quick is None else self.quick(features)
-
-    def gathered(self) -> list[Tensor]:
-        return [] if self.quick is not None else [each for each in (self.rows, self.bias) if each is not None]
-
-    def are_of(self, output_embedding: nn.Module, token_map: Tensor) -> bool:
-        """Whether nothing has moved, been cast or written to since."""
-        weight, bias = _weight_and_bias(output_embedding)
-        current = [each for each in (weight, token_map, bias) if each is not None]
-        same_data = self.kind is type(output_embedding) and all(
-            kept.data_ptr() == now.data_ptr() and kept.dtype == now.dtype
-            for kept, now in zip(self.sources, current, strict=True)
-        )
-        return same_data and self.versions == [version_of(each) for each in current]
-
-
-def _weight_and_bias(output_embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
-    return embedding_weight(output_embedding), cast("Tensor | None", getattr(output_embedding, "bias", None))
-
-
-def version_of(tensor: Tensor) -> int:
-    """Grows with every write to ``tensor``; 0 for tensors of inference mode, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    def __call__(self, features: Tensor) -> Tensor:
+        return F.linear(features.to(self.rows.dtype), self.rows, self.bias)
 
 
 def checked_token_map(vocab_size: int, size: int | None, token_map: Sequence[int] | Tensor) -> Tensor:

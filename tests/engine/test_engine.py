@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from conftest import GROUPED, VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from transformers import DogeConfig, DogeForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.attention import FLOAT64_ATTENTION, GROUPED_ATTENTION
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.drafters.quick_heads import quick_heads
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, activation_steps, int8_view, missing_for_int8
-from medusa.engine.norms import InPlaceNorm, in_place_norm
-from medusa.engine.packed import PackedLinear, PackedProduct, missing_for_packed, packed
-from medusa.engine.siblings import JoinedLinear, joined, sibling_linears
+from medusa.engine.joined_linears import JoinedLinear, joinable_linears, joined
+from medusa.engine.packed import Float32Product, PackedLinear, missing_for_packed, packed
+from medusa.engine.quick_heads import quick_heads
+from medusa.engine.views import InPlaceNorm, in_place_norm
 
 needs_packing = pytest.mark.skipif(
     missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
@@ -114,7 +116,7 @@ def test_layers_joined_in_int8_give_each_bit_that_they_give_alone(bias):
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_joined_in_float32_give_what_they_give_alone(bias):
     linears, x = linears_of((24, 8, 8), bias), 3 * torch.randn(2, 5, 40)
-    for layer, linear in zip(joined(linears, PackedProduct), linears, strict=True):
+    for layer, linear in zip(joined(linears, Float32Product), linears, strict=True):
         assert torch.allclose(layer(x), linear(x), atol=1e-5)
 
 
@@ -151,14 +153,14 @@ def test_joined_layers_compute_once_for_one_input_and_again_for_any_other():
 
 def test_only_plain_layers_that_can_read_one_input_are_joined():
     attention = tiny_model("llama").model.layers[0].self_attn
-    assert list(sibling_linears(attention)) == [[attention.q_proj, attention.k_proj, attention.v_proj]]
+    assert list(joinable_linears(attention)) == [[attention.q_proj, attention.k_proj, attention.v_proj]]
     mlp = torch.nn.Module()
     mlp.gate_proj, mlp.up_proj = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
-    assert len(list(sibling_linears(mlp))) == 1
+    assert len(list(joinable_linears(mlp))) == 1
     for up_proj in (torch.nn.Linear(9, 4), torch.nn.Linear(8, 4, bias=False), torch.nn.Bilinear(8, 8, 4)):
         mlp.up_proj = up_proj
-        assert list(sibling_linears(mlp)) == []
-    assert not any(list(sibling_linears(module)) for module in tiny_model("gpt-neox").modules())
+        assert list(joinable_linears(mlp)) == []
+    assert not any(list(joinable_linears(module)) for module in tiny_model("gpt-neox").modules())
 
 
 @needs_packing
@@ -347,17 +349,83 @@ def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, read
     assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
 
 
+CHANGES = {
+    "the base is written to": lambda model: model.base.lm_head.weight.mul_(-1),
+    "the base is cast": lambda model: model.base.double(),
+    "the heads are written to": lambda model: model.heads.blocks[0][0].linear.weight.add_(1),
+    "the heads get other weights": lambda model: setattr(
+        model.heads.blocks[0][0].linear, "weight", torch.nn.Parameter(torch.ones(32, 32))
+    ),
+}
+
+
 @needs_int8
+@pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_quick_heads_are_kept_until_a_weight_changes_and_not_by_a_copy():
-    heads, embedding = drawn_heads(reads_path=True), packed(tiny_model("llama")).get_output_embeddings()
-    quick = quick_heads(heads, embedding)
-    assert quick_heads(heads, embedding) is quick and type(quick.blocks[0][0].linear) is not torch.nn.Linear
-    assert type(heads.blocks[0][0].linear) is torch.nn.Linear
-    assert quick_heads(copy.deepcopy(heads), embedding) is not quick
-    heads.paths[1].mul_(2)
-    assert quick_heads(heads, embedding) is not quick
-    assert quick_heads(heads.double(), embedding) is heads
+def test_weights_that_changed_after_the_engine_took_them_are_refused_until_they_are_refreshed(change):
+    base = copy.deepcopy(tiny_model("llama"))
+    model = MedusaModel(base, drawn_heads(), BUSHY, engine="auto")
+    prompt, options = random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
+    assert model.drafting_heads is not model.heads
+    model.generate(prompt, **options)
+    CHANGES[change](model)
+    for call in (model.generate, lambda *args, **kwargs: list(model.stream(*args, **kwargs))):
+        with pytest.raises(
+            ValueError, match=r"have changed .* since engine='auto' took them; call refresh\(\)"
+        ):
+            call(prompt, **options)
+    model.refresh()
+    reference = base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
+    assert model.generate(prompt, **options).tolist() == reference.tolist()
+
+
+def test_an_eager_model_takes_nothing_and_follows_every_change():
+    base = copy.deepcopy(tiny_model("llama"))
+    model = MedusaModel(base, drawn_heads(), BUSHY)
+    prompt, options = random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
+    with torch.no_grad():
+        base.lm_head.weight.mul_(-1)
+    reference = base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
+    assert model.generate(prompt, **options).tolist() == reference.tolist()
+
+
+def by_pickle(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@needs_int8
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@torch.no_grad()
+def test_a_view_and_a_model_on_it_can_be_copied_and_pickled(engine, copied):
+    base, ids = tiny_model("llama"), random_prompts(1, 9)
+    view = prepared_base(base, engine)
+    other = copied(view)
+    assert torch.equal(other(ids).logits, view(ids).logits)
+    assert {id(weight) for weight in other.parameters()}.isdisjoint(map(id, base.parameters()))
+    model = MedusaModel(base, drawn_heads(), BUSHY, engine=engine)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    twin = copied(model)
+    assert (
+        twin.base is not base
+        and twin.generate(ids, **options).tolist() == model.generate(ids, **options).tolist()
+    )
+
+
+def doge():
+    torch.manual_seed(3)
+    return DogeForCausalLM(DogeConfig(**GROUPED)).eval()
+
+
+@needs_packing
+def test_a_model_that_makes_masks_of_its_own_keeps_its_attention_where_products_are_packed():
+    base, ids, options = doge(), random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
+    model = MedusaModel(base, engine="packed")
+    assert model.runner.config._attn_implementation == "sdpa"
+    reference = base.generate(ids, **options, attention_mask=torch.ones_like(ids))
+    assert model.generate(ids, **options).tolist() == reference.tolist()
+    with pytest.raises(ValueError, match="engine='int8' needs attention that also runs in float64"):
+        MedusaModel(base, engine="int8")
 
 
 @needs_int8
@@ -374,10 +442,10 @@ def test_heads_with_a_token_map_draft_in_int8_and_decode_exactly(engine, reads_p
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
     with torch.no_grad():
         exact = heads(hidden, base.get_output_embeddings(), path)
-        quick = heads(hidden, model.runner.get_output_embeddings(), path)
-        again = heads(hidden, base.get_output_embeddings(), path)
+        quick = model.drafting_heads(hidden, model.runner.get_output_embeddings(), path)
+        again = heads(hidden, model.runner.get_output_embeddings(), path)
     assert 0 < (quick - exact).abs().max() < 0.05 * exact.abs().max()
-    assert torch.equal(again, exact)  # the rows kept for one precision do not serve another
+    assert torch.equal(again, exact)  # the heads themselves gather the rows as they are
     prompt, options = {"inputs": random_prompts(1, 9)}, {"max_new_tokens": 20, "do_sample": False}
     plain = model.generate(**prompt, **options, tree=CandidateTree.chain(0))
     assert model.generate(**prompt, **options).tolist() == plain.tolist()

@@ -137,7 +137,6 @@ def test_without_a_map_columns_are_token_ids():
 
 
 def test_a_token_map_follows_the_output_embedding_when_it_changes():
-    """The gathered rows are kept between calls, and must not outlive a changed weight."""
     heads = heads_of("token_map", is_random=True)
     embedding = output_embedding()
     heads(HIDDEN, embedding)

@@ -9,13 +9,12 @@ out what it left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medusa.heads.token_map import version_of
-
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, within one module, of layers that read one input, in the order in which they are called. A layer
 that reads another one all the same gives the right result, only no sooner."""
 
@@ -23,9 +22,9 @@ Product = Callable[[Tensor, "Tensor | None"], nn.Module]
 """Weight (out, in) and bias (out,) -> what multiplies rows with them."""
 
 
-def sibling_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
+def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
     """The groups of linear layers directly below ``module`` that read one input."""
-    for names in SIBLINGS:
+    for names in ONE_INPUT:
         layers = [module._modules.get(name) for name in names]
         linears = [layer for layer in layers if type(layer) is nn.Linear]
         inputs = {(layer.in_features, layer.bias is None) for layer in linears}
@@ -43,7 +42,7 @@ def joined(linears: list[nn.Linear], product: Product) -> list[nn.Module]:
 
 
 class JoinedLinear(nn.Module):
-    """A linear layer that has its rows computed together with its siblings': (..., in) -> (..., out)."""
+    """A linear layer that is computed together with others of the same input: (..., in) -> (..., out)."""
 
     def __init__(self, linear: nn.Linear, shared: _JointProduct, index: int):
         super().__init__()
@@ -64,9 +63,12 @@ class _JointProduct:
         self.product, self.widths = product, widths
         self._held: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_held": None}
+
     def part(self, index: int, x: Tensor) -> Tensor:
         """Columns of layer ``index`` for input ``x`` (..., in)."""
-        held, version = self._held, version_of(x)
+        held, version = self._held, 0 if x.is_inference() else x._version
         if held is None or held[0] is not x or held[1] != version:
             held = (x, version, self.product(x).split(self.widths, dim=-1))
         self._held = None if index == len(self.widths) - 1 else held

@@ -1,0 +1,98 @@
+"""Heads that compute as quickly as their engine can: what they guess never changes the text.
+
+Every guess is verified, so heads need not be computed in the precision they were trained in. On an engine
+whose output embedding offers a quicker product (:class:`QuickProducts`), the heads' own layers use it, and so
+do the scores of a token map. On any other engine the rows of a token map are gathered once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeGuard, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base.causal_lm import copy_sharing_parameters
+from medusa.heads.medusa_heads import MedusaHeads, ResidualBlock
+from medusa.heads.token_map import GatheredRows, TokenMapped
+
+AnyHeads = TypeVar("AnyHeads", bound=TokenMapped)
+
+
+@runtime_checkable
+class QuickProducts(Protocol):
+    """An output embedding with quicker products for drafts than its own rows, in a precision of their own."""
+
+    def scorer_of(self, token_ids: Tensor) -> nn.Module | None:
+        """What scores ``token_ids`` (V',) long alone, (..., D) -> (..., V'); None where it has none."""
+        ...
+
+    def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+        """What multiplies with a drafting module's own weight (out, in) as quickly; None likewise."""
+        ...
+
+
+def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
+    """Heads to draft with, as quick as ``output_embedding`` lets them be; ``heads`` where there is nothing to
+    gain.
+
+    They share the parameters of ``heads`` and hold what these and the output embedding are now: make them
+    anew when a weight has changed.
+    """
+    if isinstance(heads, MedusaHeads) and _has_products(output_embedding, heads):
+        quick: AnyHeads = QuickHeads(heads, output_embedding)  # type: ignore[assignment]
+    elif heads.token_map is not None:
+        quick = copy_sharing_parameters(heads)
+    else:
+        return heads
+    if heads.token_map is not None:
+        quick.scorer = _scorer(output_embedding, heads.token_map)
+    return quick
+
+
+class QuickHeads(MedusaHeads):
+    """Medusa heads that share the parameters of ``heads`` and multiply with ``product_of`` them."""
+
+    def __init__(self, heads: MedusaHeads, output_embedding: QuickProducts):
+        nn.Module.__init__(self)
+        self.__dict__.update(copy_sharing_parameters(heads).__dict__)
+        for block in (module for module in self.blocks.modules() if isinstance(module, ResidualBlock)):
+            block.linear = _QuickLinear(block.linear, output_embedding)
+        self._path_products = nn.ModuleList(
+            _product(output_embedding, weight, None) for weight in getattr(self, "paths", ())
+        )
+        if self.config.fused_layers:
+            self.fusion = _QuickLinear(self.fusion, output_embedding)
+
+    def _read_path(self, index: int, rows: Tensor) -> Tensor:
+        return self._path_products[index](rows)
+
+
+class _QuickLinear(nn.Linear):
+    """A linear layer that reads its product in place of its weight."""
+
+    def __init__(self, linear: nn.Linear, output_embedding: QuickProducts):
+        nn.Module.__init__(self)
+        self.weight, self.bias = linear.weight, linear.bias
+        self._product = _product(output_embedding, linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+
+def _has_products(output_embedding: nn.Module, heads: MedusaHeads) -> TypeGuard[QuickProducts]:
+    """Whether ``output_embedding`` multiplies with the layers of ``heads``."""
+    if not isinstance(output_embedding, QuickProducts) or next(heads.parameters()).dtype != torch.float32:
+        return False
+    return output_embedding.product_of(torch.zeros(1, 1), None) is not None
+
+
+def _product(output_embedding: QuickProducts, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    product = output_embedding.product_of(weight.detach(), None if bias is None else bias.detach())
+    assert product is not None  # what _has_products has made sure of
+    return product
+
+
+def _scorer(output_embedding: nn.Module, token_map: Tensor) -> GatheredRows | nn.Module:
+    quick = output_embedding.scorer_of(token_map) if isinstance(output_embedding, QuickProducts) else None
+    return GatheredRows(output_embedding, token_map) if quick is None else quick
