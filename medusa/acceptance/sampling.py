@@ -11,9 +11,10 @@ that tells two draws of a row apart. Greedy decoding is G = 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from operator import index
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,34 +38,44 @@ PATH_FREE_PROCESSORS = (
     *WARPERS,
     hf.SuppressTokensLogitsProcessor,
     hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
 )
-# These compare the path's length with the padded prompt's.
+# These are functions of one row's tokens. Padding is no text, so they are not shown it.
+TEXT_PROCESSORS = (
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+)
+# These are functions of one row's length, and the lengths that they compare it with count the padding.
 LENGTH_PROCESSORS = (
+    hf.MinLengthLogitsProcessor,
     hf.MinNewTokensLengthLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor,
     hf.ForcedEOSTokenLogitsProcessor,
     hf.ExponentialDecayLengthPenalty,
     hf.SuppressTokensAtBeginLogitsProcessor,
 )
-# These call a model or keep state between calls, which a tree of alternatives cannot honour.
-REFUSED_PROCESSORS = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-)
-# These hold the prompts of the whole batch, and cannot tell which of them a path continues.
-SINGLE_ROW_PROCESSORS = (
-    hf.EncoderRepetitionPenaltyLogitsProcessor,
-    hf.EncoderNoRepeatNGramLogitsProcessor,
-)
+# All others may keep state, know rows by index or fail on a forbidden path: see medusa.decoding.in_step.
+NODE_PROCESSORS = (*PATH_FREE_PROCESSORS, *TEXT_PROCESSORS, *LENGTH_PROCESSORS)
 
 
-def row_seeds(seed: int | Sequence[int] | None, num_rows: int, device: torch.device) -> Tensor:
+def row_seeds(seed: Any, num_rows: int, device: torch.device) -> Tensor:
     """One noise stream per row, (B,) long: row r of an int seed s gets s + r, so any row can be run alone.
 
-    ``None`` draws a seed from torch's global generator, as ``transformers`` sampling does.
+    Integers of numpy and torch will do. ``None`` draws a seed from torch's global generator, as
+    ``transformers`` sampling does.
+
+    Raises:
+        ValueError: ``seed`` is no integer, nor one for each row.
     """
     if seed is None:
         return torch.randint(2**62, (num_rows,)).to(device)
-    seeds = [seed + row for row in range(num_rows)] if isinstance(seed, int) else list(seed)
+    try:
+        is_one = not hasattr(seed, "__len__") or getattr(seed, "ndim", 1) == 0
+        seeds = [index(seed) + row for row in range(num_rows)] if is_one else [index(each) for each in seed]
+    except TypeError:
+        raise ValueError(f"seed must be an int or one int per row, got {seed!r}") from None
     if len(seeds) != num_rows:
         raise ValueError(f"seed must be an int or one int per row: {num_rows} rows, got {len(seeds)} seeds")
     return torch.tensor([s & (2**63 - 1) for s in seeds], device=device)
@@ -99,20 +110,17 @@ class NodePaths:
     """(B, S) long: each row's tokens before the root token, its length in ``prefix_lengths``."""
     prefix_lengths: Tensor
     """(B,) long."""
-    padding: list[int]
-    """How much left padding each row's prompt had in the user's batch."""
+    padding: Sequence[Tensor]
+    """The tokens that padded each row's prompt on the left in the caller's batch, (P,) long each; or none."""
     tokens: Tensor
     """(B, N) long: the tree's tokens."""
     topology: TreeTopology
-    rows: list[int]
-    """Which row of the user's batch each row is."""
-    pad_id: int = 0
 
     def input_ids(self, row: int, nodes: Tensor, depth: int, padded: bool) -> Tensor:
         """The sequences that end in ``nodes`` of one row, all at ``depth``: (M, length) long."""
         before = self.prefix[row, : self._prefix_lengths[row]]
-        if padded:
-            before = torch.cat([before.new_full((self.padding[row],), self.pad_id), before])
+        if padded and self.padding:
+            before = torch.cat([self.padding[row], before])
         lineage = self.topology.lineage[row if self.topology.lineage.shape[0] > 1 else 0]
         path = self.tokens[row][lineage[nodes, : depth + 1]]  # (M, depth + 1)
         return torch.cat([before.expand(len(nodes), -1), path], dim=1)
@@ -124,11 +132,10 @@ class NodePaths:
 
 
 def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: NodePaths) -> Tensor:
-    """Scores of every node: logits (B, N, V) -> (B, N, V) float32.
+    """Scores of every node: logits (B, N, V) -> (B, N, V) float32, by processors of ``NODE_PROCESSORS``.
 
     Each processor sees each node with that node's own path as ``input_ids``, exactly as if the path
-    had been generated token by token. The caller's own processors see the caller's left padding too, as
-    ``transformers`` shows it; those of ``transformers`` do not, so that a row is what it is alone.
+    had been generated token by token, and a row as it is alone.
     """
     num_rows, num_nodes, vocab_size = logits.shape
     scores = logits.to(torch.float32, copy=True)
@@ -137,8 +144,6 @@ def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: 
             flat = scores.view(-1, vocab_size)
             no_path = cast(torch.LongTensor, paths.tokens.reshape(-1, 1))
             scores = processor(no_path, flat).view(num_rows, num_nodes, vocab_size)
-        elif isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-            scores = _process_allowed_paths(scores, processor, paths)
         else:
             scores = _process_path_by_path(scores, processor, paths)
     return scores
@@ -157,68 +162,17 @@ def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     return flat.view(logits.shape)
 
 
-def check_processors(processors: LogitsProcessorList, num_rows: int) -> None:
-    """Raise ValueError for a processor that cannot be evaluated per tree node of ``num_rows`` rows."""
-    for processor in processors:
-        if isinstance(processor, SINGLE_ROW_PROCESSORS) and num_rows > 1:
-            raise ValueError(
-                f"{type(processor).__name__} works with batch size 1, got {num_rows} rows; decode them one "
-                "by one"
-            )
-        if isinstance(processor, REFUSED_PROCESSORS):
-            raise ValueError(
-                f"{type(processor).__name__} keeps state between calls, so it cannot score a tree of "
-                "alternatives; remove it, or decode with transformers' own generate"
-            )
-
-
 def _process_path_by_path(scores: Tensor, processor, paths: NodePaths) -> Tensor:
-    """One call per row and depth, since paths of one depth have one length.
-
-    The caller's own processors get one path per call: many are written for a batch of one.
-    """
-    is_callers_own = type(processor).__module__ != hf.__name__
-    padded = is_callers_own or isinstance(processor, LENGTH_PROCESSORS)
-    one_by_one = is_callers_own or isinstance(processor, SINGLE_ROW_PROCESSORS)
+    """One call per row and depth, since paths of one depth have one length."""
+    padded = isinstance(processor, LENGTH_PROCESSORS)
     processed = torch.empty_like(scores)
     depths = paths.topology.depths.expand(scores.shape[0], -1).tolist()
     for row, row_depths in enumerate(depths):
         for depth in sorted(set(row_depths)):
             at_depth = [node for node, d in enumerate(row_depths) if d == depth]
-            for group in [[node] for node in at_depth] if one_by_one else [at_depth]:
-                nodes = torch.tensor(group, device=scores.device)
-                ids = paths.input_ids(row, nodes, depth, padded)
-                processed[row, nodes] = processor(ids, scores[row, nodes])
+            nodes = torch.tensor(at_depth, device=scores.device)
+            processed[row, nodes] = processor(paths.input_ids(row, nodes, depth, padded), scores[row, nodes])
     return processed
-
-
-def _process_allowed_paths(
-    scores: Tensor, processor: hf.PrefixConstrainedLogitsProcessor, paths: NodePaths
-) -> Tensor:
-    """Node by node: the caller's function is told the row, and never asked about a path it has forbidden."""
-    allowed_after = processor._prefix_allowed_tokens_fn
-    processed = scores.clone()
-    parents = paths.topology.parents.expand(len(scores), -1).tolist()
-    depths = paths.topology.depths.expand(len(scores), -1).tolist()
-    for row, tokens in enumerate(paths.tokens.tolist()):
-        told_row = functools.partial(_ask_about_row, allowed_after, paths.rows[row])
-        constraint = hf.PrefixConstrainedLogitsProcessor(told_row, num_beams=1)
-        is_allowed = [True] * len(tokens)
-        for node, token in enumerate(tokens):
-            parent = parents[row][node]
-            if node > 0:
-                is_allowed[node] = is_allowed[parent] and bool(processed[row, parent, token] > -torch.inf)
-            if is_allowed[node]:
-                index = torch.tensor([node], device=scores.device)
-                ids = paths.input_ids(row, index, depths[row][node], padded=True)
-                processed[row, index] = constraint(ids, scores[row, index])
-    return processed
-
-
-def _ask_about_row(
-    allowed_after: Callable[[int, Tensor], list[int]], row: int, _node: int, ids: Tensor
-) -> list[int]:
-    return allowed_after(row, ids)
 
 
 _GOLDEN = -1640531527  # 2**32 / golden ratio, as int32

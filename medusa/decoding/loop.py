@@ -19,6 +19,7 @@ from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.rules import SampledDraft
 from medusa.acceptance.sampling import NodePaths, choose, process_node_logits
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
+from medusa.decoding.in_step import accept_in_step
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
@@ -86,13 +87,13 @@ def begin(base: CausalLM, drafter: Drafter, request: DecodeRequest) -> tuple[Dec
         cache=cache,
         request=request,
         features=hidden if drafter.needs_features else None,
+        callers_batch=request.callers_batch() if request.in_step else None,
         sampled=_sampled_kind(drafter, request),
     )
     # The last prompt token is the only node of a tree, and the first token is chosen after it.
     lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
-    scores = _scores(state, lone, logits[:, None], prefix_lengths=request.lengths - 1)
-    noise = state.noise(1, scores.shape[-1])
-    return state, choose(scores, noise)[:, 0].tolist()
+    noise = state.noise(1, logits.shape[-1])
+    return state, _accept_chosen(state, lone, logits[:, None], noise).next_token.tolist()
 
 
 def _sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:
@@ -124,9 +125,16 @@ def draft_context(state: DecodeState, drafter: Drafter, base: CausalLM) -> Draft
 
 def acceptance_of(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
     """Which candidates the base agrees with."""
-    scores = _scores(state, draft, logits, prefix_lengths=state.lengths - 1)
     if state.sampled is not None:
-        return _accept_sampled(state, draft, scores)
+        return _accept_sampled(state, draft, logits)
+    return _accept_chosen(state, draft, logits, noise)
+
+
+def _accept_chosen(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
+    """Which candidates are what the base chooses, with ``noise`` (B, L, V) by depth, or finds plausible."""
+    if state.callers_batch is not None:
+        return accept_in_step(state.callers_batch, state.rows, draft.tokens, draft.topology, logits, noise)
+    scores = _scores(state, draft, logits)
     if noise is not None:
         depths = draft.topology.depths.expand(len(noise), -1)
         noise = noise.gather(1, depths[..., None].expand(-1, -1, noise.shape[2]))  # (B, N, V)
@@ -136,8 +144,9 @@ def acceptance_of(state: DecodeState, draft: Draft, logits: Tensor, noise: Tenso
     return accept_equal(draft.tokens, chosen, draft.topology)
 
 
-def _accept_sampled(state: DecodeState, draft: Draft, scores: Tensor) -> Acceptance:
+def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Acceptance:
     """Which candidates a rule for sampled drafts accepts, with noise of its own."""
+    scores = _scores(state, draft, logits)
     rule, seeds = state.request.rule, state.request.seeds
     assert rule is not None and seeds is not None and draft.proposal is not None
     sampled = SampledDraft(draft.tokens, draft.topology, scores.softmax(-1), draft.proposal)
@@ -147,19 +156,17 @@ def _accept_sampled(state: DecodeState, draft: Draft, scores: Tensor) -> Accepta
     return accepted_up_to(verdict.best, verdict.next_token, draft.topology)
 
 
-def _scores(state: DecodeState, draft: Draft, logits: Tensor, prefix_lengths: Tensor) -> Tensor:
+def _scores(state: DecodeState, draft: Draft, logits: Tensor) -> Tensor:
     """Logits (B, N, V) after every processor; untouched when there is none."""
     request = state.request
     if not request.processors:
         return logits.float()
     paths = NodePaths(
         prefix=state.tokens,
-        prefix_lengths=prefix_lengths,
-        padding=list(request.padding) or [0] * len(logits),
+        prefix_lengths=state.lengths - 1,
+        padding=request.padding,
         tokens=draft.tokens,
         topology=draft.topology,
-        rows=state.rows,
-        pad_id=request.pad_id,
     )
     return process_node_logits(logits, request.processors, paths)
 

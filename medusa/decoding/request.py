@@ -6,7 +6,8 @@ module takes the outcome, refuses what a tree cannot honour, and strips the left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +15,19 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MinLengthLogitsProcessor,
+    MaxTimeCriteria,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
-from medusa.acceptance.sampling import check_processors, row_seeds
+from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
 from medusa.base.causal_lm import CausalLM, home_device
 from medusa.base.position_limits import check_positions
 from medusa.decoding.state import DecodeRequest
@@ -48,7 +51,7 @@ def decode_request(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     attention_mask: Tensor | None = None,
-    seed: int | Sequence[int] | None = None,
+    seed: Any = None,
     acceptance: str = "exact",
     **model_inputs: Any,
 ) -> DecodeRequest:
@@ -61,31 +64,37 @@ def decode_request(
             something a tree cannot honour (beams, a cache of the caller's, per-step outputs).
     """
     _check_supported(generation_config, acceptance, model_inputs)
-    check_processors(logits_processor, len(input_ids))
-    tokens, padding = _without_padding(input_ids.to(home_device(base)), attention_mask)
+    input_ids = input_ids.to(home_device(base))
+    tokens, padding = _without_padding(input_ids, attention_mask)
     _check_positions(model_inputs.get("position_ids"), padding, input_ids.shape[1])
-    processors = _for_unpadded_rows(logits_processor, padding, generation_config)
-    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    do_sample, ends = generation_config.do_sample, _Ends.of(stopping_criteria)
+    max_new_tokens = max(1, ends.max_length - input_ids.shape[1])
     lengths = tokens.shape[1] - torch.tensor(padding, device=tokens.device)
     check_positions(base, lengths.tolist(), max_new_tokens)
-    do_sample = generation_config.do_sample
+    processors, watching = _for_rows_alone(logits_processor, padding)
+    is_exact = acceptance == "exact" or (acceptance != "typical" and not do_sample)
+    in_step = _must_advance_in_step(watching, ends, len(tokens), is_exact, acceptance)
     return DecodeRequest(
         tokens=tokens,
         lengths=lengths,
         max_new_tokens=max_new_tokens,
         seeds=row_seeds(seed, len(tokens), tokens.device) if do_sample else None,
         temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
-        processors=processors,
-        criteria=_other_criteria(stopping_criteria),
-        eos_ids=frozenset(_ids(generation_config.eos_token_id)),
+        processors=logits_processor if in_step else processors,
+        criteria=ends.others,
+        in_step=in_step,
+        rows_end_apart=ends.rows_end_apart or not in_step,
+        eos_ids=ends.eos_ids,
         pad_id=_pad_id(generation_config),
-        padding=tuple(padding),
+        padding=tuple(row[:width] for row, width in zip(input_ids, padding, strict=True)),
         acceptance=acceptance,
     )
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for an argument that would be ignored."""
+    """Raise ValueError for an argument that would be ignored, or would have ``generate`` ignore the rest."""
+    if arguments.get("cache_implementation") == "paged":
+        raise ValueError("cache_implementation='paged' has transformers decode by itself; leave it out")
     for name, advice in DROPPED_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise ValueError(f"{name} is not used here; {advice}")
@@ -146,6 +155,8 @@ def _check_supported(
 def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
     """Rows moved to column 0, (B, T) long, and how much left padding each had."""
     num_rows, width = input_ids.shape
+    if num_rows == 0:
+        raise ValueError("input_ids must hold at least one row, got an empty batch")
     if width == 0:
         raise ValueError("input_ids must hold at least one token per row, got none: the prompt is empty")
     if attention_mask is None:
@@ -183,31 +194,68 @@ def _check_positions(position_ids: Tensor | None, padding: list[int], width: int
                 raise ValueError("position_ids must count each prompt's tokens from 0; leave them out")
 
 
-def _for_unpadded_rows(
-    processors: LogitsProcessorList, padding: list[int], config: GenerationConfig
-) -> LogitsProcessorList:
-    """The processors, those that count or skip each row's padding replaced: rows here have none."""
-    unpadded = LogitsProcessorList()
+def _for_rows_alone(
+    processors: LogitsProcessorList, padding: list[int]
+) -> tuple[LogitsProcessorList, list[LogitsProcessor]]:
+    """The processors for rows without padding, and those among them that must see the caller's batch."""
+    alone = LogitsProcessorList()
+    watching: list[LogitsProcessor] = []
     for processor in processors:
-        if isinstance(processor, MinLengthLogitsProcessor) and config.min_new_tokens is not None:
-            continue  # generate derived it from the padded width; min_new_tokens has its own processor
-        ignored = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
-            if ignored.tolist() != padding:
-                raise ValueError(
-                    "prompt_ignore_length per row must be each row's padding, "
-                    f"{padding} here, got {ignored.tolist()}; use one int for all rows"
-                )
-            processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
-        unpadded.append(processor)
-    return unpadded
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if isinstance(ignored, Tensor) and ignored.tolist() == padding:
+                processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
+            elif ignored is not None and any(padding):
+                watching.append(processor)
+        if type(processor) not in NODE_PROCESSORS:
+            watching.append(processor)
+        alone.append(processor)
+    return alone, watching
 
 
-def _other_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-    """Those that the loop does not check by itself."""
-    return StoppingCriteriaList(
-        c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
-    )
+@dataclass(frozen=True)
+class _Ends:
+    """What ends a row: the criteria of ``generate``, where the caller's own have replaced some of its own."""
+
+    max_length: int
+    """In columns of the caller's batch."""
+    eos_ids: frozenset[int]
+    others: StoppingCriteriaList
+    """What the loop does not check by itself."""
+    rows_end_apart: bool
+
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList) -> _Ends:
+        lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
+        eos = [each.eos_token_id.tolist() for each in criteria if type(each) is EosTokenCriteria]
+        others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
+        return cls(
+            max_length=min(lengths),
+            eos_ids=frozenset(itertools.chain.from_iterable(eos)),
+            others=StoppingCriteriaList(others),
+            rows_end_apart=any(hasattr(each, "eos_token_id") for each in criteria),
+        )
+
+    @property
+    def watching(self) -> list[StoppingCriteria]:
+        """Those that may keep state or know rows by their index."""
+        return [each for each in self.others if type(each) not in (StopStringCriteria, MaxTimeCriteria)]
+
+
+def _must_advance_in_step(
+    watching: list[LogitsProcessor], ends: _Ends, num_rows: int, is_exact: bool, acceptance: str
+) -> bool:
+    """Whether processors and criteria must be called as by ``transformers``: see ``decoding.in_step``."""
+    if is_exact:
+        waits_for_all = num_rows > 1 and bool(ends.others) and not ends.rows_end_apart
+        return bool(watching or ends.watching) or waits_for_all
+    asked = [*watching, *(ends.watching if num_rows > 1 else [])]
+    if asked:
+        raise ValueError(
+            f"{', '.join(type(each).__name__ for each in asked)} must be called once for each position, and "
+            f"acceptance={acceptance!r} looks at all nodes of a tree; use acceptance='exact'"
+        )
+    return False
 
 
 def _ids(eos: int | list[int] | Tensor | None) -> list[int]:

@@ -17,6 +17,7 @@ from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.rules import VerificationRule, rule_named
 from medusa.acceptance.sampling import gumbel_noise
 from medusa.base.cache import TreeCache
+from medusa.decoding.in_step import CallersBatch
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,36 @@ class DecodeRequest:
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     """Asked after every token of every row. End-of-sequence and length have their own fields."""
+    in_step: bool = False
+    """Rows advance together, and processors and criteria are called as ``transformers`` calls them: see
+    :mod:`medusa.decoding.in_step`. Without, processors are of ``NODE_PROCESSORS``."""
+    rows_end_apart: bool = True
+    """A row ends by itself; without, which goes with ``in_step``, all rows go on until each has ended."""
     eos_ids: frozenset[int] = frozenset()
     pad_id: int = 0
-    padding: tuple[int, ...] = ()
-    """Left padding of each row in the caller's batch; () for none."""
+    """Fills rows that have ended."""
+    padding: tuple[Tensor, ...] = ()
+    """The tokens that padded each row on the left in the caller's batch, (P,) long each; () for none."""
     acceptance: str = "exact"
     """"exact", "typical" (lossy), or the name of a rule in ``medusa.acceptance.rules``."""
+
+    def with_padding(self, row: int, sequence: Tensor) -> Tensor:
+        """``sequence`` (T,) long, which begins with the prompt of ``row``, behind the caller's padding."""
+        return torch.cat([self.padding[row], sequence]) if self.padding else sequence
+
+    def callers_batch(self) -> CallersBatch:
+        """The batch as the caller gave it."""
+        rows = zip(self.tokens, self.lengths.tolist(), strict=True)
+        prompts = [self.with_padding(row, tokens[:length]) for row, (tokens, length) in enumerate(rows)]
+        return CallersBatch(
+            torch.stack(prompts),
+            self.processors,
+            self.criteria,
+            self.max_new_tokens,
+            self.eos_ids,
+            self.pad_id,
+            self.rows_end_apart,
+        )
 
     @property
     def rule(self) -> VerificationRule | None:
@@ -67,6 +92,8 @@ class DecodeState:
     """Narrowed to ``rows``."""
     features: Tensor | None = None
     """(B, S, D): the same at every committed position, if the drafter wants it."""
+    callers_batch: CallersBatch | None = None
+    """What processors and criteria are shown when rows advance in step."""
     sampled: DraftKind | None = None
     """How the drafter draws candidates; None when it ranks them."""
     rule_state: Any = None
@@ -125,6 +152,8 @@ class DecodeState:
         ``num_before`` tokens of the answer are there already.
         """
         request = self.request
+        if self.callers_batch is not None:
+            return len(new), self.callers_batch.has_ended(self.rows[row])
         for count, token in enumerate(new, start=1):
             if num_before + count >= request.max_new_tokens or token in request.eos_ids:
                 return count, True
@@ -133,9 +162,7 @@ class DecodeState:
         return len(new), False
 
     def _criteria_met(self, row: int, new: list[int]) -> bool:
-        """Ask the caller's stopping criteria about one row, padded as the caller's batch was."""
-        request = self.request
+        """Ask the stopping criteria about one row, padded as the caller's batch was."""
         so_far = self.tokens[row, : int(self.lengths[row])]
-        padding = so_far.new_full((request.padding[row] if request.padding else 0,), request.pad_id)
-        sequence = torch.cat([padding, so_far, so_far.new_tensor(new)])[None]
-        return bool(request.criteria(sequence, None).any())
+        sequence = self.request.with_padding(row, torch.cat([so_far, so_far.new_tensor(new)]))
+        return bool(self.request.criteria(sequence[None], None).any())

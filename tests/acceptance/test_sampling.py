@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from conftest import OracleDrafter, left_padded, random_prompts, tiny_model
+from conftest import left_padded, random_prompts, tiny_model
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -14,7 +15,6 @@ from medusa.acceptance.sampling import (
     PATH_FREE_PROCESSORS,
     WARPERS,
     NodePaths,
-    check_processors,
     choose,
     gumbel_noise,
     process_node_logits,
@@ -30,7 +30,7 @@ PADDING = [0, 2]
 PAD = 12
 
 
-def node_paths(rows: tuple[int, ...] = (0, 1), seed: int = 0) -> NodePaths:
+def node_paths(seed: int = 0) -> NodePaths:
     """Two rows, prompts of 4 and 2 tokens, the second padded by 2 in the caller's batch."""
     prefix = torch.zeros(2, 6, dtype=torch.long)
     for row, tokens in enumerate(PREFIXES):
@@ -39,11 +39,9 @@ def node_paths(rows: tuple[int, ...] = (0, 1), seed: int = 0) -> NodePaths:
     return NodePaths(
         prefix=prefix,
         prefix_lengths=torch.tensor([len(tokens) for tokens in PREFIXES]),
-        padding=PADDING,
+        padding=[torch.full((width,), PAD) for width in PADDING],
         tokens=torch.randint(0, VOCAB - 1, (2, TREE.num_nodes), generator=generator),
         topology=TREE.topology(),
-        rows=list(rows),
-        pad_id=PAD,
     )
 
 
@@ -163,6 +161,22 @@ def test_row_seeds_count_up_from_an_int_and_take_a_list_as_it_is():
     assert drawn == row_seeds(None, 2, CPU).tolist()
 
 
+@pytest.mark.parametrize("seed", [np.int64(7), np.array(7), torch.tensor(7), True + 6])
+def test_any_integer_is_a_seed(seed):
+    assert row_seeds(seed, 2, CPU).tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("seeds", [np.array([4, 1]), torch.tensor([4, 1]), (np.int32(4), torch.tensor(1))])
+def test_any_sequence_of_integers_is_a_seed_for_each_row(seeds):
+    assert row_seeds(seeds, 2, CPU).tolist() == [4, 1]
+
+
+@pytest.mark.parametrize("seed", [1.5, torch.tensor(1.5), [1, 2.5], "12", np.array([1.0, 2.0])])
+def test_a_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(ValueError, match="seed must be an int or one int per row, got"):
+        row_seeds(seed, 2, CPU)
+
+
 @pytest.mark.parametrize("seeds", [[1], [1, 2, 3]])
 def test_a_wrong_number_of_seeds_is_refused(seeds):
     with pytest.raises(ValueError, match=f"one int per row: 2 rows, got {len(seeds)} seeds"):
@@ -198,7 +212,6 @@ PATH_READERS = [
     hf.NoRepeatNGramLogitsProcessor(2),
     hf.NoBadWordsLogitsProcessor([[5], [3, 1]]),
     hf.SequenceBiasLogitsProcessor({(4, 1): 6.0, (2,): -3.0}),
-    hf.MinLengthLogitsProcessor(6, [2]),
 ]
 
 
@@ -215,6 +228,7 @@ def test_a_processor_sees_each_node_with_its_own_path(processor):
 @pytest.mark.parametrize(
     "processor",
     [
+        hf.MinLengthLogitsProcessor(5, [2]),
         hf.MinNewTokensLengthLogitsProcessor(4, 3, [2]),
         hf.ForcedEOSTokenLogitsProcessor(7, 2),
         hf.ExponentialDecayLengthPenalty((1, 1.5), [2], 4),
@@ -239,6 +253,7 @@ PATH_FREE = {
     hf.EtaLogitsWarper: lambda: hf.EtaLogitsWarper(0.1),
     hf.SuppressTokensLogitsProcessor: lambda: hf.SuppressTokensLogitsProcessor([2, 3]),
     hf.InfNanRemoveLogitsProcessor: lambda: hf.InfNanRemoveLogitsProcessor(),
+    hf.LogitNormalization: lambda: hf.LogitNormalization(),
 }
 
 
@@ -259,51 +274,6 @@ def test_a_processor_that_reads_no_path_takes_all_nodes_in_one_call(kind, monkey
     assert calls == [2 * TREE.num_nodes]
 
 
-class Recorder(LogitsProcessor):
-    """The caller's own: writes down what it is shown."""
-
-    def __init__(self):
-        self.seen: list[list[int]] = []
-
-    def __call__(self, input_ids, scores):
-        self.seen.extend(input_ids.tolist())
-        return scores
-
-
-def test_the_callers_own_processor_sees_the_callers_padding_as_in_transformers():
-    recorder, paths = Recorder(), node_paths()
-    process_node_logits(random_logits(), LogitsProcessorList([recorder]), paths)
-    expected = [own_path(paths, row, node, padded=True) for row in range(2) for node in range(TREE.num_nodes)]
-    assert sorted(recorder.seen) == sorted(expected)
-
-
-class WrittenForOneRow(LogitsProcessor):
-    """As many are: it looks at row 0 and writes to row 0."""
-
-    def __call__(self, input_ids, scores):
-        scores[0, int(input_ids[0].sum()) % VOCAB] = 50.0
-        return scores
-
-
-def test_a_processor_of_the_callers_that_thinks_of_one_row_is_right_for_every_node():
-    logits, paths, processor = random_logits(), node_paths(), WrittenForOneRow()
-    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
-    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=True))
-
-
-class TemperatureByLength(hf.TemperatureLogitsWarper):
-    """A subclass of a processor that reads no path may read it all the same."""
-
-    def __call__(self, input_ids, scores):
-        return scores * input_ids.shape[1]
-
-
-def test_a_subclass_of_a_path_free_processor_is_shown_the_path():
-    logits, paths, processor = random_logits(), node_paths(), TemperatureByLength(1.0)
-    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
-    assert torch.equal(scores, one_by_one(logits, processor, paths, padded=True))
-
-
 def test_processors_act_in_order():
     logits, paths = random_logits(), node_paths()
     penalty, warm = hf.RepetitionPenaltyLogitsProcessor(1.7), hf.TemperatureLogitsWarper(0.5)
@@ -320,74 +290,3 @@ def test_scores_are_float32_and_the_logits_untouched():
     scores = process_node_logits(logits, LogitsProcessorList([hf.TopKLogitsWarper(3)]), node_paths())
     assert scores.dtype == torch.float32
     assert torch.equal(logits, given)
-
-
-def test_a_prefix_function_is_told_the_callers_row_and_asked_about_allowed_paths_only():
-    """Even tokens only: a function of the caller's may fail on a path that it has forbidden."""
-    asked: set[tuple[int, ...]] = set()
-
-    def allowed(row: int, ids: Tensor) -> list[int]:
-        tokens = ids.tolist()
-        asked.add((row, *tokens))
-        if any(token % 2 for token in tokens[5:]):
-            raise AssertionError(f"asked about a forbidden path {tokens}")
-        return list(range(0, VOCAB, 2))
-
-    paths, logits = node_paths(rows=(4, 2), seed=5), random_logits()
-    processor = hf.PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
-    scores = process_node_logits(logits, LogitsProcessorList([processor]), paths)
-    expected, num_forbidden = set(), 0
-    for row, callers in enumerate((4, 2)):
-        for node in range(TREE.num_nodes):
-            path = own_path(paths, row, node, padded=True)
-            if any(token % 2 for token in path[5:]):
-                num_forbidden += 1
-                continue
-            expected.add((callers, *path))
-            assert scores[row, node, 1::2].isneginf().all()
-            assert torch.equal(scores[row, node, ::2], logits[row, node, ::2])
-    assert asked == expected
-    assert num_forbidden > 2 and len(expected) > 4
-
-
-def test_a_prefix_function_gives_the_output_of_transformers():
-    """Each row walks its own residue class, after its own last token; a wrong row or path shows at once."""
-    model = MedusaModel(tiny_model("llama"))
-    batch = left_padded(random_prompts(3, 8), [8, 5, 8])
-
-    def allowed(row: int, ids: Tensor) -> list[int]:
-        assert len(ids) < 9 or int(ids[-1]) % 3 == row
-        return [token for token in range(61) if token % 3 == row and token != int(ids[-1])]
-
-    options = {"max_new_tokens": 12, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
-    reference = model.base.generate(**batch, **options)
-    assert model.generate(**batch, **options).tolist() == reference.tolist()
-    answers = [row[8 - n :].tolist() for row, n in zip(reference, [8, 5, 8], strict=True)]
-    oracle = OracleDrafter(answers, TREE, hit_rate=0.8)
-    drafted = model.generate(**batch, **options, drafter=oracle, return_dict_in_generate=True)
-    assert drafted.sequences.tolist() == reference.tolist()
-    assert drafted.statistics.tokens_per_step > 1.5
-
-
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_processors_that_hold_all_prompts_work_on_one_row_only(num_rows):
-    model, prompts = MedusaModel(tiny_model("llama")), random_prompts(num_rows, 8)
-    for option in ({"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 1}):
-        options = {"max_new_tokens": 10, "do_sample": False, **option}
-        if num_rows == 1:
-            reference = model.base.generate(prompts, **options)
-            oracle = OracleDrafter(reference.tolist(), TREE, hit_rate=0.8)
-            assert model.generate(prompts, **options, drafter=oracle).tolist() == reference.tolist()
-        else:
-            with pytest.raises(ValueError, match=r"^Encoder\w+ works with batch size 1, got 2 rows"):
-                model.generate(prompts, **options)
-
-
-def test_processors_that_keep_state_are_refused_by_name():
-    guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, tiny_model("llama"))
-    with pytest.raises(
-        ValueError, match=r"^UnbatchedClassifier\w+ keeps state .* transformers' own generate"
-    ):
-        check_processors(LogitsProcessorList([hf.TopKLogitsWarper(3), guidance]), num_rows=1)
-    with pytest.raises(ValueError, match=r"^UnbatchedClassifier\w+ keeps state"):
-        MedusaModel(tiny_model("llama")).generate(random_prompts(1, 4), guidance_scale=1.5, max_new_tokens=2)

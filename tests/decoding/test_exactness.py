@@ -183,7 +183,10 @@ READING: dict[str, Callable[..., dict]] = {
     "the path": lambda *_: {"no_repeat_ngram_size": 2, "bad_words_ids": [[5], [6, 7]]},
     "the length": lambda draw, lengths, new: {"min_new_tokens": new // 2, "eos_token_id": EOS},
     "the path, by the caller's own": lambda *_: {"logits_processor": LogitsProcessorList([FavoursByPath()])},
+    "allowed tokens": allowed_tokens,
+    "the row's index": bans_per_row,
     "the row's length": row_lengths,
+    "other bounds": own_bounds,
 }
 """What processors and criteria read -> the options that make them, for rows of these lengths."""
 
