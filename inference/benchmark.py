@@ -51,11 +51,18 @@ from medusa.cli.program import (
 )
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
-from medusa.measurement.benchmark_bounds import bounds, calibrated_counts, divergences
-from medusa.measurement.benchmark_plot import plot_benchmark
-from medusa.measurement.benchmark_report import setting_report
-from medusa.measurement.benchmark_tables import print_tables
-from medusa.measurement.benchmarking import AnswerOptions, Setting, able, measure
+from medusa.measurement.benchmark import (
+    Asking,
+    Setting,
+    able,
+    bounds,
+    calibrated_counts,
+    divergences,
+    measure,
+    plot_benchmark,
+    print_tables,
+    setting_report,
+)
 from medusa.measurement.contenders import (
     HEADS,
     PLAIN,
@@ -66,10 +73,9 @@ from medusa.measurement.contenders import (
     make_contenders,
     needs_heads,
 )
-from medusa.measurement.long_prompts import earlier_exchanges, lengthened
+from medusa.measurement.prompts import earlier_exchanges, lengthened
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib
-from medusa.progress import track
+from medusa.plots import check_matplotlib, short_name
 from medusa.trees.rank_counts import RankCounts
 
 
@@ -93,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         metavar="NAME",
         help=f"of {', '.join(contender_names())}, or a union such as heads+suffix; plain always takes part "
-        "(default: transformers' own, plain, heads; transformers-static, which compiles, not on a CPU)",
+        "(default: transformers' own, plain, heads, chat's drafter; transformers-static, which compiles, "
+        "not on a CPU)",
     )
     group.add_argument(
         "--batch-sizes",
@@ -142,7 +149,8 @@ def benchmark(options: BenchmarkOptions) -> None:
         skipped |= {name: reason for name, reason in missing.items() if name not in skipped}
     report = make_report(model, reports, skipped, rates, options)
     print_tables(report, table_console())
-    title = f"{options.base} on {report['device']}, {report['dtype']}, {report['engine']}"
+    machine = f"{report['device']}, {report['dtype']}, {report['engine']}"
+    title = f"{short_name(options.base)} with {short_name(options.heads)} on {machine}"
     plot_benchmark(report, options.plot, title)
     log_picture(options)
     report_json(report, options)
@@ -184,25 +192,25 @@ def measured_setting(
 ) -> tuple[dict[str, Any], RankCounts | None, dict[str, str]]:
     """One setting's report, the heads' calibration (that of the first setting), and who could not answer."""
     is_greedy, is_exact = options.temperature == 0, model.base.dtype == torch.float32
-    answering = AnswerOptions.for_base(model.base, generation_arguments(options), options.repeats)
+    asking = Asking.for_base(model.base, generation_arguments(options), options.repeats)
     log_console().print(f"warming up, {setting.label}", style="dim")
-    working, reasons = able(contenders, setting, answering)
+    working, reasons = able(contenders, setting, asking)
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
     seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
-    timings = measure(working, setting, answering, track, seconds)
+    answers = measure(working, setting, asking, seconds, f"measuring, {setting.label}")
     report = setting_report(
-        timings, is_greedy, is_exact, is_same_model=model.runtime.engine not in QUANTISED_BYTES
+        answers, is_greedy, is_exact, is_same_model=model.runtime.engine not in QUANTISED_BYTES
     )
     if counts is None and is_greedy and HEADS in working:
-        counts = calibrated_counts(model, timings, setting)
+        counts = calibrated_counts(model, answers, setting)
     return (
         {
             "batch_size": setting.batch_size,
             "context_length": setting.context_length,
             "num_prompt_tokens": setting.num_prompt_tokens,
             **report,
-            **bounds(model, setting, timings, report, rates, counts),
-            "divergence": {} if is_exact or not is_greedy else divergences(model, timings, setting),
+            **bounds(model, setting, answers, report, rates, counts),
+            "divergence": {} if is_exact or not is_greedy else divergences(model, answers, setting),
         },
         counts,
         reasons,

@@ -3,8 +3,11 @@
 Every drafter answers every prompt under every rule, and plain decoding does too, one after the other in an
 order that rotates, so that a machine that slows down does so for all. Speed-ups are medians over prompts of
 seconds per new token, prefill included. A pair that cannot be exact is listed with the reason. Where
---draft-length is not given, the length of each drafter's chains is chosen from measured step times. Prints
-tables, draws a PNG, and ends with one line of JSON. Run it with nothing else running.
+--draft-length is not given, the length of each drafter's chains is chosen from measured step times.
+
+Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one batch, which
+buys the precision that telling them apart takes: tokens per step do not depend on the batch. Speeds are then
+those of batches. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else running.
 
     python inference/compare_drafters.py --base MODEL
     python inference/compare_drafters.py --drafters heads suffix heads+suffix \\
@@ -12,6 +15,8 @@ tables, draws a PNG, and ends with one line of JSON. Run it with nothing else ru
     python inference/compare_drafters.py --drafters early-exit draft-model --exit-layer 10 --draft-model DIR
     python inference/compare_drafters.py --drafters draft-model --draft-model DIR --draft-length 8 \\
         --temperature 1 --rules exact token block --repeats 5
+    python inference/compare_drafters.py --drafters low-precision --draft-length 8 --temperature 1 \\
+        --rules token block --num-seeds 8
 """
 
 from __future__ import annotations
@@ -54,28 +59,30 @@ from medusa.drafters.registry import (
     DRAFTERS,
     DraftSource,
     available_drafters,
+    default_drafter,
     draft_sources,
     draft_with_heads,
     source_named,
 )
-from medusa.measurement.comparison import (
+from medusa.measurement.drafters import (
     NOTHING_LEFT_OUT,
     PLAIN,
     UNCONDITIONAL_RULES,
     Pairing,
-    Trial,
+    length_report,
     pairing,
+    pairing_report,
+    plot_drafters,
+    print_tables,
+    ratio_reports,
 )
-from medusa.measurement.comparison_plot import plot_drafters
-from medusa.measurement.comparison_report import length_report, pairing_report, print_tables, ratio_reports
-from medusa.measurement.draft_length import Probe, probe_draft_length, verification_seconds, watched_answer
+from medusa.measurement.timing import NUM_WARM_UPS, WARM_UP_TOKENS, Answer, by_contender, take_turns
+from medusa.measurement.watching import Probe, probe_draft_length, verification_seconds, watched_answer
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib
+from medusa.plots import check_matplotlib, short_name
 from medusa.progress import track
 from medusa.prompts import Prompt
 
-NUM_WARM_UPS = 3
-WARM_UP_TOKENS = 8
 PROBE_PROMPTS, PROBE_TOKENS = 3, 32
 Encoded = Mapping[str, Tensor]
 
@@ -86,6 +93,7 @@ class CompareOptions(DrafterOptions, CutOptions, PlotOptions):
     drafters: list[str] | None
     rules: list[str]
     repeats: int
+    num_seeds: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,6 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="times each prompt is answered; when sampling, each time with the next seed (default: 1)",
     )
+    group.add_argument(
+        "--num-seeds",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="answers to each prompt in one batch, each with a seed of its own (default: 1)",
+    )
     add_plot_flag(parser, "compare_drafters")
     options = parser.parse_args(arguments, namespace=CompareOptions())
     return exit_status(lambda: compare(options), options.traceback)
@@ -130,10 +145,10 @@ def compare(options: CompareOptions) -> None:
     names, sources = chosen_sources(model, options)
     sources, probes = with_chosen_lengths(model, sources, encoded, options)
     pairings = plan(names, sources, options)
-    trials = measure(model, [pair for pair in pairings if pair.refusal is None], prompts, encoded, options)
-    report = make_report(model, pairings, trials, probes, options)
+    answers = measure(model, [pair for pair in pairings if pair.refusal is None], prompts, encoded, options)
+    report = make_report(model, pairings, answers, probes, options)
     print_tables(report, table_console())
-    title = f"{options.base}, {len(prompts)} prompts, temperature {options.temperature:g}"
+    title = f"{short_name(options.base)}, {len(prompts)} prompts, temperature {options.temperature:g}"
     plot_drafters([row for row in report["pairings"] if not row["refused"]], options.plot, title)
     log_picture(options)
     report_json(report, options)
@@ -153,6 +168,7 @@ def chosen_sources(model: MedusaModel, options: CompareOptions) -> tuple[list[st
     if names is None:
         names = available_drafters(model, settings)
         names += ["heads+suffix"] if "heads" in names else []
+        names += [default_drafter(model)] if model.heads is not None else []
     names = [name for name in dict.fromkeys(names) if name != PLAIN[0]]
     return names, draft_sources([PLAIN[0], *names], model, settings)
 
@@ -191,22 +207,24 @@ def measure(
     prompts: Sequence[Prompt],
     encoded: Sequence[Encoded],
     options: CompareOptions,
-) -> list[Trial]:
-    """Every pairing's answer to every prompt with every seed, in an order that rotates."""
-    drafters = [pair.make() for pair in pairings]
-    short = {"max_new_tokens": min(WARM_UP_TOKENS, options.max_new_tokens)}
-    for number, turn in track(list(product(range(NUM_WARM_UPS), range(len(pairings)))), "warming up"):
-        arguments = answer_arguments(options, options.seed) | short | {"acceptance": pairings[turn].rule}
-        watched_answer(model, encoded[number % len(encoded)], drafters[turn], **arguments)
-    rounds = list(product(range(options.repeats), range(len(prompts)), range(len(pairings))))
-    trials = []
-    for repeat, number, turn in track(rounds, "measuring"):
-        which = (repeat + number + turn) % len(pairings)
-        pair, seed = pairings[which], options.seed + repeat
-        arguments = answer_arguments(options, seed) | {"acceptance": pair.rule}
-        answer = watched_answer(model, encoded[number], drafters[which], **arguments)
-        trials.append(Trial(pair.key, number, seed, prompts[number].category, answer))
-    return trials
+) -> list[Answer]:
+    """Every pairing's answers to every prompt, with --num-seeds seeds at once and --repeats times."""
+    pairs = {pair.name: pair for pair in pairings}
+    drafters = {name: pair.make() for name, pair in pairs.items()}
+
+    def run(name: str, prompt: int, repeat: int, **more: Any) -> Answer:
+        seed = options.seed + repeat * options.num_seeds
+        arguments = answer_arguments(options, seed) | {"acceptance": pairs[name].rule} | more
+        inputs = {key: value.expand(options.num_seeds, -1) for key, value in encoded[prompt].items()}
+        what = {"contender": name, "question": prompt, "category": prompts[prompt].category}
+        return watched_answer(model, inputs, drafters[name], **what, **arguments)
+
+    def warm_up(name: str, number: int, repeat: int) -> Answer:
+        short = min(WARM_UP_TOKENS, options.max_new_tokens)
+        return run(name, number % len(encoded), 0, max_new_tokens=short)
+
+    take_turns(list(pairs), NUM_WARM_UPS, warm_up, label="warming up")
+    return take_turns(list(pairs), len(encoded), run, repeats=options.repeats, label="measuring")
 
 
 def answer_arguments(options: CompareOptions, seed: int) -> dict[str, Any]:
@@ -223,12 +241,12 @@ def answer_arguments(options: CompareOptions, seed: int) -> dict[str, Any]:
 def make_report(
     model: MedusaModel,
     pairings: Sequence[Pairing],
-    trials: Sequence[Trial],
+    answers: Sequence[Answer],
     probes: Mapping[str, Probe],
     options: CompareOptions,
 ) -> dict[str, Any]:
     """The JSON object of this program."""
-    by_key = {pair.key: [trial for trial in trials if trial.key == pair.key] for pair in pairings}
+    given = by_contender(answers)
     return {
         "base": options.base,
         "medusa": medusa.__version__,
@@ -237,12 +255,13 @@ def make_report(
         "num_threads": torch.get_num_threads(),
         "temperature": options.temperature,
         "max_new_tokens": options.max_new_tokens,
-        "num_prompts": len({trial.prompt for trial in trials}),
+        "num_prompts": len({answer.question for answer in answers}),
         "repeats": options.repeats,
+        "num_seeds": options.num_seeds,
         "seed": options.seed,
-        "pairings": [pairing_report(pair, by_key) for pair in pairings],
+        "pairings": [pairing_report(pair, given) for pair in pairings],
         "draft_lengths": [length_report(name, probe) for name, probe in probes.items()],
-        "ratios": ratio_reports(by_key),
+        "ratios": ratio_reports(pairings, given),
     }
 
 

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import medusa
@@ -42,26 +40,25 @@ from medusa.cli.program import (
     table_console,
 )
 from medusa.heads.calibration import AnsweredTokens
-from medusa.measurement.calibrating import ranked_each
-from medusa.measurement.heads_comparison import (
+from medusa.measurement.heads import (
     NUM_NODES,
     NamedHeads,
     comparison_report,
     measured_steps,
+    plot_heads,
+    print_report,
+    ranked,
     read_named,
     split_label,
 )
-from medusa.measurement.heads_comparison_plot import plot_heads
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib
+from medusa.plots import check_matplotlib, short_name
 from medusa.progress import track
 from medusa.training.data.held_out import held_out_answers
 from medusa.trees.rank_counts import RankCounts
 
 ROWS_PER_PASS = 4
 """Answers that the base reads together."""
-TABLE_WIDTH = 180
-"""Where standard output is no terminal."""
 
 
 class HeadsOptions(PlotOptions):
@@ -132,16 +129,18 @@ def compare(options: HeadsOptions) -> None:
     _, options.heads = split_label(options.heads)
     model = load_model(options)
     rows = answers(model, compared, options)
-    counts = ranked(model, compared, rows, options.max_rank)
+    rows = sorted(rows, key=lambda row: len(row.token_ids))
+    sets = [each.checkpoint.heads.to(model.device).eval() for each in compared]
+    counts = ranked(model, sets, rows, options.max_rank, ROWS_PER_PASS)
     times = {}
     if options.rounds:
         beginnings = [beginning(row, model.device) for row in rows]
         chosen = [beginnings[place % len(rows)] for place in range(1 + options.rounds)]
-        times = measured_steps(model, compared, counts, options.step_nodes, track(chosen, "timing steps"))
+        times = measured_steps(model, compared, counts, options.step_nodes, chosen, label="timing steps")
     report = make_report(model, compared, counts, comparison_report(compared, counts, options.sizes, times))
     report |= {"step_nodes": options.step_nodes, "asked_about": what_is_asked(options)}
-    print_table(report, table_console(TABLE_WIDTH))
-    title = f"{options.base}, {report['asked_about']}, {report['num_tokens']} tokens"
+    print_report(report, table_console())
+    title = f"{short_name(options.base)}, {report['asked_about']}, {report['num_tokens']} tokens"
     plot_heads(report["heads"], options.plot, title)
     log_picture(options)
     report_json(report, options)
@@ -159,15 +158,6 @@ def answers(
     prompts = load_prompts(options)
     pairs = list(zip(prompts, encode_prompts(model, prompts, options.max_new_tokens), strict=True))
     return [answered_tokens(model, *pair, options) for pair in track(pairs, "answering")]
-
-
-def ranked(
-    model: MedusaModel, compared: Sequence[NamedHeads], rows: Sequence[AnsweredTokens], max_rank: int
-) -> list[RankCounts]:
-    """What each set of heads thinks of the answers; the base reads them once."""
-    by_length = sorted(rows, key=lambda row: len(row.token_ids))
-    sets = [each.checkpoint.heads.to(model.device).eval() for each in compared]
-    return ranked_each(model, sets, by_length, max_rank, ROWS_PER_PASS)
 
 
 def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
@@ -202,44 +192,6 @@ def make_report(
         "num_threads": torch.get_num_threads(),
         "medusa": medusa.__version__,
     }
-
-
-def print_table(report: dict[str, Any], console: Console) -> None:
-    """One row a set of heads."""
-    sizes = list(report["heads"][0]["tokens_per_step"])
-    table = Table(
-        title=f"Heads on {report['num_answers']} answers, {report['num_tokens']} tokens",
-        title_justify="left",
-        caption=f"against: tokens per step of {sizes[-1]} nodes over those of {report['against']}, and its "
-        f"95 % interval; draft, step: ms of decoding with {report['step_nodes']} nodes; training: ms of an "
-        "optimisation step, as recorded",
-        caption_justify="left",
-    )
-    table.add_column("heads", no_wrap=True)
-    deepest = max(len(row["top1"]) for row in report["heads"])
-    names = ["parameters", *(f"head {d + 1}" for d in range(deepest)), *(f"{size} nodes" for size in sizes)]
-    for name in (*names, "against", "draft", "step", "training"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in report["heads"]:
-        table.add_row(row["label"], *_cells(row, deepest, sizes))
-    console.print(table)
-
-
-def _cells(row: dict[str, Any], deepest: int, sizes: Sequence[str]) -> list[str]:
-    ratio = row["against_first"][sizes[-1]]
-    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
-    times = ("draft_milliseconds", "step_milliseconds", "training_milliseconds_per_step")
-    return [
-        f"{row['num_parameters'] / 1e6:.1f} M",
-        *(_percent(rate) for rate in [*row["top1"], *[None] * deepest][:deepest]),
-        *(f"{row['tokens_per_step'][size]['value']:.3f}" for size in sizes),
-        f"{ratio['value']:.3f}{interval}",
-        *("-" if row[name] is None else f"{row[name]:.4g}" for name in times),
-    ]
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
 
 
 if __name__ == "__main__":

@@ -13,15 +13,9 @@ answered at other temperatures too. Prints a table, draws a PNG, and ends with o
 from __future__ import annotations
 
 import copy
-import math
 import sys
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
-from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Sequence
+from typing import Any
 
 from medusa.cli.flags import (
     PlotOptions,
@@ -33,6 +27,7 @@ from medusa.cli.flags import (
     program_parser,
 )
 from medusa.cli.program import (
+    answered_tokens,
     decode_prompt,
     encode_prompts,
     exit_status,
@@ -45,27 +40,22 @@ from medusa.cli.program import (
 )
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.measurement.calibrating import use_tree_asked_for
+from medusa.measurement.evaluation import TOP_KS, Evaluated, evaluation_report, plot_evaluation, print_report
+from medusa.measurement.heads import ranked
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib, plot_evaluation
-from medusa.progress import track
-from medusa.trees.rank_counts import RankCounts
+from medusa.plots import check_matplotlib, short_name
+from medusa.progress import log_console, track
+from medusa.prompts import read_prompts
+from medusa.tables import how_many
 
-TOP_KS = (1, 2, 3, 5, 10)
+MAX_RANK = 16
+"""Guesses of each head that a tree of --tree-nodes may use."""
 
 
 class EvaluationOptions(PlotOptions, TreeOptions):
     """The flags, parsed."""
 
     also_at: list[float]
-
-
-class Evaluated(NamedTuple):
-    """What one prompt showed."""
-
-    category: str
-    statistics: DecodingStatistics
-    counts: RankCounts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,11 +90,11 @@ def evaluate(options: EvaluationOptions) -> None:
     others = {
         temperature: decoded_at(model, encoded, temperature, options) for temperature in options.also_at
     }
-    report = make_report(evaluated, others)
-    print_tables(report, table_console())
-    if others:
-        table_console().print(temperature_table(report, options.temperature))
-    title = f"{options.heads}, {report['num_prompts']} prompts, temperature {options.temperature:g}"
+    report = evaluation_report(evaluated, others)
+    print_report(report, options.temperature, table_console())
+    title = (
+        f"{short_name(options.heads)}, {report['num_prompts']} prompts, temperature {options.temperature:g}"
+    )
     plot_evaluation(report, options.plot, title)
     log_picture(options)
     report_json(report, options)
@@ -130,93 +120,27 @@ def decoded_at(
     return [decode_prompt(model, inputs, there)[1] for inputs in track(encoded, label)]
 
 
-def make_report(
-    evaluated: Sequence[Evaluated], others: Mapping[float, Sequence[DecodingStatistics]]
-) -> dict[str, Any]:
-    """The JSON object of this program. ``share`` is in tokens per step of the temperature asked for first."""
-    counts = reduce(add, (item.counts for item in evaluated))
-    categories = sorted({item.category for item in evaluated})
-    by_category = {
-        category: summary([item.statistics for item in evaluated if item.category == category])
-        for category in categories
-    }
-    here = summary([item.statistics for item in evaluated])
-    also_at = [{"temperature": temperature, **summary(each)} for temperature, each in others.items()]
-    for entry in also_at:
-        entry["share"] = entry["tokens_per_step"] / here["tokens_per_step"]
-    return {
-        **here,
-        **({"also_at": also_at} if also_at else {}),
-        "head_accuracy": {f"top{k}": [_known(rate) for rate in counts.top_k_accuracy(k)] for k in TOP_KS},
-        "by_category": by_category,
-    }
-
-
-def summary(statistics: Sequence[DecodingStatistics]) -> dict[str, Any]:
-    """Live decoding of some prompts, summed up."""
-    total = sum(statistics, DecodingStatistics())
-    return {
-        "tokens_per_step": total.tokens_per_step,
-        "acceptance_rate": total.acceptance_rate,
-        "conditional_acceptance_rate": total.conditional_acceptance_rate,
-        "num_prompts": len(statistics),
-        "num_tokens": total.num_tokens,
-    }
-
-
-def print_tables(report: dict[str, Any], console: Console) -> None:
-    """Acceptance and accuracy by depth, then live decoding by category."""
-    by_depth = Table(
-        title="Heads",
-        title_justify="left",
-        caption=(
-            "accepted: in live decoding; top k: the true token is among the head's k best (teacher-forced)"
-        ),
-        caption_justify="left",
+def use_tree_asked_for(model: MedusaModel, options: TreeOptions) -> None:
+    """Let ``model`` decode with the tree of --tree-nodes, if it is given."""
+    if options.tree_nodes is None and options.calibrate_on is None:
+        return
+    if options.tree_nodes is None or options.calibrate_on is None:
+        raise ValueError(
+            "--tree-nodes and --calibrate-on go together: a tree of another size is chosen on conversations, "
+            "which must not be the prompts that it is measured on; give both, or neither"
+        )
+    prompts = read_prompts(options.calibrate_on)
+    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    pairs = list(zip(prompts, encoded, strict=True))
+    rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering to calibrate")]
+    (counts,) = ranked(model, [heads_of(model)], rows, MAX_RANK)
+    model.use_tree(counts.best_tree(options.tree_nodes))
+    log_console().print(
+        f"tree of {how_many(model.tree.num_nodes, 'node')}, {model.tree.depth} deep, chosen on "
+        f"{how_many(len(rows), 'conversation')} of {options.calibrate_on}",
+        style="dim",
+        soft_wrap=True,
     )
-    for name in ("depth", "accepted", "once reached", *(f"top {k}" for k in TOP_KS)):
-        by_depth.add_column(name, justify="right")
-    accepted, reached = report["acceptance_rate"], report["conditional_acceptance_rate"]
-    for head, accuracies in enumerate(zip(*report["head_accuracy"].values(), strict=True)):
-        live = [accepted[head], reached[head]] if head < len(accepted) else [None, None]
-        by_depth.add_row(str(head + 1), *(_percent(rate) for rate in (*live, *accuracies)))
-    console.print(by_depth)
-
-    by_category = Table(title="Live decoding", title_justify="left")
-    by_category.add_column("category")
-    for name in ("prompts", "tokens", "tokens per step", *(f"depth {d + 1}" for d in range(len(accepted)))):
-        by_category.add_column(name, justify="right")
-    for category, entry in report["by_category"].items():
-        by_category.add_row(category, *_cells(entry, len(accepted)))
-    by_category.add_section()
-    by_category.add_row("all", *_cells(report, len(accepted)), style="bold")
-    console.print(by_category)
-
-
-def temperature_table(report: dict[str, Any], first: float) -> Table:
-    """One row a temperature, ``first`` first."""
-    table = Table(title="Live decoding by temperature", title_justify="left")
-    for name in ("temperature", "tokens", "tokens per step", "share"):
-        table.add_column(name, justify="right")
-    for entry in ({**report, "temperature": first, "share": 1.0}, *report["also_at"]):
-        cells = [f"{entry['temperature']:g}", str(entry["num_tokens"]), f"{entry['tokens_per_step']:.2f}"]
-        table.add_row(*cells, f"{entry['share']:.1%}")
-    return table
-
-
-def _cells(entry: dict[str, Any], max_depth: int) -> list[str]:
-    rates = [*entry["acceptance_rate"], *[0.0] * max_depth][:max_depth]
-    counts = [str(entry["num_prompts"]), str(entry["num_tokens"]), f"{entry['tokens_per_step']:.2f}"]
-    return counts + [_percent(rate) for rate in rates]
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
-
-
-def _known(rate: float) -> float | None:
-    """JSON has no NaN: a head that never had a token to guess has no accuracy."""
-    return None if math.isnan(rate) else rate
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import medusa
 from medusa.cli.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
@@ -33,6 +32,7 @@ from medusa.cli.program import (
     answered_tokens,
     encode_prompts,
     exit_status,
+    heads_of,
     load_model,
     load_prompts,
     log_console,
@@ -41,20 +41,22 @@ from medusa.cli.program import (
     table_console,
 )
 from medusa.heads.calibration import AnsweredTokens
-from medusa.measurement.calibrating import ranked
-from medusa.measurement.tree_filing import file_asked_for, file_tuned
+from medusa.measurement.heads import ranked
 from medusa.measurement.tuning import (
     NUM_NODES,
     TreeSize,
     fastest,
+    file_asked_for,
+    file_tuned,
     measured_sizes,
+    plot_tuning,
     trees_by_size,
 )
-from medusa.measurement.tuning_plot import plot_batch_sizes
 from medusa.model import MedusaModel
-from medusa.plots import check_matplotlib, plot_tree_sizes
+from medusa.plots import check_matplotlib, short_name
 from medusa.progress import track
 from medusa.prompts import padded_batch
+from medusa.tables import how_many, print_table, times
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import TunedTree
@@ -128,7 +130,7 @@ def tune(options: TuneOptions) -> None:
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
     rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering")]
-    counts = ranked(model, rows, options.max_rank)
+    (counts,) = ranked(model, [heads_of(model)], rows, options.max_rank)
     tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
     chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
     num_nodes = options.num_nodes or chosen[min(chosen)]
@@ -136,7 +138,9 @@ def tune(options: TuneOptions) -> None:
     report = make_report(model, counts, tree, tables, options)
     print_report(report, table_console())
     if tables:
-        plot(report, chosen, options)
+        title = f"{short_name(options.heads)} on {runtime_in_words(report)}"
+        plot_tuning(report["by_batch_size"], options.plot, title)
+        log_picture(options)
     if not options.no_save:
         save(model, counts, tree, tables, report, options)
     report_json(report, options)
@@ -184,7 +188,7 @@ def measure_sizes(
         ordered = [encoded[by_length[place % len(by_length)]] for place in places]
         batches = [padded_batch(ordered[start : start + batch_size]) for start in places[::batch_size]]
         label = "timing steps" if len(options.batch_sizes) == 1 else f"timing steps, {batch_size} rows"
-        tables[batch_size] = measured_sizes(model, trees, gains, track(batches, label), batch_size)
+        tables[batch_size] = measured_sizes(model, trees, gains, batches, batch_size, label)
     return tables
 
 
@@ -223,44 +227,34 @@ def make_report(
     }
 
 
-def plot(report: dict[str, Any], chosen: Mapping[int, int], options: TuneOptions) -> None:
-    """Draw one batch size in detail, or several against each other."""
-    title = f"{options.heads} on {runtime_in_words(report)}"
-    if len(chosen) == 1:
-        plot_tree_sizes(report["by_num_nodes"], report["num_nodes"], options.plot, title)
-    else:
-        plot_batch_sizes(report["by_batch_size"], options.plot, title)
-    log_picture(options)
-
-
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Every size that was compared, the chosen ones marked; or the chosen one alone."""
     if not report["by_batch_size"]:
         console.print(
-            f"best tree of {report['num_nodes']} nodes: depth {report['depth']}, "
+            f"best tree of {how_many(report['num_nodes'], 'node')}: depth {report['depth']}, "
             f"{report['tokens_per_step']:.2f} tokens per step expected"
         )
     for batch_size, entry in report["by_batch_size"].items():
-        print_table(entry, f"batch size {batch_size}, {runtime_in_words(report)}", console)
+        print_sizes(entry, f"batch size {batch_size}, {runtime_in_words(report)}", console)
 
 
-def print_table(entry: Mapping[str, Any], where: str, console: Console) -> None:
+def print_sizes(entry: Mapping[str, Any], where: str, console: Console) -> None:
     """Every size that was compared at one batch size, the chosen one marked."""
-    table = Table(title=f"Trees at {where}", title_justify="left")
-    for name in ("nodes", "depth", "tokens per step", "ms per step", "tokens per second", "against plain"):
-        table.add_column(name, justify="right")
     plain = entry["by_num_nodes"][0]["tokens_per_second"]
-    for row in entry["by_num_nodes"]:
-        table.add_row(
+    rows = [
+        [
             str(row["num_nodes"]),
             str(row["depth"]),
             f"{row['tokens_per_step']:.2f}",
             f"{1000 * row['step_seconds']:.1f}",
             f"{row['tokens_per_second']:.1f}",
-            f"{row['tokens_per_second'] / plain:.2f}x",
-            style="bold green" if row["num_nodes"] == entry["chosen"] else "",
-        )
-    console.print(table)
+            times(row["tokens_per_second"] / plain),
+        ]
+        for row in entry["by_num_nodes"]
+    ]
+    chosen = [row["num_nodes"] for row in entry["by_num_nodes"]].index(entry["chosen"])
+    headers = ["nodes", "depth", "tok/step", "ms/step", "tokens/s", "x plain"]
+    print_table(console, f"Trees at {where}", headers, rows, styles={chosen: "bold green"})
 
 
 def runtime_in_words(report: Mapping[str, Any]) -> str:

@@ -41,10 +41,9 @@ from medusa.decoding.step_runners import StepKind
 from medusa.engine import Engine
 from medusa.hardware import DeviceRates, device_name, measured_rates
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
-from medusa.measurement.roofline import step_floor_seconds
+from medusa.measurement.bounds import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
-from medusa.progress import track
 from medusa.trees.candidate_tree import CandidateTree, best_tree, independent_path_values
 
 NUM_HEADS = 4
@@ -209,7 +208,7 @@ def timed_steps(
         inputs = [random_prompts(base, batch_size, context)] * (1 + options.rounds)
         label = f"{shape}, {engine}, {step}, {batch_size} x {context}"
         setups = {size: setup_seconds(model, tree, inputs[0]) for size, tree in trees.items()}
-        seconds = measure_step_seconds(model, trees, track(inputs, label), num_steps=options.steps)
+        seconds = measure_step_seconds(model, trees, inputs, num_steps=options.steps, label=label)
         for size, taken in seconds.items():
             cached = context + options.steps / 2
             floor = step_floor_seconds(model, rates, size, batch_size, cached, with_heads=size > 1)

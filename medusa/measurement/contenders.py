@@ -18,6 +18,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.drafters.registry import (
     DRAFTERS,
     DrafterSettings,
+    default_drafter,
     draft_sources,
     draft_with_heads,
     part_names,
@@ -81,12 +82,12 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def default_names(model: MedusaModel) -> list[str]:
-    """Those that a user would ask about: ``transformers``' own, plain decoding, the heads.
+    """Those that a user would ask about: ``transformers``' own, plain decoding, the heads, chat's drafter.
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
     theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*theirs, PLAIN, *([HEADS] if model.heads is not None else [])]
+    return [*theirs, PLAIN, *([HEADS, default_drafter(model)] if model.heads is not None else [])]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:

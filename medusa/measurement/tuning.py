@@ -1,8 +1,13 @@
 """Which tree is fastest here: what a tree of N nodes is expected to give, against what it costs.
 
-Tokens per step come from calibration, step times from this machine; the best N maximises their
-ratio, for each batch size by itself. N = 1 is plain decoding and takes part, and a larger tree must beat
-it by more than noise, so a tuned tree is never slower than none.
+Tokens per step come from calibration, step times from this machine; the best N maximises their ratio, for
+each batch size by itself. N = 1 is plain decoding and takes part, and a larger tree must beat it by more than
+noise, so a tuned tree is never slower than none.
+
+Tuned trees are written into the heads directory under the machine, precision, engine and kind of step that
+they were timed with. The default tree serves a single row wherever nothing was tuned. So it changes only when
+batch size 1 is tuned, and only if it was never timed or was timed on this very machine: tuning on one more
+machine leaves the trees of the others as they were.
 """
 
 from __future__ import annotations
@@ -11,14 +16,20 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
+from medusa.measurement.timing import take_turns
 from medusa.model import MedusaModel
+from medusa.plots import FAINT, GREEN, ORANGE, beside, figure_of, shade, size_axis
+from medusa.tables import how_many
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
+from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_GAIN = 1.03
@@ -58,14 +69,15 @@ def measured_sizes(
     model: MedusaModel,
     trees: Mapping[int, CandidateTree],
     tokens_per_step: Mapping[int, float],
-    inputs: Iterable[Mapping[str, Any]],
+    inputs: Sequence[Mapping[str, Any]],
     batch_size: int = 1,
+    label: str | None = None,
 ) -> list[TreeSize]:
     """What each size of ``trees`` gives and costs for the batches ``inputs``, hopeless sizes left out.
 
-    ``tokens_per_step`` is what a tree of each size is expected to give.
+    ``tokens_per_step`` is what a tree of each size is expected to give; ``label`` shows progress under it.
     """
-    seconds = measure_step_seconds(model, trees, inputs, tokens_per_step=tokens_per_step)
+    seconds = measure_step_seconds(model, trees, inputs, tokens_per_step=tokens_per_step, label=label)
     return [
         TreeSize(size, trees[size].depth, tokens_per_step[size], taken, batch_size)
         for size, taken in seconds.items()
@@ -75,35 +87,35 @@ def measured_sizes(
 def measure_step_seconds(
     model: MedusaModel,
     trees: Mapping[int, CandidateTree],
-    inputs: Iterable[Mapping[str, Any]],
+    inputs: Sequence[Mapping[str, Any]],
     num_steps: int = 8,
     tokens_per_step: Mapping[int, float] | None = None,
+    label: str | None = None,
 ) -> dict[int, float]:
     """Seconds of a decode step for each tree of ``trees``: medians over rounds.
 
     Each of ``inputs`` (``input_ids`` and ``attention_mask`` (B, T) of a batch) is a round in which every
-    tree decodes ``num_steps`` steps, so that a machine that slows down does so for all. The first
-    round warms up and is not counted, nor is any prefill, nor a step with fewer rows than B. With
-    ``tokens_per_step`` the first round also drops the sizes that are :data:`HOPELESS`.
+    tree decodes ``num_steps`` steps. The first round warms up and is not counted, nor is any prefill, nor a
+    step with fewer rows than B. With ``tokens_per_step`` the first round also drops the sizes that are
+    :data:`HOPELESS`.
 
     Raises:
         ValueError: with some tree, no answer lasted two steps.
     """
-    seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
-    for number, batch in enumerate(inputs):
-        if number == 0:
-            first = _first_round(model, trees, batch, num_steps, tokens_per_step)
-            seconds = {size: [] for size in first}
-            continue
-        for size in _rotated(list(seconds), number):
-            taken = _step_seconds(model, trees[size], batch, num_steps)
-            seconds[size] += [] if taken is None else [taken]
-    for size, measured in seconds.items():
+    kept = _first_round(model, trees, inputs[0], num_steps, tokens_per_step)
+
+    def timed(size: int, question: int, repeat: int) -> tuple[int, float | None]:
+        return size, _step_seconds(model, trees[size], inputs[1 + question], num_steps)
+
+    taken = take_turns(kept, len(inputs) - 1, timed, label=label)
+    found = {size: [each for of, each in taken if of == size and each is not None] for size in kept}
+    for size, measured in found.items():
         if not measured:
             raise ValueError(
-                f"no answer lasted two steps with the tree of {size} nodes; give prompts with longer answers"
+                f"no answer lasted two steps with the tree of {how_many(size, 'node')}; give prompts with "
+                "longer answers"
             )
-    return {size: statistics.median(measured) for size, measured in seconds.items()}
+    return {size: statistics.median(measured) for size, measured in found.items()}
 
 
 def fastest(table: Sequence[TreeSize], min_gain: float = MIN_GAIN) -> TreeSize:
@@ -169,6 +181,103 @@ def _step_seconds(
     return seconds
 
 
-def _rotated(sizes: list[int], by: int) -> list[int]:
-    by %= len(sizes)
-    return sizes[by:] + sizes[:by]
+# ------------------------------------------------------------------ writing trees
+
+
+def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mapping[str, Any]) -> list[str]:
+    """Write ``tuned``, of one runtime and kind of step; what was written and what was left, in sentences.
+
+    ``origin`` says how the tree of batch size 1 came about, in plain JSON values, its runtime among them.
+    """
+    before = load_heads(directory)
+    single = next((entry for entry in tuned if entry.batch_size == 1), None)
+    reason = _why_default_stays(before, single)
+    default = before.tree or CandidateTree.chain(before.heads.num_heads)
+    if single is None or reason is not None:
+        path = save_tree(directory, default, merged(before.tuned, tuned), **before.tree_origin)
+        about_default = f"left as it was ({_nodes(default)}): {reason}"
+    else:
+        path = save_tree(directory, single.tree, merged(before.tuned, tuned), **origin)
+        about_default = f"now that of batch size 1 ({_nodes(single.tree)}; before, {_nodes(default)})"
+    entries = [f"{_nodes(entry.tree)} for {entry.in_words()}" for entry in tuned]
+    others = len(merged(before.tuned, tuned)) - len(tuned)
+    return [
+        f"written to {path}: {'; '.join(entries)}",
+        f"default tree: {about_default}",
+        f"tuned trees for anything else, left as they were: {others}",
+    ]
+
+
+def file_asked_for(
+    directory: str | Path, tree: CandidateTree, runtime: Runtime, origin: Mapping[str, Any]
+) -> list[str]:
+    """Write ``tree`` as the default; what was written and what was removed, in sentences.
+
+    Trees tuned on ``runtime``, where ``tree`` is to be used, go: they would hide it.
+    """
+    before = load_heads(directory).tuned
+    kept = [entry for entry in before if entry.runtime != runtime]
+    path = save_tree(directory, tree, kept, **origin)
+    return [
+        f"written to {path}: {_nodes(tree)}, the default tree",
+        f"tuned trees removed, since they would hide it on {runtime.in_words()}: {len(before) - len(kept)}",
+        f"tuned trees for anything else, left as they were: {len(kept)}",
+    ]
+
+
+def _why_default_stays(before: HeadsCheckpoint, single: TunedTree | None) -> str | None:
+    """What speaks against ``single`` as the default tree of ``before``; None when nothing."""
+    if single is None:
+        return "batch size 1 was not tuned"
+    timed_at = _where_timed(before.tree_origin)
+    if timed_at is None or timed_at == (single.runtime, single.step):
+        return None
+    runtime, step = timed_at
+    return f"it was tuned on {runtime.in_words()}, {step} steps"
+
+
+def _where_timed(origin: Mapping[str, Any]) -> tuple[Runtime, str] | None:
+    """Where the default tree was tuned and in steps of which kind; None when it never was."""
+    if not all(isinstance(origin.get(key), str) for key in RUNTIME_KEYS):
+        return None
+    return Runtime(*(origin[key] for key in RUNTIME_KEYS)), origin.get("step", DEFAULT_STEP)
+
+
+def _nodes(tree: CandidateTree) -> str:
+    return how_many(tree.num_nodes, "node") if tree.num_nodes > 1 else "the root alone"
+
+
+# ------------------------------------------------------------------ the picture
+
+
+def plot_tuning(tables: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw what more nodes in the tree give, cost and come to: a line for each batch size.
+
+    ``tables`` is ``by_batch_size`` of ``inference/tune_tree.py``.
+    """
+    sizes = sorted({row["num_nodes"] for entry in tables.values() for row in entry["by_num_nodes"]})
+    gains = {row["num_nodes"]: row["tokens_per_step"] for e in tables.values() for row in e["by_num_nodes"]}
+    with figure_of(path, title, [1.0, 1.0]) as (left, right):
+        left.plot(sizes, [gains[size] for size in sizes], "o-", color=ORANGE, label="tokens per step")
+        for i, (batch, entry) in enumerate(tables.items()):
+            rows, rows_in_words = entry["by_num_nodes"], how_many(int(batch), "row")
+            nodes = [row["num_nodes"] for row in rows]
+            cost = [row["step_seconds"] / rows[0]["step_seconds"] for row in rows]
+            speed = [row["tokens_per_second"] / rows[0]["tokens_per_second"] for row in rows]
+            left.plot(nodes, cost, "o-", color=shade(i), label=f"time of a step, {rows_in_words}")
+            right.plot(nodes, speed, "o-", color=shade(i), label=rows_in_words)
+            best = nodes.index(entry["chosen"])
+            right.plot([nodes[best]], [speed[best]], "o", color=GREEN, markersize=10, zorder=3)
+            note = f"{how_many(nodes[best], 'node')}, {speed[best]:.2f}x"
+            right.annotate(note, (nodes[best], speed[best]), (0, 10), **beside(GREEN, ha="center"))
+        left.set_title("What a larger tree gives and costs")
+        left.set_ylabel("relative to plain decoding")
+        right.set_title("Expected tokens per second; green: chosen")
+        right.set_ylabel("relative to plain decoding")
+        right.axhline(1.0, color=FAINT, linewidth=1, zorder=0)
+        for ax in (left, right):
+            size_axis(ax, sizes)
+            ax.set_ylim(0, ax.dataLim.y1 * 1.2)
+        left.legend(loc="upper left")
+        if len(tables) > 1:
+            right.legend(loc="lower left")

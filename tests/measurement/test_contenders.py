@@ -29,10 +29,10 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
     assert "give --draft-model" in skipped["assisted"]
 
 
-def test_by_default_transformers_and_our_own_two_take_part_but_nothing_compiles_on_a_processor():
+def test_by_default_the_drafter_of_chat_takes_part_and_nothing_compiles_on_a_processor():
     model = chat_model()
     theirs = ["transformers", "prompt-lookup", "assisted"]
-    assert default_names(model) == [*theirs, "plain", "heads"]
+    assert default_names(model) == [*theirs, "plain", "heads", "dynamic-heads+suffix"]
     model.heads = None
     assert default_names(model) == [*theirs, "plain"]
 

@@ -10,11 +10,9 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import expected_tokens
 from medusa.drafters.registry import DrafterSettings, draft_sources, drafter_named
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.measurement.draft_length import (
-    ChainRecord,
+from medusa.measurement.draft_length import DraftRecord, StepCosts, best_draft_length
+from medusa.measurement.watching import (
     Probe,
-    StepCosts,
-    best_draft_length,
     interpolated,
     probe_draft_length,
     step_record,
@@ -31,7 +29,7 @@ def model_with_heads() -> MedusaModel:
 
 def test_the_best_length_balances_what_drafts_are_worth_and_what_they_cost():
     """Checked against the formula written out: E / (g * draft + verify(g + 1))."""
-    record = ChainRecord(num_steps=100, num_drafted_steps=100, num_accepted=80, num_rejected=20)
+    record = DraftRecord(num_steps=100, num_drafted_steps=100, num_accepted=80, num_rejected=20)
     costs = StepCosts(draft_seconds=0.1, verify_seconds=[1 + 0.05 * n for n in range(17)])
     best = best_draft_length(record, costs)
     values = {g: (1 - 0.8 ** (g + 1)) / (1 - 0.8) / (0.1 * g + 1 + 0.05 * g) for g in range(1, 17)}
@@ -45,13 +43,13 @@ def test_the_best_length_balances_what_drafts_are_worth_and_what_they_cost():
     [(100, 0.0, 16), (99, 0.0, 16), (0, 0.1, 1), (50, 0.0, 4), (50, 1.0, 1)],
 )
 def test_free_and_sure_drafts_are_long_and_dear_or_poor_ones_short(accepted, draft_seconds, expected):
-    record = ChainRecord(100, 100, accepted, 100 - accepted)
+    record = DraftRecord(100, 100, accepted, 100 - accepted)
     costs = StepCosts(draft_seconds, [1 + 0.02 * n for n in range(17)])
     assert best_draft_length(record, costs).draft_length == expected
 
 
 def test_steps_without_a_draft_count_as_plain_steps():
-    record = ChainRecord(num_steps=100, num_drafted_steps=25, num_accepted=150, num_rejected=5)
+    record = DraftRecord(num_steps=100, num_drafted_steps=25, num_accepted=150, num_rejected=5)
     costs = StepCosts(0.0, [1.0, *[2.0] * 16], other_seconds=0.5)
     best = best_draft_length(record, costs)
     a = 150 / 155
@@ -62,7 +60,7 @@ def test_steps_without_a_draft_count_as_plain_steps():
 
 
 def test_lengths_that_were_not_timed_are_refused():
-    record = ChainRecord(10, 10, 5, 5)
+    record = DraftRecord(10, 10, 5, 5)
     with pytest.raises(ValueError, match="verify_seconds must reach 17 nodes, got 4"):
         best_draft_length(record, StepCosts(0.1, [1.0] * 4))
     assert best_draft_length(record, StepCosts(0.1, [1.0] * 4), max_length=3).draft_length <= 3
@@ -74,7 +72,7 @@ def test_the_acceptance_of_a_simulated_chain_is_recovered():
     """5,000 steps of chains of 4 at a = 0.7; the estimate's standard error is about 0.004."""
     generator = torch.Generator().manual_seed(0)
     hits = torch.rand(5000, 4, generator=generator) < 0.7
-    record = ChainRecord()
+    record = DraftRecord()
     for accepted in hits.long().cumprod(1).sum(1).tolist():
         record += step_record([*range(1, accepted + 1), 0], draft_depth=4)
     assert record.acceptance_rate == pytest.approx(0.7, abs=0.016)
@@ -83,11 +81,11 @@ def test_the_acceptance_of_a_simulated_chain_is_recovered():
 
 
 def test_a_step_is_recorded_as_what_was_judged():
-    assert step_record([1, 2, 0], 4) == ChainRecord(1, 1, 2, 1), "stopped by a rejected token"
-    assert step_record([1, 2, 0], 2) == ChainRecord(1, 1, 2, 0), "stopped by the end of the chain"
-    assert step_record([1, 2], 4) == ChainRecord(1, 1, 2, 0), "cut by the end of the answer"
-    assert step_record([0], 0) == ChainRecord(1, 0, 0, 0), "nothing drafted"
-    assert ChainRecord().acceptance_rate == ChainRecord().drafted_share == 0.0
+    assert step_record([1, 2, 0], 4) == DraftRecord(1, 1, 2, 1, 5), "stopped by a rejected token"
+    assert step_record([1, 2, 0], 2) == DraftRecord(1, 1, 2, 0, 3), "stopped by the end of the chain"
+    assert step_record([1, 2], 4) == DraftRecord(1, 1, 2, 0, 5), "cut by the end of the answer"
+    assert step_record([0], 0) == DraftRecord(1, 0, 0, 0, 1), "nothing drafted"
+    assert DraftRecord().acceptance_rate == DraftRecord().drafted_share == 0.0
 
 
 def test_times_between_measured_sizes_lie_on_straight_lines():
@@ -117,14 +115,14 @@ def counting_answer(length: int = 5, max_new_tokens: int = 61):
 
 def test_a_watched_answer_is_the_answer_with_everything_counted():
     answer = counting_answer()
-    assert list(answer.tokens) == [(4 + i) % 16 for i in range(61)]
+    assert list(answer.tokens[0]) == [(4 + i) % 16 for i in range(61)]
     assert answer.statistics.accepted_histogram == [15, 0, 1, 0, 0, 7]
-    assert answer.record == ChainRecord(
-        num_steps=23, num_drafted_steps=8, num_accepted=7 * 5 + 3, num_rejected=0
-    )
-    assert answer.num_nodes == 15 + 8 * 6
-    assert answer.all_chains
-    assert len(answer.draft_token_seconds) == 8
+    found = answer.drafts
+    assert (found.num_steps, found.num_drafted_steps, found.num_rejected) == (23, 8, 0)
+    assert found.num_accepted == 7 * 5 + 3
+    assert found.num_nodes == 15 + 8 * 6
+    assert found.num_branching == 0
+    assert len(found.token_seconds) == 8
     assert answer.seconds > 0
 
 
@@ -137,8 +135,22 @@ def test_watching_keeps_the_law_and_the_tokens():
         drafter = drafter_named(name, model, settings)
         own = model.generate(**inputs, **options, drafter=drafter, acceptance=rule)[0, 6:].tolist()
         answer = watched_answer(model, inputs, drafter, acceptance=rule, **options)
-        assert list(answer.tokens) == own
-        assert answer.all_chains == (name == "early-exit")
+        assert list(answer.tokens[0]) == own
+        assert (answer.drafts.num_branching == 0) == (name == "early-exit")
+
+
+def test_a_batch_is_watched_row_by_row():
+    model = MedusaModel(counting_model(16))
+    prompts = [torch.tensor([[3]]), torch.tensor([[9]])]
+    options = {"do_sample": False, "max_new_tokens": 40}
+    both = watched_answer(model, {"input_ids": torch.cat(prompts)}, SuffixDrafter(5, min_match=1), **options)
+    alone = [
+        watched_answer(model, {"input_ids": p}, SuffixDrafter(5, min_match=1), **options) for p in prompts
+    ]
+    assert both.tokens == alone[0].tokens + alone[1].tokens
+    counted = [each.drafts.num_accepted for each in alone]
+    assert both.drafts.num_accepted == sum(counted) > 0
+    assert both.drafts.num_steps == sum(each.drafts.num_steps for each in alone)
 
 
 def probe(base, name: str, settings: DrafterSettings, **options) -> Probe:

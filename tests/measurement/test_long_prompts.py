@@ -1,7 +1,7 @@
 import pytest
 from tiny_chat import chat_model
 
-from medusa.measurement.long_prompts import earlier_exchanges, lengthened, num_tokens_of
+from medusa.measurement.prompts import earlier_exchanges, lengthened, num_tokens_of
 from medusa.prompts import Prompt
 
 

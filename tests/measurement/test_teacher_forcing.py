@@ -2,7 +2,7 @@ import pytest
 import torch
 from conftest import random_prompts, tiny_model
 
-from medusa.measurement.teacher_forcing import Divergence, divergence, total_divergence
+from medusa.measurement.bounds import Divergence, divergence, total_divergence
 
 
 def greedy(base, prompt, num_tokens=12):

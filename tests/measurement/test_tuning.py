@@ -21,7 +21,7 @@ def test_step_times_are_taken_for_every_tree_in_every_round():
     seconds = measure_step_seconds(model, trees, [inputs] * 3, num_steps=2)
     assert set(seconds) == {1, 13}
     assert all(0 < value < 5 for value in seconds.values())
-    with pytest.raises(ValueError, match="no answer lasted two steps with the tree of 1 nodes"):
+    with pytest.raises(ValueError, match="no answer lasted two steps with the tree of 1 node;"):
         measure_step_seconds(model, trees, [inputs])
 
 

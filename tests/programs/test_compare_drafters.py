@@ -14,8 +14,9 @@ from tiny_chat import save_chat_model
 
 from medusa import DecodingStatistics
 from medusa.acceptance.rules import expected_tokens
-from medusa.measurement.comparison import Trial, exactness, paired_ratio, summary
-from medusa.measurement.draft_length import ChainRecord, WatchedAnswer
+from medusa.measurement.draft_length import DraftRecord
+from medusa.measurement.drafters import exactness, paired_ratio, summary
+from medusa.measurement.timing import Answer
 from medusa.prompts import read_prompts
 
 program = load_program("inference/compare_drafters.py")
@@ -52,6 +53,7 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     report, printed = compared(capsys, *flags, *own)
     pairs = by_pair(report)
     names = ["heads", "dynamic-heads", "suffix", "draft-model", "early-exit", "low-precision", "heads+suffix"]
+    names.append("dynamic-heads+suffix")
     assert list(pairs) == [
         ("plain", "exact"),
         *((n, r) for n in names for r in ("exact", "typical", "block")),
@@ -104,7 +106,42 @@ def test_sampled_rules_are_paired_with_token_verification_and_biased_pairs_refus
     ]
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in report["ratios"])
     assert report["draft_lengths"] == [], "the user gave the length"
-    assert "95 % interval" in printed
+    assert "95 %: interval from a bootstrap over prompts" in printed
+
+
+def test_rules_are_compared_over_many_seeds_in_one_batch(setting, capsys):
+    """Tokens per step of a batch are those of its rows decoded one by one, seed by seed."""
+    _, flags = setting
+    own = [
+        "--drafters",
+        "low-precision",
+        "--draft-length",
+        3,
+        "--temperature",
+        1,
+        "--rules",
+        "token",
+        "block",
+    ]
+    report, _ = compared(capsys, *flags, *own, "--num-seeds", 4)
+    pairs = by_pair(report)
+    assert report["num_prompts"] == 2 and report["num_seeds"] == 4
+    assert all(pairs["low-precision", rule]["num_answers"] == 8 for rule in ("token", "block"))
+    (ratio,) = report["ratios"]
+    assert (ratio["rule"], ratio["against"], ratio["num_answers"]) == ("block", "token", 8)
+    assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
+    per_step = {rule: pairs["low-precision", rule]["tokens_per_step"] for rule in ("token", "block")}
+    assert ratio["ratio"] == pytest.approx(per_step["block"] / per_step["token"])
+    one_by_one, _ = compared(capsys, *flags, *own, "--repeats", 4)
+    alone = by_pair(one_by_one)
+    assert all(alone["low-precision", rule]["tokens_per_step"] == per_step[rule] for rule in per_step)
+
+
+def test_without_token_verification_the_first_rule_is_what_others_are_held_against(setting, capsys):
+    _, flags = setting
+    own = ["--drafters", "early-exit", "--exit-layer", 1, "--draft-length", 2, "--temperature", 1]
+    report, _ = compared(capsys, *flags, *own, "--rules", "exact", "block", "traversal")
+    assert [(row["rule"], row["against"]) for row in report["ratios"]] == [("traversal", "block")]
 
 
 def test_another_base_is_compared_with_one_flag(setting, capsys):
@@ -161,16 +198,13 @@ def test_unknown_rules_are_refused_with_a_list(setting, capsys):
 # ------------------------------------------------------------------ sums and intervals
 
 
-def trial(
-    rule: str, prompt: int, *, accepted: list[int], seconds=1.0, seed=0, tokens=(1, 2), nodes=3
-) -> Trial:
+def trial(rule: str, prompt: int, *, accepted: list[int], seconds=1.0, seed=0, tokens=(1, 2)) -> Answer:
     """An answer whose steps accepted so many tokens of chains of two."""
     counted = DecodingStatistics(num_rows=1)
     counted.record_step(accepted, max_depth=2)
     counted.decode_seconds = seconds
-    record = ChainRecord(len(accepted), len(accepted), sum(accepted), sum(a < 2 for a in accepted))
-    answer = WatchedAnswer(tuple(tokens), seconds, counted, record, nodes * len(accepted), True, [])
-    return Trial(("drafter", rule), prompt, seed, "all", answer)
+    record = DraftRecord(len(accepted), len(accepted), sum(accepted), sum(a < 2 for a in accepted))
+    return Answer(rule, prompt, (tuple(tokens),), seconds, counted, "all", seed, record)
 
 
 def test_speeds_are_medians_over_prompts_of_medians_over_repeats():
@@ -179,7 +213,7 @@ def test_speeds_are_medians_over_prompts_of_medians_over_repeats():
         for repeat, hiccup in enumerate((1, 1, 100)):
             plain.append(trial("exact", prompt, accepted=[0], seconds=6.0 * slow * hiccup, seed=repeat))
             drafted.append(trial("exact", prompt, accepted=[2], seconds=4.0 * slow * hiccup, seed=repeat))
-    found = summary(drafted, plain, draft_depth=2)
+    found = summary(drafted, plain, draft_depth=2, rule="exact")
     assert found["speedup_vs_plain"] == 1.5
     assert found["milliseconds_per_token"] == 2000.0
     assert found["tokens_per_step"] == 3.0
@@ -190,7 +224,7 @@ def test_speeds_are_medians_over_prompts_of_medians_over_repeats():
 def test_an_answer_that_differs_is_counted():
     plain = [trial("exact", prompt, accepted=[1]) for prompt in range(3)]
     drafted = [*plain[:2], trial("exact", 2, accepted=[1], tokens=(1, 3))]
-    found = summary(drafted, plain, draft_depth=2)
+    found = summary(drafted, plain, draft_depth=2, rule="exact")
     assert (found["exactness"], found["num_identical"]) == ("2 of 3", 2)
     assert exactness("block", 1, 3) == "in law"
     assert exactness("typical", 3, 3) == "LOSSY"

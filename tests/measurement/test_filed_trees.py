@@ -4,7 +4,7 @@ import pytest
 from tiny_chat import chat_heads, wide_tree
 
 from medusa import CandidateTree, HeadsCheckpoint, load_heads, save_heads, save_tree
-from medusa.measurement.tree_filing import file_asked_for, file_tuned
+from medusa.measurement.tuning import file_asked_for, file_tuned
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 HERE, ELSEWHERE = Runtime("this processor", "float32", "packed"), Runtime("a card", "bfloat16", "eager")

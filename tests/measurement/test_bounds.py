@@ -6,7 +6,7 @@ from tiny_chat import chat_base, chat_model
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.hardware import DeviceRates
-from medusa.measurement.roofline import (
+from medusa.measurement.bounds import (
     best_expected_tokens,
     cache_bytes,
     heads_cost,

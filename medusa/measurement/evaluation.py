@@ -1,0 +1,167 @@
+"""One set of heads: how live decoding went, and how often each head was right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from medusa.decoding.statistics import DecodingStatistics
+from medusa.measurement.heads import known_rates
+from medusa.plots import BLUE, INK, ORANGE, SHADES, beside, figure_of, percent_axis, shade
+from medusa.tables import percent, print_table
+from medusa.trees.rank_counts import RankCounts
+
+TOP_KS = (1, 2, 3, 5, 10)
+
+
+class Evaluated(NamedTuple):
+    """What one prompt showed."""
+
+    category: str
+    statistics: DecodingStatistics
+    counts: RankCounts
+
+
+def evaluation_report(
+    evaluated: Sequence[Evaluated], others: Mapping[float, Sequence[DecodingStatistics]]
+) -> dict[str, Any]:
+    """The JSON object of ``inference/evaluate_heads.py``.
+
+    ``others`` are the same prompts at other temperatures; their ``share`` is in the tokens per step of the
+    first.
+    """
+    counts = reduce(add, (item.counts for item in evaluated))
+    here = summary([item.statistics for item in evaluated])
+    also_at = [{"temperature": temperature, **summary(each)} for temperature, each in others.items()]
+    for entry in also_at:
+        entry["share"] = entry["tokens_per_step"] / here["tokens_per_step"]
+    return {
+        **here,
+        **({"also_at": also_at} if also_at else {}),
+        "head_accuracy": {f"top{k}": known_rates(counts, k) for k in TOP_KS},
+        "by_category": {
+            category: summary([item.statistics for item in evaluated if item.category == category])
+            for category in sorted({item.category for item in evaluated})
+        },
+    }
+
+
+def summary(statistics: Sequence[DecodingStatistics]) -> dict[str, Any]:
+    """Live decoding of some prompts, summed up."""
+    total = sum(statistics, DecodingStatistics())
+    return {
+        "tokens_per_step": total.tokens_per_step,
+        "acceptance_rate": total.acceptance_rate,
+        "conditional_acceptance_rate": total.conditional_acceptance_rate,
+        "num_prompts": len(statistics),
+        "num_tokens": total.num_tokens,
+    }
+
+
+def print_report(report: Mapping[str, Any], temperature: float, console: Console) -> None:
+    """Acceptance and accuracy by depth, live decoding by category, and by temperature where asked for."""
+    accepted, reached = report["acceptance_rate"], report["conditional_acceptance_rate"]
+    rows = []
+    for head, accuracies in enumerate(zip(*report["head_accuracy"].values(), strict=True)):
+        live = [accepted[head], reached[head]] if head < len(accepted) else [None, None]
+        rows.append([str(head + 1), *map(percent, [*live, *accuracies])])
+    note = (
+        "accepted: in live decoding, of all steps; reached: of the steps that accepted the depth before. "
+        "top k: the true token is among the head's k best guesses (teacher-forced)."
+    )
+    headers = ["depth", "accepted", "reached", *(f"top {k}" for k in TOP_KS)]
+    print_table(console, "Heads", headers, rows, note=note)
+
+    depths = len(accepted)
+    entries = {**report["by_category"], "all": report}
+    rows = [
+        [
+            category,
+            str(entry["num_prompts"]),
+            str(entry["num_tokens"]),
+            f"{entry['tokens_per_step']:.2f}",
+            *map(percent, [*entry["acceptance_rate"], *[0.0] * depths][:depths]),
+        ]
+        for category, entry in entries.items()
+    ]
+    headers = ["category", "prompts", "tokens", "tok/step", *(f"depth {d + 1}" for d in range(depths))]
+    print_table(console, "Live decoding", headers, rows, styles={len(rows) - 1: "bold"})
+
+    if "also_at" in report:
+        first = {**report, "temperature": temperature, "share": 1.0}
+        rows = [
+            [
+                f"{entry['temperature']:g}",
+                str(entry["num_tokens"]),
+                f"{entry['tokens_per_step']:.2f}",
+                percent(entry["share"]),
+            ]
+            for entry in (first, *report["also_at"])
+        ]
+        headers = ["temperature", "tokens", "tok/step", "share"]
+        print_table(console, "Live decoding by temperature", headers, rows)
+
+
+def plot_evaluation(report: Mapping[str, Any], path: Path, title: str) -> None:
+    """Draw an evaluation: acceptance by depth, accuracy by head and k, and tokens per step by category."""
+    categories = report["by_category"]
+    has_categories = len(categories) > 1
+    widths = [1.0, 1.25, 1.0] if has_categories else [1.0, 1.25]
+    with figure_of(path, title, widths) as axes:
+        _plot_acceptance(axes[0], report)
+        _plot_accuracy(axes[1], report["head_accuracy"])
+        if has_categories:
+            _plot_categories(axes[2], report["tokens_per_step"], categories)
+
+
+def _plot_acceptance(ax: Any, report: Mapping[str, Any]) -> None:
+    """Both rates as bars, which leave room for their numbers above."""
+    in_any_step, once_reached = report["acceptance_rate"], report["conditional_acceptance_rate"]
+    depths = range(1, len(in_any_step) + 1)
+    _plot_bars(ax, {"once its parent is accepted": once_reached, "in any step": in_any_step}, (ORANGE, BLUE))
+    ax.set_title(f"Accepted by depth: {report['tokens_per_step']:.2f} tokens per step")
+    ax.set_xlabel("depth of the guess")
+    percent_axis(ax, depths, max([*in_any_step, *once_reached], default=1.0))
+
+
+def _plot_accuracy(ax: Any, accuracy: Mapping[str, Sequence[float | None]]) -> None:
+    series = {
+        name.replace("top", "top "): [rate or 0.0 for rate in rates] for name, rates in accuracy.items()
+    }
+    _plot_bars(ax, series, [shade(i) for i in range(len(series))])
+    ax.set_title("The true token is among a head's k best")
+    ax.set_xlabel("head")
+    rates = list(series.values())
+    percent_axis(ax, range(1, len(rates[0]) + 1), max(map(max, rates)))
+
+
+def _plot_bars(ax: Any, series: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
+    """Groups of bars at 1, 2, ...: one bar of each series, with its percent above."""
+    width = 0.8 / len(series)
+    for i, ((name, rates), color) in enumerate(zip(series.items(), colors, strict=True)):
+        places = [at + (i - (len(series) - 1) / 2) * width for at in range(1, len(rates) + 1)]
+        ax.bar(places, rates, width * 0.92, color=color, label=name)
+        for place, rate in zip(places, rates, strict=True):
+            note = beside(INK, ha="center", fontsize=7.5)
+            ax.annotate(f"{100 * rate:.0f}", (place, rate), (0, 2), **note)
+    ax.legend(ncols=len(series), loc="upper center", columnspacing=0.9, handlelength=0.9)
+
+
+def _plot_categories(ax: Any, overall: float, categories: Mapping[str, Mapping[str, Any]]) -> None:
+    ordered = sorted(categories.items(), key=lambda item: item[1]["tokens_per_step"])
+    values = [entry["tokens_per_step"] for _, entry in ordered]
+    names = [name for name, _ in ordered]
+    ax.barh(names, [value - 1 for value in values], left=1, height=0.65, color=SHADES[2])
+    ax.axvline(overall, color=INK, linewidth=1, linestyle=":", zorder=0.5)
+    for place, value in enumerate(values):
+        text = ax.annotate(f"{value:.2f}", (value, place), (4, 0), **beside(INK, ha="left", va="center"))
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
+    ax.grid(False)
+    ax.set_xlim(1, 1 + (max(values) - 1) * 1.2 + 0.05)
+    ax.set_title("Tokens per step by category")
+    ax.set_xlabel("1 is plain decoding; dotted: all prompts")

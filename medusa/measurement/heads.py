@@ -1,0 +1,268 @@
+"""Sets of heads against each other, on the very same answers.
+
+The base decides what an answer is, whatever heads guess, so all are asked about the same tokens, the trees of
+each are chosen on answers they are not judged on, and a difference is taken answer by answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from medusa.drafters.heads import drafter_of_heads
+from medusa.heads.calibration import AnsweredTokens, calibrate_each
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.eagle import Heads
+from medusa.measurement.timing import (
+    Answer,
+    by_contender,
+    step_seconds,
+    step_split,
+    take_turns,
+    tokens_per_step_ratio,
+)
+from medusa.model import MedusaModel
+from medusa.plots import INK, beside, figure_of, heat_map, name_rows, shade, short_name
+from medusa.progress import track
+from medusa.tables import number, percent, print_table
+from medusa.trees.rank_counts import RankCounts
+
+NUM_NODES = (8, 16, 64)
+
+
+@dataclass(frozen=True)
+class NamedHeads:
+    """One set of heads, and what a table calls it."""
+
+    label: str
+    source: str
+    checkpoint: HeadsCheckpoint
+
+
+def read_named(texts: Iterable[str]) -> list[NamedHeads]:
+    """The heads that texts of the form ``HEADS`` or ``LABEL=HEADS`` name, in that order.
+
+    Raises:
+        ValueError: two have one label, or heads came with an adapter: their base gives other answers.
+    """
+    named: dict[str, NamedHeads] = {}
+    for text in texts:
+        label, source = split_label(text)
+        if label in named:
+            raise ValueError(
+                f"two sets of heads are called {label!r}: {named[label].source} and {source}; give them "
+                "other labels, as in LABEL=HEADS"
+            )
+        checkpoint = load_heads(source)
+        if checkpoint.adapter is not None:
+            raise ValueError(
+                f"{source} was trained with an adapter, whose base gives other answers, so it cannot be "
+                "compared on these; use inference/evaluate_heads.py for each"
+            )
+        named[label] = NamedHeads(label, source, checkpoint)
+    return list(named.values())
+
+
+def split_label(text: str) -> tuple[str, str]:
+    """(label, heads) of ``LABEL=HEADS``; heads alone are called after their directory, or their run's."""
+    label, equals, source = text.rpartition("=")
+    if equals:
+        return label, source
+    return short_name(source), source
+
+
+def ranked(
+    model: MedusaModel,
+    sets: Sequence[Heads],
+    rows: Sequence[AnsweredTokens],
+    max_rank: int,
+    rows_per_pass: int = 1,
+) -> list[RankCounts]:
+    """The ranks of the tokens of ``rows`` for each set of heads, counted with a progress bar.
+
+    The base reads the rows once, ``rows_per_pass`` together.
+    """
+    batches = [rows[start : start + rows_per_pass] for start in range(0, len(rows), rows_per_pass)]
+    found = [
+        calibrate_each(model.base, sets, batch, max_rank=max_rank) for batch in track(batches, "ranking")
+    ]
+    return [reduce(add, each) for each in zip(*found, strict=True)]
+
+
+def measured_steps(
+    model: MedusaModel,
+    compared: Sequence[NamedHeads],
+    counts: Sequence[RankCounts],
+    num_nodes: int,
+    prompts: Sequence[Mapping[str, Any]],
+    max_new_tokens: int = 24,
+    label: str | None = None,
+) -> dict[str, list[Answer]]:
+    """Answers of each set of heads with its best tree of ``num_nodes``, by label: how long do steps take?
+
+    Each of ``prompts`` (``input_ids`` and ``attention_mask`` (1, T)) is a round; the first only warms up.
+    ``label`` shows progress under it.
+
+    Raises:
+        ValueError: no answer after the first lasted a step.
+    """
+    drafters = {
+        each.label: drafter_of_heads(each.checkpoint.heads, model.runner, count.best_tree(num_nodes))
+        for each, count in zip(compared, counts, strict=True)
+    }
+
+    def run(name: str, question: int, repeat: int) -> Answer:
+        output: Any = model.generate(
+            **prompts[question],
+            drafter=drafters[name],
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        return Answer(name, question, (), 0.0, output.statistics)
+
+    answers = by_contender(take_turns(list(drafters), len(prompts), run, num_warm_ups=1, label=label))
+    if not answers or any(step_seconds(each) is None for each in answers.values()):
+        raise ValueError("no answer after the first lasted a step; give more prompts, with longer answers")
+    return answers
+
+
+def comparison_report(
+    compared: Sequence[NamedHeads],
+    counts: Sequence[RankCounts],
+    sizes: Sequence[int],
+    timed: Mapping[str, Sequence[Answer]],
+) -> list[dict[str, Any]]:
+    """One JSON object a set of heads; the first set is what the others are held against.
+
+    ``timed`` is what :func:`measured_steps` found, or empty.
+    """
+    replayed = [{size: each.held_out_replay(size) for size in sizes} for each in counts]
+    return [
+        {
+            "label": each.label,
+            "heads": each.source,
+            "num_heads": each.checkpoint.heads.num_heads,
+            "num_parameters": sum(part.numel() for part in each.checkpoint.heads.parameters()),
+            "top1": known_rates(count, 1),
+            "top5": known_rates(count, min(5, count.max_rank)),
+            "tokens_per_step": {str(size): tokens_per_step(own[size]) for size in sizes},
+            "against_first": {str(size): against(own[size], replayed[0][size]) for size in sizes},
+            **step_milliseconds(timed.get(each.label)),
+            **training_cost(each.checkpoint.provenance),
+        }
+        for each, count, own in zip(compared, counts, replayed, strict=True)
+    ]
+
+
+def known_rates(counts: RankCounts, k: int) -> list[float | None]:
+    """Top-k accuracy by head; None, for JSON, where a head never had a token to guess."""
+    return [None if math.isnan(rate) else rate for rate in counts.top_k_accuracy(k)]
+
+
+def step_milliseconds(answers: Sequence[Answer] | None) -> dict[str, float | None]:
+    """Medians of drafting and of whole steps; None where nothing was timed."""
+    if not answers or (seconds := step_seconds(answers)) is None:
+        return {"draft_milliseconds": None, "step_milliseconds": None}
+    return {"draft_milliseconds": step_split(answers)["draft"], "step_milliseconds": 1000 * seconds}
+
+
+def tokens_per_step(replayed: np.ndarray) -> dict[str, Any]:
+    """Tokens per step of steps and tokens (A, 2), with a 95 % interval: a bootstrap over answers."""
+    return against(replayed, replayed[:, [1, 1]])  # plain decoding takes a step for each of these tokens
+
+
+def against(replayed: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+    """Ratio of the tokens per step of two replays (A, 2) of the same answers, with a 95 % interval."""
+    counts = np.concatenate([replayed, baseline], axis=1)
+    ratio = tokens_per_step_ratio(counts[counts[:, 0] > 0])
+    return {"value": ratio["ratio"], "low": ratio["low"], "high": ratio["high"]}
+
+
+def training_cost(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a heads directory says about how it was trained; None where it does not."""
+    training = provenance.get("training", {})
+    seconds, steps = training.get("minutes"), training.get("steps")
+    per_step = training.get("seconds_per_step")
+    if per_step is None and seconds is not None and steps:
+        per_step = 60 * seconds / steps
+    return {
+        "training_tokens": training.get("tokens"),
+        "training_milliseconds_per_step": None if per_step is None else 1000 * per_step,
+    }
+
+
+# ------------------------------------------------------------------ table and picture
+
+
+def print_report(report: Mapping[str, Any], console: Console) -> None:
+    """One row a set of heads; ``report`` is the JSON object of ``inference/compare_heads.py``."""
+    sizes = list(report["heads"][0]["tokens_per_step"])
+    deepest = max(len(row["top1"]) for row in report["heads"])
+    times = ("draft_milliseconds", "step_milliseconds", "training_milliseconds_per_step")
+    rows = []
+    for row in report["heads"]:
+        ratio = row["against_first"][sizes[-1]]
+        interval = "-" if ratio["low"] is None else f"{ratio['low']:.3f} to {ratio['high']:.3f}"
+        rows.append(
+            [
+                row["label"],
+                f"{row['num_parameters'] / 1e6:.1f} M",
+                *(percent(rate) for rate in [*row["top1"], *[None] * deepest][:deepest]),
+                *(f"{row['tokens_per_step'][size]['value']:.3f}" for size in sizes),
+                f"{ratio['value']:.3f}",
+                interval,
+                *(number(row[name], ".4g") for name in times),
+            ]
+        )
+    headers = ["heads", "size", *(f"head {head + 1}" for head in range(deepest))]
+    headers += [*(f"N={size}" for size in sizes), "ratio", "95 %", "draft", "step", "training"]
+    note = (
+        "size: parameters. head d: its first guess is right. N: tokens per step with so many nodes; ratio: "
+        f"N={sizes[-1]} over that of {report['against']}. draft, step: ms of decoding with "
+        f"{report['step_nodes']} nodes; training: ms of an optimisation step, as recorded."
+    )
+    title = f"Heads on {report['num_answers']} answers, {report['num_tokens']} tokens"
+    print_table(console, title, headers, rows, note=note)
+
+
+def plot_heads(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw sets of heads, one row each: tokens per step by tree size, then how often each head is right.
+
+    ``rows`` are the ``heads`` of ``inference/compare_heads.py``.
+    """
+    height = 1.6 + 0.36 * max(4, len(rows))
+    with figure_of(path, title, [1.6, 1.0], height, grid_axis="x") as (left, right):
+        _plot_tokens_per_step(left, rows)
+        heat_map(right, [row["top1"] for row in rows], "First guess right, % by head", ".1f")
+        right.set_xlabel("head")
+        name_rows((left, right), [row["label"] for row in rows])
+
+
+def _plot_tokens_per_step(ax: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    sizes = list(rows[0]["tokens_per_step"])
+    highest = 1.0
+    for i, size in enumerate(reversed(sizes)):
+        found = [row["tokens_per_step"][size] for row in rows]
+        color = shade(i + 1)
+        ax.plot([each["value"] for each in found], range(len(rows)), "o", color=color, label=f"{size} nodes")
+        for place, each in enumerate(found):
+            low, high = each["low"] or each["value"], each["high"] or each["value"]
+            ax.plot([low, high], [place, place], color=color, linewidth=1.2)
+            highest = max(highest, high)
+            if i == 0:
+                ax.annotate(
+                    f"{each['value']:.2f}", (high, place), (5, 0), **beside(INK, ha="left", va="center")
+                )
+    ax.set_xlim(1, 1 + (highest - 1) * 1.15 + 0.02)
+    ax.set_title("Tokens per step")
+    ax.set_xlabel("1 is plain decoding; trees chosen on other answers; lines: 95 % intervals")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(sizes), borderaxespad=0.2)

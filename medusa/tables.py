@@ -1,0 +1,85 @@
+"""Tables on a terminal: what does not fit beside the rest follows below, and nothing is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2
+"""Blanks between columns."""
+
+
+def print_table(
+    console: Console,
+    title: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_labels: int = 1,
+    note: str = "",
+    styles: Mapping[int, str] | None = None,
+) -> None:
+    """Print ``title``, the table, and ``note`` under it.
+
+    The first ``num_labels`` columns say what a row is; the others are numbers. Where the console is too
+    narrow, the numbers that do not fit follow in a second table under the first, with the labels again.
+
+    Args:
+        styles: of rows, by their index.
+    """
+    console.print(Text(title, style="bold"))
+    widths = [max(map(cell_len, column)) for column in zip(headers, *rows, strict=True)]
+    for columns in _parts(widths, num_labels, console.width):
+        table = Table(
+            box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, GAP - 1, 0, 0)
+        )  # the box adds 1
+        for column in columns:
+            table.add_column(
+                Text(headers[column]), justify="left" if column < num_labels else "right", no_wrap=True
+            )
+        for number, row in enumerate(rows):
+            table.add_row(*(Text(row[column]) for column in columns), style=(styles or {}).get(number))
+        console.print(table)
+        console.print()
+    if note:
+        console.print(Text(note, style="dim"))
+        console.print()
+
+
+def _parts(widths: Sequence[int], num_labels: int, width: int) -> list[list[int]]:
+    """The columns of each table below the other: labels first, then as many others as fit."""
+    labels = list(range(num_labels))
+    taken = sum(widths[label] + GAP for label in labels)
+    parts, used = [[*labels]], taken
+    for column in range(num_labels, len(widths)):
+        if len(parts[-1]) > num_labels and used + widths[column] > width:
+            parts.append([*labels])
+            used = taken
+        parts[-1].append(column)
+        used += widths[column] + GAP
+    return parts
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def times(value: float | None) -> str:
+    """A speed-up, or a dash where there is none."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def percent(rate: float | None) -> str:
+    """A share, or a dash where there is none."""
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def how_many(count: int, noun: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

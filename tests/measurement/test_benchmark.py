@@ -1,0 +1,205 @@
+"""Settings, warm-ups and what answers add up to, with stand-ins for contenders and made-up times."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from medusa import DecodingStatistics
+from medusa.measurement.benchmark import Asking, Setting, able, measure, print_tables, setting_report
+from medusa.measurement.contenders import Contender
+from medusa.measurement.timing import Answer, new_tokens
+
+ASKING = Asking({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)
+
+
+def encoded(*lengths):
+    return [
+        {name: torch.ones(1, n, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+        for n in lengths
+    ]
+
+
+def contender(name, calls, failing=None, **options):
+    def answer(input_ids, attention_mask, **arguments):
+        calls.append((name, tuple(input_ids.shape), arguments["max_new_tokens"]))
+        if failing is not None:
+            raise failing
+        return SimpleNamespace(sequences=torch.nn.functional.pad(input_ids, (0, 2), value=5))
+
+    return Contender(name, answer, **options)
+
+
+def test_the_last_batch_goes_around_to_the_first_prompts():
+    setting = Setting(2, None, encoded(3, 5, 4), ["a", "b", "c"])
+    assert [setting.prompt_numbers(batch) for batch in range(2)] == [[0, 1], [2, 0]]
+    assert [batch["input_ids"].shape for batch in setting.batches(0)] == [(2, 5), (2, 4)]
+    assert setting.num_prompt_tokens == 4
+    assert setting.category(0) == ""
+    assert Setting(1, None, encoded(3), ["a"]).category(0) == "a"
+
+
+def test_contenders_answer_in_an_order_that_rotates():
+    calls = []
+    both = {name: contender(name, calls) for name in ("plain", "heads")}
+    answers = measure(both, Setting(1, None, encoded(3, 4), ["a", "b"]), ASKING)
+    assert [name for name, _, _ in calls] == ["plain", "heads", "heads", "plain"]
+    assert [(t.contender, t.question, t.category, t.tokens) for t in answers][:2] == [
+        ("plain", 0, "a", ((5, 5),)),
+        ("heads", 0, "a", ((5, 5),)),
+    ]
+
+
+def test_measuring_stops_between_rounds_when_the_time_is_up():
+    calls = []
+    both = {name: contender(name, calls) for name in ("plain", "heads")}
+    setting = Setting(1, None, encoded(3, 4, 5), ["a"] * 3)
+    answers = measure(both, setting, ASKING, seconds=0.0)
+    assert [(t.contender, t.question) for t in answers] == [("plain", 0), ("heads", 0)], "one whole round"
+
+
+def test_everyone_warms_up_on_the_longest_prompts_three_short_times_or_one_full_one():
+    calls = []
+    names = {
+        "plain": contender("plain", calls),
+        "transformers-static": contender("transformers-static", calls, is_compiled=True),
+    }
+    working, reasons = able(names, Setting(1, None, encoded(3, 9, 4), ["a"] * 3), ASKING)
+    assert (list(working), reasons) == (["plain", "transformers-static"], {})
+    assert calls == [("plain", (1, 9), 8)] * 3 + [("transformers-static", (1, 9), 20)]
+
+
+def test_a_mode_of_transformers_that_fails_is_left_out_with_its_reason_and_ours_is_an_error():
+    setting = Setting(2, None, encoded(3, 4), ["a"] * 2)
+    broken = contender("transformers", [], failing=RuntimeError("no luck\nand details"))
+    lookup = contender("prompt-lookup", [])
+    working, reasons = able({"transformers": broken, "prompt-lookup": lookup}, setting, ASKING)
+    assert working == {}
+    assert reasons == {
+        "transformers": "RuntimeError: no luck (at 2 rows)",
+        "prompt-lookup": "transformers offers it for one row at a time (at 2 rows)",
+    }
+    with pytest.raises(RuntimeError, match="no luck"):
+        able({"heads": contender("heads", [], failing=RuntimeError("no luck"))}, setting, ASKING)
+
+
+# ------------------------------------------------------------------ what answers add up to
+
+
+def timing(contender, batch, seconds, tokens=((1, 2),), step=1.0, category="all"):
+    statistics = None
+    if contender != "transformers":
+        statistics = DecodingStatistics(num_rows=1, num_steps=2, num_passes=2, accepted_histogram=[1, 1])
+        statistics.decode_seconds = 2 * step
+        statistics.phase_seconds = {"draft": 0.2, "verify": 1.0, "accept": 0.4, "commit": 0.4}
+    return Answer(contender, batch, tokens, seconds, statistics, category)
+
+
+def three_batches():
+    timings = []
+    for batch, slow in enumerate((1, 1, 10)):
+        for repeat in (1, 1, 100):
+            timings += [
+                timing("transformers", batch, 8.0 * slow * repeat),
+                timing("plain", batch, 6.0 * slow * repeat),
+                timing("heads", batch, 4.0 * slow * repeat, step=1.5 * slow * repeat),
+            ]
+    return timings
+
+
+def test_times_are_medians_over_batches_of_medians_over_repeats():
+    report = setting_report(three_batches(), is_greedy=True)
+    assert report["milliseconds_per_token"] == {"transformers": 4000.0, "plain": 3000.0, "heads": 2000.0}
+    assert (report["speedup_vs_plain"], report["speedup_vs_transformers"]) == (1.5, 2.0)
+    assert report["speedup_of_heads_over"] == {"transformers": 2.0, "plain": 1.5, "heads": 1.0}
+    assert report["overhead"] == 1.5
+    low, high = report["speedup_interval"]["heads"]
+    assert low == high == 1.5, "every batch gains as much"
+    assert report["tokens_per_step"] == 1.5
+    assert report["step_milliseconds"]["heads"] == {"draft": 100, "verify": 500, "accept": 200, "commit": 200}
+    assert report["identical"]
+
+
+def test_an_answer_that_differs_is_noticed_in_any_repeat():
+    odd = [*three_batches(), timing("transformers", 1, 8.0, tokens=((1, 3),))]
+    report = setting_report(odd, is_greedy=True)
+    assert (report["identical"], report["num_identical"]) == (False, 2)
+    assert setting_report(odd, is_greedy=False)["identical"], "sampling compares our own two only"
+    assert setting_report(odd, is_greedy=True, is_exact=False)["identical"] is None
+    assert setting_report(odd, is_greedy=True, is_same_model=False)["compared"] == ["heads", "plain"]
+
+
+def test_a_step_of_a_batch_is_one_forward_pass_whatever_its_rows():
+    batch = timing("plain", 0, 12.0, tokens=((1, 2), (3, 4)))
+    batch.statistics.num_steps = 4
+    report = setting_report([batch], is_greedy=True)
+    assert report["milliseconds_per_step"] == {"plain": 1000.0}
+    assert report["milliseconds_per_token"] == {"plain": 3000.0}
+    assert report["num_prompts"] == 2, "every row is an answer"
+
+
+def test_agreement_is_counted_in_tokens_up_to_the_first_that_differs():
+    timings = [
+        timing("plain", 0, 1.0, tokens=((1, 2, 3, 4), (5, 6))),
+        timing("heads", 0, 1.0, tokens=((1, 2, 9, 4), (5, 6))),
+        timing("transformers", 0, 1.0, tokens=((1, 2, 3), (5, 6))),
+    ]
+    same = setting_report(timings, is_greedy=True)["same_as_plain"]
+    assert same["heads"] == {"num_answers": 1, "num_tokens": 4, "of_answers": 2, "of_tokens": 6}
+    assert same["transformers"]["num_tokens"] == 5
+    assert "transformers" not in setting_report(timings, is_greedy=False)["same_as_plain"]
+
+
+def test_what_a_missing_contender_would_have_told_is_none():
+    report = setting_report([timing("plain", 0, 1.0)], is_greedy=True)
+    assert report["tokens_per_step"] is report["overhead"] is report["speedup_vs_plain"] is None
+    assert report["speedup_over_plain"] == {"plain": 1.0}
+
+
+def test_an_answer_that_ended_with_the_prefill_has_no_step():
+    short = Answer("plain", 0, ((7,),), 1.0, DecodingStatistics(num_rows=1), "all")
+    report = setting_report([short], is_greedy=True)
+    assert report["milliseconds_per_step"] == {"plain": None}
+    assert report["step_milliseconds"]["plain"]["verify"] is None
+
+
+def test_new_tokens_end_with_the_first_that_ends_an_answer():
+    sequences = [[9, 9, 1, 2, 0, 0], [9, 9, 1, 2, 3, 4], [9, 9, 0, 0, 0, 0]]
+    assert new_tokens(sequences, 2, {0}) == ((1, 2, 0), (1, 2, 3, 4), (0,))
+    assert new_tokens(sequences, 2, set())[2] == (0, 0, 0, 0)
+
+
+def test_contenders_are_told_apart_by_category():
+    timings = [timing("plain", 0, 1.0, category="a"), timing("plain", 1, 3.0, category="b")]
+    by_category = setting_report(timings, is_greedy=True)["by_category"]
+    assert by_category["a"]["milliseconds_per_token"]["plain"] == pytest.approx(500.0)
+    assert by_category["b"]["milliseconds_per_token"]["plain"] == pytest.approx(1500.0)
+
+
+def test_tables_show_every_number_at_80_columns(capsys):
+    names = ("transformers", "plain", "heads", "dynamic-heads+suffix")
+    answers = [timing(name, batch, 1.0 + batch / 10) for name in names for batch in range(3)]
+    setting = setting_report(answers, is_greedy=True) | {
+        "batch_size": 1,
+        "context_length": None,
+        "num_prompt_tokens": 57.0,
+        "num_nodes": {"plain": 1, "heads": 6},
+        "f_hw": {"plain": 0.5, "heads": None},
+        "f_tree": 0.93,
+        "divergence": {},
+    }
+    rates = {"bytes_per_second": 2e10, "operations_per_second": 1e11}
+    report = {
+        "by_setting": [setting],
+        "skipped": {},
+        "device": "cpu",
+        "dtype": "float32",
+        "device_rates": rates,
+    }
+    print_tables(report, Console(width=80))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert not any("…" in line for line in lines)
+    assert any(line.startswith("contender") and "x plain" in line for line in lines)
+    assert any(line.startswith("dynamic-heads+suffix") for line in lines)
