@@ -186,6 +186,19 @@ def program(path: str) -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures_of_tests_among_results():
+    """Pictures of tests would look like measurements: programs under test are told where to draw."""
+    plots = CHECKOUT / "runs" / "plots"
+
+    def drawn():
+        return {path: path.stat().st_mtime for path in plots.glob("*.png")}
+
+    before = drawn()
+    yield
+    assert drawn() == before, f"a test drew into {plots}; give the program --plot"
+
+
 @pytest.fixture
 def fresh_accelerator():
     """accelerate keeps the precision of the first Accelerator of a process."""

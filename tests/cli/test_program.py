@@ -156,20 +156,9 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     base, heads = save_chat_model(tmp_path)
     save_tree(heads, wide_tree(), [TunedTree(Runtime("elsewhere", "float16", "eager"), 1, wide_tree())])
     _, flags = setting
-    own = [
-        "--base",
-        base,
-        "--heads",
-        heads,
-        *flags[4:],
-        "--sizes",
-        "2,4",
-        "--rounds",
-        "1",
-        "--engine",
-        "eager",
-    ]
-    status = program("tune_tree").main([*own, "--batch-sizes", "3,1", "--plot", str(tmp_path / "tree.png")])
+    own = ["--base", base, "--heads", heads, *flags[4:], "--plot", str(tmp_path / "tree.png")]
+    own += ["--sizes", "2,4", "--rounds", "1", "--engine", "eager"]
+    status = program("tune_tree").main([*own, "--batch-sizes", "3,1"])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     report = closing_json(printed.out)

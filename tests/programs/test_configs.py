@@ -30,6 +30,15 @@ def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
     assert any(f"--config configs/{path.name}" in line or f"configs/{path.name}" in line for line in comment)
 
 
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
+def test_a_configuration_runs_offline_as_it_stands(path):
+    """No account of a tracker, no model from the hub: the base is the one that `make models` fetches."""
+    read = read_configuration(["--config", str(path)])
+    assert read.run.tracker == "none"
+    if path.name != "medusa1_8b.yaml":
+        assert read.base.base == "models/smollm2-135m-instruct"
+
+
 def test_the_demo_leaves_its_heads_where_everything_expects_them():
     read = read_configuration(["--config", str(CONFIGS / "smollm2_demo.yaml")])
     assert read.run.output_dir == "runs/demo"
