@@ -8,6 +8,6 @@ from typing import Literal
 Engine = Literal["auto", "eager", "packed", "int8", "int8_weights", "int4_weights"]
 """How the base model's layers are executed; the table is in :mod:`medusa.engine`."""
 StepKind = Literal["general", "static", "compiled", "captured"]
-"""How decode steps are run; the table is in :mod:`medusa.decoding.step_runners`."""
+"""How decode steps are run; the table is in :mod:`medusa.decoding.steps`."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of a base model."""

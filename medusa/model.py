@@ -15,11 +15,12 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.base.architecture_check import check_base
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.base.requirements import check_is_model
+from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
-from medusa.decoding.static_loop import decode_as
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.decoding.step_runners import StepKind, Steppers, check_step
+from medusa.decoding.step_runners import StepRunners
+from medusa.decoding.steps import check_step, decode_in_steps
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter
@@ -85,7 +86,7 @@ class MedusaModel:
         self.runner = prepared_base(base if is_eager else folded(base), self.engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         check_step(self.step, self.runner)
-        self._steppers, self._drafters = Steppers(self.runner), DraftersByName(self)
+        self._runners, self._drafters = StepRunners(self.runner), DraftersByName(self)
         taken = [] if self.runner is base else [base]
         self.drafting_heads: Heads | None = None
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
@@ -133,7 +134,7 @@ class MedusaModel:
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own, when ``base`` is a path or a hub id.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
-            step: how decode steps are run (see :mod:`medusa.decoding.step_runners`).
+            step: how decode steps are run (see :mod:`medusa.decoding.steps`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
 
         Raises:
@@ -270,7 +271,7 @@ class MedusaModel:
         arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
         request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
         chosen = self._drafter(tree, drafter, len(request.tokens), step)
-        return decode_as(step or self.step, self._steppers, chosen, request, statistics)
+        return decode_in_steps(step or self.step, self._runners, chosen, request, statistics)
 
     def decode(
         self,
@@ -299,7 +300,7 @@ class MedusaModel:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         chosen = self._drafter(tree, drafter, len(input_ids), step)
-        for result in decode_as(step or self.step, self._steppers, chosen, request, statistics):
+        for result in decode_in_steps(step or self.step, self._runners, chosen, request, statistics):
             for answer, new in zip(answers, result.tokens, strict=True):
                 answer.extend(new)
             if streamer is not None:

@@ -33,11 +33,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import medusa
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.choices import StepKind
 from medusa.cli.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
 from medusa.cli.program import exit_status, log_console, report_json
-from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
+from medusa.decoding.static_loop import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.decoding.step_runners import StepKind
 from medusa.engine import Engine
 from medusa.hardware import DeviceRates, device_name, measured_rates
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
@@ -230,7 +230,7 @@ def timed_steps(
 def setup_seconds(model: MedusaModel, tree: CandidateTree, batch: Mapping[str, Any]) -> float:
     """What a first short answer spends on compiling or capturing."""
     counted = DecodingStatistics()
-    num_tokens = 2 * DEFAULT_STEPS_UNSEEN
+    num_tokens = 2 * DEFAULT_HOST_SYNC_INTERVAL
     for _ in model.stream(**batch, tree=tree, max_new_tokens=num_tokens, do_sample=False, statistics=counted):
         pass
     return counted.setup_seconds

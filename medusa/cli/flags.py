@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from medusa.decoding.step_runners import StepKind
+from medusa.choices import StepKind
 from medusa.engine import Engine
 
 CHECKOUT = Path(__file__).resolve().parents[2]

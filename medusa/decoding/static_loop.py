@@ -1,8 +1,8 @@
-"""The decode loop over static steps: several steps run between two looks of the host.
+"""The decode loop over static steps: the host reads the results of several steps at once.
 
 The tokens are those of :func:`medusa.decoding.loop.decode`, one :class:`StepResult` per forward pass as
-there, but they come several passes at a time, at each look. Rows that end stay in the batch, standing still,
-until all have ended.
+there, but they come several passes at a time. Rows that end stay in the batch, standing still, until all
+have ended.
 """
 
 from __future__ import annotations
@@ -12,68 +12,54 @@ from dataclasses import dataclass
 
 import torch
 
-from medusa.decoding.loop import StepResult, begin, decode, depths_of, finish_step
+from medusa.choices import StepKind
+from medusa.decoding.loop import StepResult, begin, depths_of, finish_step
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_step import STATIC_DRAFT_RULES, StaticDrafter, StaticState, checked_drafter
+from medusa.decoding.static_step import STATIC_DRAFT_RULES, StaticState
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
-from medusa.decoding.step_runners import StepKind, Steppers, check_step
-from medusa.drafters.protocol import Drafter
+from medusa.decoding.step_runners import StepRunners
+from medusa.drafters.protocol import StaticDrafter
 from medusa.drafters.validation import is_medusas_own, raise_violated
 
-STEPS_UNSEEN = {"cpu": 1}
-"""Steps between two looks, by kind of device: on a processor a look costs nothing."""
-DEFAULT_STEPS_UNSEEN = 8
-"""On other devices. When the last row ends, half of these have run in vain, on average."""
+HOST_SYNC_INTERVALS = {"cpu": 1}
+"""Steps after which the host reads the results, by kind of device: on a CPU reading costs nothing."""
+DEFAULT_HOST_SYNC_INTERVAL = 8
+"""On other devices. When the last row ends, half of these steps have run in vain, on average."""
 SLOTS, MANY_SLOTS = 256, 1024
 """A cache is read in whole multiples of the first; beyond the second, in multiples of that."""
 
 
-def decode_as(
-    kind: StepKind,
-    steppers: Steppers,
-    drafter: Drafter,
-    request: DecodeRequest,
-    statistics: DecodingStatistics | None = None,
-) -> Iterator[StepResult]:
-    """Decode ``request`` in steps of ``kind``.
-
-    Raises:
-        ValueError: steps of that kind do not run on this base, or cannot decode this request.
-    """
-    check_step(kind, steppers.base)
-    if kind == "general":
-        return decode(steppers.base, drafter, request, statistics)
-    return decode_static(kind, steppers, drafter, request, statistics)
-
-
 def decode_static(
-    kind: StepKind,
-    steppers: Steppers,
-    drafter: Drafter,
+    step: StepKind,
+    runners: StepRunners,
+    drafter: StaticDrafter,
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
-    steps_unseen: int | None = None,
+    host_sync_interval: int | None = None,
 ) -> Iterator[StepResult]:
-    """As :func:`decode_as`, for kinds but the general; the host looks every ``steps_unseen`` steps."""
-    drafter = checked_drafter(kind, drafter, request)
-    if steps_unseen is None:
-        steps_unseen = STEPS_UNSEEN.get(request.lengths.device.type, DEFAULT_STEPS_UNSEEN)
+    """Decode ``request`` in ``step`` "static", "compiled" or "captured".
+
+    The host reads the results every ``host_sync_interval`` steps.
+    """
+    if host_sync_interval is None:
+        device = request.lengths.device.type
+        host_sync_interval = HOST_SYNC_INTERVALS.get(device, DEFAULT_HOST_SYNC_INTERVAL)
     statistics = DecodingStatistics() if statistics is None else statistics
-    return _decode(kind, steppers, drafter, request, statistics, steps_unseen)
+    return _decode(step, runners, drafter, request, statistics, host_sync_interval)
 
 
 @torch.no_grad()
 def _decode(
-    kind: StepKind,
-    steppers: Steppers,
+    step: StepKind,
+    runners: StepRunners,
     drafter: StaticDrafter,
     request: DecodeRequest,
     statistics: DecodingStatistics,
-    steps_unseen: int,
+    host_sync_interval: int,
 ) -> Iterator[StepResult]:
     clock = PhaseClock(statistics)
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
-    rows, first = begin(steppers.base, drafter, request)
+    rows, first = begin(runners.base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
     yield finish_step(rows, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
     if not rows.rows:
@@ -82,18 +68,18 @@ def _decode(
     num_left = request.max_new_tokens - 1
     clock.start()
     view = HostView.of_rows(rows.rows, rows.lengths.tolist(), num_left, len(answers))
-    with steppers.lent(kind, drafter, rows, steps_unseen) as stepper:
-        state = stepper.state
+    with runners.acquire(step, drafter, rows, host_sync_interval) as runner:
+        state = runner.state
         state.reserve(view.slots_needed(1, drafter.max_depth + 1, drafter.num_nodes))
         state.load(rows, num_left)
         del rows
         while view.most_left:
-            num_steps = min(steps_unseen, view.most_left)
+            num_steps = min(host_sync_interval, view.most_left)
             state.reserve(view.slots_needed(num_steps, drafter.max_depth + 1, drafter.num_nodes))
-            setup_seconds = stepper.run(num_steps)
+            setup_seconds = runner.run(num_steps)
             if not is_medusas_own(drafter):
                 raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
-            results = view.look(state, num_steps)
+            results = view.read(state, num_steps)
             clock.lap_whole(setup_seconds)
             for result in results:
                 kept = [len(new) - 1 for new in result.tokens if new]
@@ -104,7 +90,7 @@ def _decode(
 
 @dataclass
 class HostView:
-    """What the host knew of the rows when it last looked."""
+    """What the host knew of the rows when it last read the results."""
 
     rows: list[int]
     """Their index in the request."""
@@ -135,14 +121,14 @@ class HostView:
         )
         return rounded_slots(longest - 1 + num_nodes)
 
-    def look(self, state: StaticState, num_steps: int) -> list[StepResult]:
+    def read(self, state: StaticState, num_steps: int) -> list[StepResult]:
         """What the last ``num_steps`` steps gave, those that gave nothing left out."""
         num_kept, num_accepted = state.num_kept[:num_steps].tolist(), state.num_accepted[:num_steps].tolist()
         new = _tokens_after(state, self.lengths, max(map(sum, zip(*num_kept, strict=True))))
         results = [self._result(new, kept, num_accepted[step]) for step, kept in enumerate(num_kept)]
         for row, has_ended in enumerate(state.finished.tolist()):
             self.ends[row] = self.lengths[row] if has_ended else self.ends[row]
-        state.turn.zero_()
+        state.num_unread.zero_()
         return [result for result in results if any(result.tokens)]
 
     def _result(self, new: list[list[int]], num_kept: list[int], num_accepted: list[int]) -> StepResult:

@@ -1,28 +1,25 @@
 """A decode step over tensors that stay where they are and keep their shapes.
 
-The four verbs of ``loop.py`` as one function that asks the device for nothing: no length, no token and
-no verdict reaches the host, so the step can run on, be compiled, or be captured in a CUDA graph. What the
-loop does with lists there is done with tensors here: a path is committed at its full length, depth + 1
-entries, and what lies past a row's end is overwritten by the next step; a row that has ended stands still.
-The host learns what happened when it looks, every few steps (``static_loop.py``).
+Draft, verify, accept and commit as one function that reads nothing back from the device: no length, no token
+and no verdict reaches the host. So steps can follow each other without waiting, be compiled, or be captured
+in a CUDA graph. What ``loop.py`` does with lists is done with tensors here. A path is committed at its full
+length, depth + 1 entries, and the next step overwrites what lies past a row's end. A row that has ended
+stands still. The host reads the results every few steps (``static_loop.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from medusa.acceptance.exact import Acceptance
-from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.cache import FixedTreeCache
 from medusa.base.causal_lm import CausalLM, SeenHidden, tree_inputs, vocab_size
 from medusa.decoding.loop import acceptance_of, draft_context
-from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.decoding.state import DecodeState
+from medusa.drafters.protocol import Draft, DraftContext, StaticDrafter
 from medusa.drafters.validation import (
     TOKEN_RULES,
     TOPOLOGY_RULES,
@@ -33,28 +30,12 @@ from medusa.drafters.validation import (
 )
 
 STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
-"""What drafters that are not medusa's own are held to; the host learns of it when it looks."""
-
-
-@runtime_checkable
-class StaticDrafter(Drafter, Protocol):
-    """A drafter whose drafts are the same tensor operations at every step."""
-
-    @property
-    def static_key(self) -> Hashable:
-        """All that a draft depends on besides its context."""
-
-    @property
-    def num_nodes(self) -> int:
-        """N of every draft."""
-
-    def tensors(self) -> list[Tensor]:
-        """What drafts read and others may replace: weights."""
+"""What drafters that are not medusa's own are held to; checked when the host reads the results."""
 
 
 @dataclass
 class StaticState:
-    """B rows that decode in place; W steps may pass between two looks of the host."""
+    """B rows that decode in place; the host reads the results of up to W steps at once."""
 
     rows: DecodeState
     """Its tensors are written in place; ``tokens`` has a column more than the cache has slots."""
@@ -67,11 +48,11 @@ class StaticState:
     finished: Tensor
     """(B,) bool: the row has ended and stands still."""
     num_kept: Tensor
-    """(W, B) long: tokens that each step since the last look added to each row; 0 once it has ended."""
+    """(W, B) long: tokens that each unread step added to each row; 0 once it has ended."""
     num_accepted: Tensor
     """(W, B) long: drafts that each step accepted, those past the row's end included."""
-    turn: Tensor
-    """(1,) long: steps since the last look."""
+    num_unread: Tensor
+    """(1,) long: steps since the host last read the results."""
     violations: Tensor
     """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
 
@@ -99,7 +80,7 @@ class StaticState:
             finished=torch.zeros(num_rows, dtype=torch.bool, device=device),
             num_kept=per_step,
             num_accepted=per_step.clone(),
-            turn=given.lengths.new_zeros(1),
+            num_unread=given.lengths.new_zeros(1),
             violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
         )
 
@@ -122,37 +103,11 @@ class StaticState:
             rows.request.seeds.copy_(seeds)
         self.ends.copy_(given.lengths + num_left)
         self.finished.fill_(False)
-        self.turn.zero_()
+        self.num_unread.zero_()
         self.violations.fill_(False)
 
 
-def checked_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> StaticDrafter:
-    """``drafter``, if :func:`static_step` can decode ``request`` with it.
-
-    Raises:
-        ValueError: it cannot; the message names ``step`` and says what is in the way.
-    """
-    if (lacks := missing_for_static(drafter, request)) is not None:
-        raise ValueError(f"step={step!r} cannot work with {lacks}; use step='general'")
-    assert isinstance(drafter, StaticDrafter)
-    return drafter
-
-
-def missing_for_static(drafter: Drafter, request: DecodeRequest) -> str | None:
-    """What, in words, keeps :func:`static_step` from decoding ``request``; None when nothing."""
-    if not isinstance(drafter, StaticDrafter):
-        return f"{type(drafter).__name__}, which may ask the host; Medusa heads and plain decoding do not"
-    if request.acceptance == "typical" or request.rule is not None:
-        return f"acceptance={request.acceptance!r}; only 'exact' is made of tensors alone"
-    reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]
-    if reading:
-        return f"logits processors that read the tokens before each node on the host: {', '.join(reading)}"
-    if request.criteria:
-        return "stopping criteria (stop_strings are one), which the host is asked after every token"
-    return None
-
-
-def static_step(base: CausalLM, drafter: Drafter, state: StaticState, seen: SeenHidden) -> None:
+def static_step(base: CausalLM, drafter: StaticDrafter, state: StaticState, seen: SeenHidden) -> None:
     """Draft, verify, accept and commit once, in every row of ``state``.
 
     ``seen`` is that of :func:`medusa.base.causal_lm.seen_hidden`, which must be open on ``base``.
@@ -165,7 +120,7 @@ def static_step(base: CausalLM, drafter: Drafter, state: StaticState, seen: Seen
 
 
 def _checked(
-    draft: Draft, context: DraftContext, drafter: Drafter, state: StaticState, num_tokens: int
+    draft: Draft, context: DraftContext, drafter: StaticDrafter, state: StaticState, num_tokens: int
 ) -> Draft:
     """``draft``, with tokens that the base can read; what it violates is added to ``state``."""
     if is_medusas_own(drafter):
@@ -188,9 +143,9 @@ def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Te
     state.cache.commit(acceptance.path, num_kept, draft.topology.is_chain)
     rows.lengths.add_(num_kept)
     state.finished.logical_or_(is_last)
-    state.num_kept.index_copy_(0, state.turn, num_kept[None])
-    state.num_accepted.index_copy_(0, state.turn, acceptance.num_accepted[None])
-    state.turn.add_(1)
+    state.num_kept.index_copy_(0, state.num_unread, num_kept[None])
+    state.num_accepted.index_copy_(0, state.num_unread, acceptance.num_accepted[None])
+    state.num_unread.add_(1)
 
 
 def _until_end(state: StaticState, new: Tensor, num_new: Tensor) -> tuple[Tensor, Tensor]:

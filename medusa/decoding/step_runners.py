@@ -1,23 +1,6 @@
-"""How decode steps are run, chosen by one argument, ``step=``.
+"""What runs static steps: as they are, compiled, or captured as a CUDA graph; and what is kept of that.
 
-    step      what runs                                            needs
-    general   the loop of ``loop.py``, which looks at every        nothing
-              step's tokens
-    static    one function over tensors that keep their place      the heads or plain decoding, acceptance
-              and shape, which never waits for the host            "exact", no stopping criteria, no logits
-                                                                   processor that reads the text
-    compiled  the same, as torch.compile makes it                  as static, engine="eager", and a model in
-                                                                   one place that traces in one piece
-    captured  the same, replayed as a CUDA graph                   as static, on one CUDA device
-
-The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
-
-Compiling takes minutes for a large model, once for each tree and sampling setting, once more when the cache
-first outgrows its slots and when the number of rows first changes; what Inductor has compiled is kept on disk
-(``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes as long as a
-few steps, once for each batch size, tree, sampling setting and number of slots.
-``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
-settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
+``steps.py`` says what each kind needs.
 """
 
 from __future__ import annotations
@@ -28,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +19,9 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, seen_hidden
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeState
-from medusa.decoding.static_step import StaticDrafter, StaticState, static_step
-from medusa.engine.views import PackedProduct, copy_sharing_parameters
+from medusa.decoding.static_step import StaticState, static_step
+from medusa.drafters.protocol import StaticDrafter
+from medusa.engine.views import copy_sharing_parameters
 
 MAX_KEPT = 16
 """Settings whose graphs a model keeps, and as many whose compiled steps."""
@@ -45,12 +29,12 @@ WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
 
 
-class Stepper:
+class StepRunner:
     """Runs static steps of one base, one drafter and one set of rows, as they are."""
 
-    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int):
+    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int):
         self.base, self.drafter = base, drafter
-        self.state = StaticState.like(rows, steps_unseen)
+        self.state = StaticState.like(rows, host_sync_interval)
 
     def run(self, num_steps: int) -> float:
         """That many steps; the seconds that were spent on setting up."""
@@ -63,10 +47,10 @@ class Stepper:
                 step(self.base, self.drafter, self.state, seen)
 
 
-class CompiledStepper(Stepper):
+class CompiledStepRunner(StepRunner):
     """Runs them as :func:`compiled_step` makes them, one thread at a time.
 
-    ``base`` must be a model whose hooks are set by these steppers alone: torch compiles a step anew whenever
+    ``base`` must be a model whose hooks are set by these runners alone: torch compiles a step anew whenever
     the number of hooks changes, and other threads may run the model that the user holds.
     """
 
@@ -75,18 +59,18 @@ class CompiledStepper(Stepper):
         base: CausalLM,
         drafter: StaticDrafter,
         rows: DecodeState,
-        steps_unseen: int,
+        host_sync_interval: int,
         step: Callable[..., None],
-        turn: threading.Lock,
+        lock: threading.Lock,
     ):
-        super().__init__(base, drafter, rows, steps_unseen)
-        self._step, self._turn = step, turn
+        super().__init__(base, drafter, rows, host_sync_interval)
+        self._step, self._lock = step, lock
 
     def run(self, num_steps: int) -> float:
-        with self._turn:
-            return self._run_in_turn(num_steps)
+        with self._lock:
+            return self._run_compiled(num_steps)
 
-    def _run_in_turn(self, num_steps: int) -> float:
+    def _run_compiled(self, num_steps: int) -> float:
         num_compiled, began = _num_compiled(), time.perf_counter()
         self._run(self._step, 1)
         elapsed = time.perf_counter() - began
@@ -111,11 +95,11 @@ def _num_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-class CapturedStepper(Stepper):
+class CapturedStepRunner(StepRunner):
     """Replays them as CUDA graphs, one for each number of slots that a pass reads."""
 
-    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int):
-        super().__init__(base, drafter, rows, steps_unseen)
+    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int):
+        super().__init__(base, drafter, rows, host_sync_interval)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
 
@@ -166,38 +150,38 @@ class CapturedStepper(Stepper):
         return [tensor.data_ptr() for tensor in tensors]
 
 
-class Steppers:
-    """The steppers of one base; what they compiled or captured is kept for the calls to come."""
+class StepRunners:
+    """The runners of one base; what they compiled or captured is kept for the calls to come."""
 
     def __init__(self, base: CausalLM, backend: str = "inductor"):
         self.base = base
         self.backend = backend
         """That of torch.compile."""
-        self._captured: dict[Hashable, CapturedStepper] = {}
+        self._captured: dict[Hashable, CapturedStepRunner] = {}
         self._compiled: dict[Hashable, Callable[..., None]] = {}
         self._compiled_base: CausalLM | None = None
-        self._turn = threading.Lock()
+        self._compile_lock = threading.Lock()
 
     @contextmanager
-    def lent(
-        self, kind: StepKind, drafter: StaticDrafter, rows: DecodeState, steps_unseen: int
-    ) -> Iterator[Stepper]:
-        """A stepper for rows like these, for the caller alone until the context ends."""
-        given = (self.base, drafter, rows, steps_unseen)
-        settings = (drafter.static_key, steps_unseen, _settings(rows))
-        if kind == "static":
-            yield Stepper(*given)
-        elif kind == "compiled":
-            step = self._compiled.pop(settings, None) or compiled_step(self.backend)
-            _keep(self._compiled, settings, step)
-            yield CompiledStepper(self._base_to_compile(), drafter, rows, steps_unseen, step, self._turn)
+    def acquire(
+        self, step: StepKind, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int
+    ) -> Iterator[StepRunner]:
+        """A runner for rows like these, for the caller alone until the context ends."""
+        given = (self.base, drafter, rows, host_sync_interval)
+        settings = (drafter.static_key, host_sync_interval, _settings(rows))
+        if step == "static":
+            yield StepRunner(*given)
+        elif step == "compiled":
+            compiled = self._compiled.pop(settings, None) or compiled_step(self.backend)
+            _keep(self._compiled, settings, compiled)
+            yield CompiledStepRunner(self._base_to_compile(), *given[1:], compiled, self._compile_lock)
         else:
             key = (len(rows.rows), settings)
-            stepper = self._captured.pop(key, None) or CapturedStepper(*given)
+            runner = self._captured.pop(key, None) or CapturedStepRunner(*given)
             try:
-                yield stepper
+                yield runner
             finally:
-                _keep(self._captured, key, stepper)
+                _keep(self._captured, key, runner)
 
     def _base_to_compile(self) -> CausalLM:
         """The base's own parameters and buffers under modules that nobody else runs."""
@@ -219,46 +203,9 @@ def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
         kept.pop(oldest, None)  # another thread may have dropped it
 
 
-def check_step(step: str, base: CausalLM) -> None:
-    """Raise ValueError, with the reason, unless steps of this kind run on ``base``."""
-    if step not in get_args(StepKind):
-        raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
-    lacks = _MISSING[step](base) if step in _MISSING else None
-    if lacks is not None:
-        raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
-
-
-def missing_for_compiled(base: CausalLM) -> str | None:
-    """What a compiled step lacks on ``base``; None when nothing."""
-    if _is_sharded(base):
-        return "a model in one place, and this one is sharded (device_map)"
-    if any(isinstance(module, PackedProduct) for module in base.modules()):
-        return "engine='eager', since what it compiles it lays out by itself"
-    return None
-
-
-def missing_for_captured(base: CausalLM) -> str | None:
-    """What a captured step lacks on ``base``; None when nothing."""
-    devices = sorted({str(parameter.device) for parameter in base.parameters()})
-    if _is_sharded(base) or len(devices) > 1:
-        return f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"
-    if not devices[0].startswith("cuda"):
-        return f"a model on a CUDA device, got one on {devices[0]}"
-    return None
-
-
-_MISSING: dict[str, Callable[[CausalLM], str | None]] = {
-    "compiled": missing_for_compiled,
-    "captured": missing_for_captured,
-}
-
-
-def _is_sharded(base: CausalLM) -> bool:
-    return len(set(getattr(base, "hf_device_map", {}).values())) > 1
-
-
 def _settings(rows: DecodeState) -> Hashable:
     """What a graph depends on in the rows it was made for, besides their number."""
     request = rows.request
     processors = pickle.dumps(list(request.processors))
-    return request.seeds is None, request.temperature, request.eos_ids, processors
+    is_greedy, last_position = request.seeds is None, rows.cache.num_positions
+    return is_greedy, last_position, request.temperature, request.eos_ids, processors

@@ -49,7 +49,7 @@ class HeadsDrafter(LevelDrafter):
 
     @property
     def static_key(self) -> Hashable:
-        """See :class:`medusa.decoding.static_step.StaticDrafter`."""
+        """See :class:`medusa.drafters.protocol.StaticDrafter`."""
         return self.tree, self.beta, self.heads
 
     @property

@@ -7,8 +7,9 @@ share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -83,6 +84,25 @@ class Drafter(Protocol):
 
     def sampled_kind(self, wanted: DraftKind) -> DraftKind:
         """How candidates come about when a rule would like ``wanted``; RANKED if they cannot be drawn."""
+
+
+@runtime_checkable
+class StaticDrafter(Drafter, Protocol):
+    """A drafter whose drafts are the same tensor operations at every step, and never wait for the device.
+
+    Steps of fixed shape need one (``step="static"`` and those built on it).
+    """
+
+    @property
+    def static_key(self) -> Hashable:
+        """All that a draft depends on besides its context."""
+
+    @property
+    def num_nodes(self) -> int:
+        """N of every draft."""
+
+    def tensors(self) -> list[Tensor]:
+        """What drafts read and others may replace: weights."""
 
 
 class StatelessDrafter:

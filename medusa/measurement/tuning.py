@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa.decoding.static_loop import DEFAULT_STEPS_UNSEEN
+from medusa.decoding.static_loop import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
@@ -158,7 +158,7 @@ def _step_seconds(
     The first step pays for what is set up once for a shape, and a loop that looks at its tokens every few
     steps gives them out in bursts: hence a mean over a stretch, from one burst to another.
     """
-    most_steps = 1 + num_steps + 2 * DEFAULT_STEPS_UNSEEN  # so that no burst is cut short by the budget
+    most_steps = 1 + num_steps + 2 * DEFAULT_HOST_SYNC_INTERVAL  # so that no burst is cut short by the budget
     budget = 1 + most_steps * (tree.depth + 1)
     counted = DecodingStatistics()
     steps = model.stream(**batch, tree=tree, max_new_tokens=budget, do_sample=False, statistics=counted)

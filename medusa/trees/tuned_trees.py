@@ -46,7 +46,7 @@ class TunedTree:
     origin: Mapping[str, Any] = field(default_factory=dict)
     """What was measured, in plain JSON values."""
     step: str = DEFAULT_STEP
-    """How the steps were run that were timed (see :mod:`medusa.decoding.step_runners`)."""
+    """How the steps were run that were timed (see :mod:`medusa.decoding.steps`)."""
 
     @property
     def key(self) -> tuple[Runtime, str, int]:

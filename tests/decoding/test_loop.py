@@ -151,7 +151,6 @@ def test_every_kind_of_heads_gives_plain_output(unembedding, reading):
         VOCAB_SIZE,
         num_heads=3,
         unembedding=unembedding,
-        rank=4,
         token_map_size=len(ids) if ids else None,
         **READING[reading],
     )

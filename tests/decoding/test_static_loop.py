@@ -24,11 +24,12 @@ from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.decoding.loop import StepResult, decode
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_loop import decode_static, rounded_slots
-from medusa.decoding.step_runners import Steppers
+from medusa.decoding.step_runners import StepRunners
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
+from medusa.drafters.union import UnionDrafter
 
 TREES = [
     CandidateTree.chain(0),
@@ -60,12 +61,12 @@ def answers_of(base, request: DecodeRequest) -> list[list[int]]:
     return rows
 
 
-def both(base, drafter_of, request: DecodeRequest, steps_unseen: int = 4, kind="static"):
+def both(base, drafter_of, request: DecodeRequest, host_sync_interval: int = 4, step="static"):
     """(results, statistics) of the general loop, and of static steps."""
     general, static = DecodingStatistics(), DecodingStatistics()
     expected = list(decode(base, drafter_of(), request, general))
-    steppers = Steppers(base)
-    results = list(decode_static(kind, steppers, drafter_of(), request, static, steps_unseen))
+    runners = StepRunners(base)
+    results = list(decode_static(step, runners, drafter_of(), request, static, host_sync_interval))
     return (expected, general), (results, static)
 
 
@@ -95,7 +96,7 @@ def test_every_shape_of_tree_gives_it(tree, attention):
     try:
         request = request_of([33], **{**SAMPLED, "seeds": torch.tensor([9])})
         answers = answers_of(base, request)
-        assert_same(*both(base, lambda: StaticOracle(answers, tree), request, steps_unseen=8))
+        assert_same(*both(base, lambda: StaticOracle(answers, tree), request, host_sync_interval=8))
     finally:
         base.set_attn_implementation("sdpa")
 
@@ -151,7 +152,7 @@ def test_max_new_tokens_inside_an_accepted_path_is_exact(max_new_tokens):
     answers = answers_of(base, request_of(max_new_tokens=24))
     request = request_of(max_new_tokens=max_new_tokens)
     drafter_of = lambda: StaticOracle(answers, CandidateTree.chain(4), always=True)  # noqa: E731
-    results = assert_same(*both(base, drafter_of, request, steps_unseen=3))
+    results = assert_same(*both(base, drafter_of, request, host_sync_interval=3))
     assert [sum(len(r.tokens[row]) for r in results) for row in range(3)] == [max_new_tokens] * 3
 
 
@@ -193,7 +194,7 @@ def test_the_cache_grows_between_steps_and_keeps_what_it_holds(num_tokens):
     request = request_of([250, 180], max_new_tokens=num_tokens)
     answers = answers_of(base, request)
     drafter_of = lambda: StaticOracle(answers, CandidateTree.chain(3), always=True)  # noqa: E731
-    assert_same(*both(base, drafter_of, request, steps_unseen=5))
+    assert_same(*both(base, drafter_of, request, host_sync_interval=5))
 
 
 def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens():
@@ -206,19 +207,19 @@ def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens():
         4096,
         5120,
     ]
-    base, steppers = tiny_model("llama"), Steppers(tiny_model("llama"))
+    base, runners = tiny_model("llama"), StepRunners(tiny_model("llama"))
     reserved = []
-    lent = steppers.lent
+    acquire = runners.acquire
 
     def watched(*args):
-        context = lent(*args)
-        stepper = context.__enter__()
-        reserve = stepper.state.reserve
-        stepper.state.reserve = lambda slots: (reserved.append(slots), reserve(slots))
-        return _Entered(stepper, context)
+        context = acquire(*args)
+        runner = context.__enter__()
+        reserve = runner.state.reserve
+        runner.state.reserve = lambda slots: (reserved.append(slots), reserve(slots))
+        return _Entered(runner, context)
 
-    steppers.lent = watched
-    for _ in decode_static("static", steppers, PlainDrafter(), request_of([240], 300), None, 8):
+    runners.acquire = watched
+    for _ in decode_static("static", runners, PlainDrafter(), request_of([240], 300), None, 8):
         pass
     assert sorted(set(reserved)) == [256, 512, 768]
     assert base.config.max_position_embeddings > 768
@@ -293,9 +294,19 @@ REFUSED = {
         {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(1).bool()])},
         "stopping criteria",
     ),
-    "typical acceptance": ({"acceptance": "typical"}, "acceptance='typical'; only 'exact'"),
-    "another rule": ({"acceptance": "token", "do_sample": True}, "acceptance='token'; only 'exact'"),
-    "another drafter": ({"drafter": SuffixDrafter(4)}, "SuffixDrafter, which may ask the host"),
+    "typical acceptance": ({"acceptance": "typical"}, "acceptance='typical'; use acceptance='exact', or"),
+    "another rule": (
+        {"acceptance": "token", "do_sample": True},
+        "acceptance='token'; use acceptance='exact', or",
+    ),
+    "another drafter": (
+        {"drafter": SuffixDrafter(4)},
+        "SuffixDrafter, which reads its drafts on the host; use drafter='heads', 'dynamic-heads' or 'plain'",
+    ),
+    "chat's default drafter": (
+        {"drafter": UnionDrafter([SuffixDrafter(4), SuffixDrafter(2)])},
+        "UnionDrafter, .*; use drafter='heads', 'dynamic-heads' or 'plain', or ",
+    ),
 }
 
 
@@ -305,9 +316,7 @@ def test_what_a_static_step_cannot_decode_is_refused_by_name(what):
     model = MedusaModel(tiny_model("llama"))
     call = {"max_new_tokens": 4, "do_sample": False, **options}
     for method in (model.generate, model.stream):
-        with pytest.raises(
-            ValueError, match=rf"step='static' cannot work with {message}.*; use step='general'"
-        ):
+        with pytest.raises(ValueError, match=rf"step='static' cannot work with {message}.*step='general'$"):
             method(random_prompts(1, 5), **call, step="static")
 
 

@@ -15,7 +15,7 @@ from medusa.decoding.loop import begin, decode
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_loop import decode_static
 from medusa.decoding.static_step import static_step
-from medusa.decoding.step_runners import MAX_KEPT, Steppers
+from medusa.decoding.step_runners import MAX_KEPT, StepRunners
 from medusa.drafters.heads import drafter_of_heads
 
 CASES = [("llama", "both", True), ("llama", "heads", False), ("gemma3", "plain", True)]
@@ -67,7 +67,7 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
     """A dozen sizes of cache take two compilations, and every setting may have as many of its own."""
     monkeypatch.setattr("medusa.decoding.static_loop.SLOTS", 8)
     base = tiny_model("llama")
-    steppers, drafter = Steppers(base, backend="eager"), drafter_of("plain", base)
+    runners, drafter = StepRunners(base, backend="eager"), drafter_of("plain", base)
     torch._dynamo.reset()
     setups = []
     for options in ({}, {"eos_ids": frozenset({VOCAB_SIZE})}, {}):
@@ -75,7 +75,7 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
         statistics = DecodingStatistics()
         num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         with torch._dynamo.config.patch(recompile_limit=2):
-            results = list(decode_static("compiled", steppers, drafter, request, statistics))
+            results = list(decode_static("compiled", runners, drafter, request, statistics))
         assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
         setups.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before)
         assert (statistics.setup_seconds > 0) is (setups[-1] > 0)
@@ -84,7 +84,7 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
 
 def test_hooks_of_other_threads_neither_enter_a_compiled_step_nor_have_it_compiled_anew():
     base = tiny_model("llama")
-    steppers, drafter = Steppers(base, backend="eager"), drafter_of("heads", base)
+    runners, drafter = StepRunners(base, backend="eager"), drafter_of("heads", base)
     request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 12, **sampling(1))
     expected = tokens_of_one_row(decode(base, drafter, request))
     is_open, may_close = threading.Event(), threading.Event()
@@ -98,33 +98,33 @@ def test_hooks_of_other_threads_neither_enter_a_compiled_step_nor_have_it_compil
     thread = threading.Thread(target=watch)
     thread.start()
     is_open.wait(60)
-    watched = tokens_of_one_row(decode_static("compiled", steppers, drafter, request))
+    watched = tokens_of_one_row(decode_static("compiled", runners, drafter, request))
     may_close.set()
     thread.join()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        alone = tokens_of_one_row(decode_static("compiled", steppers, drafter, request))
+        alone = tokens_of_one_row(decode_static("compiled", runners, drafter, request))
     assert watched == alone == expected
 
 
 def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_rows():
     """Nothing is compiled here: that happens when a step first runs."""
     base = tiny_model("llama")
-    steppers, drafter = Steppers(base), drafter_of("plain", base)
+    runners, drafter = StepRunners(base), drafter_of("plain", base)
 
     def step_for(num_rows, temperature):
         request = DecodeRequest(
             random_prompts(num_rows, 4), torch.full((num_rows,), 4), 9, temperature=temperature
         )
         rows, _ = begin(base, drafter, request)
-        with steppers.lent("compiled", drafter, rows, 1) as stepper:
-            return stepper._step
+        with runners.acquire("compiled", drafter, rows, 1) as runner:
+            return runner._step
 
     first = step_for(1, 0.5)
     assert step_for(2, 0.5) is first is not step_for(1, 0.6)
     for number in range(MAX_KEPT):
         assert step_for(1, 0.5) is first, "it was used a moment ago"
         step_for(1, 1.0 + number)
-    assert len(steppers._compiled) == MAX_KEPT
+    assert len(runners._compiled) == MAX_KEPT
     assert [step_for(1, 1.0 + number) for number in range(MAX_KEPT)] and step_for(1, 0.5) is not first
 
 
@@ -133,7 +133,7 @@ def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_
 def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
     """By Inductor. The second call compiles nothing; growth past 256 slots compiles once more."""
     base = tiny_model("llama")
-    steppers = Steppers(base)
+    runners = StepRunners(base)
     request = DecodeRequest(
         random_prompts(2, 240), torch.tensor([240, 9]), 60, **(sampling(2) if sampled else {})
     )
@@ -143,7 +143,7 @@ def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
     for _ in range(2):
         statistics = DecodingStatistics()
         drafter = drafter_of_heads(heads, base, TREE)  # a new one, as every call has
-        results = list(decode_static("compiled", steppers, drafter, request, statistics, 4))
+        results = list(decode_static("compiled", runners, drafter, request, statistics, 4))
         setups.append(statistics.setup_seconds)
         assert tokens_of_one_row(results) == tokens_of_one_row(expected)
     assert setups[0] > 0 and setups[1] == 0
@@ -162,7 +162,11 @@ def test_an_unknown_kind_of_step_is_refused():
             "eager",
             "step='captured' needs a model on a CUDA device, got one on cpu; use step='static'",
         ),
-        ("compiled", "packed", "step='compiled' needs engine='eager', since what it compiles it lays out by"),
+        (
+            "compiled",
+            "packed",
+            "step='compiled' needs engine='eager', since torch.compile chooses the layout",
+        ),
         ("compiled", "int8", "step='compiled' needs engine='eager'"),
     ],
 )
@@ -268,4 +272,4 @@ def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
                 do_sample=False,
                 step="captured",
             )
-    assert len(model_on_a_card._steppers._captured) == MAX_KEPT
+    assert len(model_on_a_card._runners._captured) == MAX_KEPT
