@@ -51,7 +51,7 @@ class TrainingConfiguration:
     run: RunOptions
 
     def __post_init__(self) -> None:
-        self.heads.heads_config(hidden_size=max(1, self.heads.num_attention_heads), vocab_size=2**20)
+        self.heads.heads_config(hidden_size=2 * max(1, self.heads.num_attention_heads), vocab_size=2**20)
         self.data.filter_options()
         self.loss.loss_options()
         self.batch_options()
