@@ -12,36 +12,35 @@ the same base. For careful timing, see benchmark.py. Ends with one line of JSON.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from medusa.cli.chat_session import TextStream
-from medusa.cli.flags import ProgramOptions, program_parser
+from medusa.cli.options import AnswerOptions, ProgramOptions, parse
 from medusa.cli.program import (
     encode_prompts,
-    exit_status,
     generation_arguments,
     heads_of,
     load_model,
     load_prompts,
-    log_console,
-    report_json,
 )
+from medusa.cli.reporting import exit_status, report_json
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.heads import drafter_of_heads
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
+from medusa.progress import log_console
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_LIMIT = 4
@@ -52,10 +51,18 @@ Way = dict[str, Any]
 """How a contender decodes: ``tree`` or ``drafter`` of ``generate``, or nothing."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SideBySideOptions(ProgramOptions):
-    """The flags of this program, parsed."""
+    """The options of this program."""
 
-    beside: list[tuple[str, str]]
+    beside: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=HEADS: other heads of the same base to answer with too, and what to call them; may be repeated."""
+
+    def __post_init__(self) -> None:
+        for text in self.beside:
+            name, _, heads = text.partition("=")
+            if not name or not heads or name in (PLAIN, HEADS):
+                raise ValueError(f"beside must be NAME=HEADS with a name of its own, got {text!r}")
 
 
 @dataclass(frozen=True)
@@ -74,58 +81,43 @@ Answers = dict[str, Answer]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = program_parser(__doc__ or "")
-    parser.add_argument(
-        "--beside",
-        type=named_heads,
-        action="append",
-        default=[],
-        metavar="NAME=HEADS",
-        help="other heads of the same base to answer with too, and what to call them; may be repeated",
-    )
-    options = parser.parse_args(arguments, namespace=SideBySideOptions())
-    return exit_status(lambda: compare(options), options.traceback)
-
-
-def named_heads(text: str) -> tuple[str, str]:
-    """An ``argparse`` type: a name and a heads directory or hub id."""
-    name, equals, heads = text.partition("=")
-    if not equals or not name or not heads or name in (PLAIN, HEADS):
-        raise argparse.ArgumentTypeError(f"must be NAME=HEADS with a name of its own, got {text!r}")
-    return name, heads
+    options = parse(SideBySideOptions, arguments, description=__doc__)
+    return exit_status(lambda: compare(options), options.report.traceback)
 
 
 def compare(options: SideBySideOptions) -> None:
     """Answer, show and sum up."""
-    if options.limit is None and options.prompts is None:
-        options.limit = DEFAULT_LIMIT
-    model = load_model(options)
+    asked = options.prompts
+    if asked.limit is None and asked.prompts is None:
+        asked = replace(asked, limit=DEFAULT_LIMIT)
+    model = load_model(options.model)
     heads_of(model)
-    ways = contenders(model, options)
-    prompts = load_prompts(options)
-    encoded = encode_prompts(model, prompts, options.max_new_tokens)
-    warm_up(model, encoded[0], options, ways)
+    ways = contenders(model, options.beside)
+    prompts = load_prompts(asked)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
+    warm_up(model, encoded[0], options.answers, ways)
     console = Console(highlight=False)
     answered = []
     for number, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True)):
         console.rule(style="dim")
         console.print(prompt.messages[-1]["content"], style="bold", markup=False)
         console.print()
-        answered.append(answer_with_all(model, inputs, options, ways, number))
+        answered.append(answer_with_all(model, inputs, options.answers, ways, number))
     console.rule(style="dim")
     console.print(summary_table(answered))
     console.print(verdict(answered, model.tree))
-    report_json(make_report(answered), options)
+    report_json(make_report(answered), options.report)
 
 
-def contenders(model: MedusaModel, options: SideBySideOptions) -> dict[str, Way]:
+def contenders(model: MedusaModel, beside: Sequence[str]) -> dict[str, Way]:
     """Plain decoding, the model's heads, and the heads of ``--beside``, on one copy of the base.
 
     Raises:
         ValueError: heads that do not fit the base.
     """
     ways: dict[str, Way] = {PLAIN: {"tree": CandidateTree.chain(0)}, HEADS: {}}
-    for name, source in options.beside:
+    for text in beside:
+        name, _, source = text.partition("=")
         checkpoint = load_heads(source)
         if checkpoint.adapter is not None:
             raise ValueError(
@@ -138,7 +130,7 @@ def contenders(model: MedusaModel, options: SideBySideOptions) -> dict[str, Way]
 
 
 def warm_up(
-    model: MedusaModel, inputs: Mapping[str, Tensor], options: ProgramOptions, ways: Mapping[str, Way]
+    model: MedusaModel, inputs: Mapping[str, Tensor], options: AnswerOptions, ways: Mapping[str, Way]
 ) -> None:
     """Let every way run once, so that none pays for what the first run sets up."""
     arguments: dict[str, Any] = {**inputs, **generation_arguments(options), "max_new_tokens": WARM_UP_TOKENS}
@@ -149,7 +141,7 @@ def warm_up(
 def answer_with_all(
     model: MedusaModel,
     inputs: Mapping[str, Tensor],
-    options: ProgramOptions,
+    options: AnswerOptions,
     ways: Mapping[str, Way],
     number: int,
 ) -> Answers:
@@ -171,7 +163,7 @@ def answer_with_all(
 def timed_answer(
     model: MedusaModel,
     inputs: Mapping[str, Tensor],
-    options: ProgramOptions,
+    options: AnswerOptions,
     way: Way,
     is_shown: bool,
 ) -> Answer:

@@ -63,7 +63,9 @@ def test_other_heads_answer_beside(compare, flags, capsys):
 def test_other_heads_need_a_name_of_their_own(compare, flags, capsys, text):
     with pytest.raises(SystemExit):
         compare.main([*flags, "--beside", text])
-    assert f"must be NAME=HEADS with a name of its own, got '{text}'" in capsys.readouterr().err
+    assert f"must be NAME=HEADS with a name of its own, got '{text}'" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_heads_are_needed_to_compare_with(compare, flags, capsys, tmp_path):

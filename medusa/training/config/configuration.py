@@ -147,7 +147,7 @@ _AT_LEAST_ONE = (
 )
 _ABOVE_ZERO = ("max_minutes", "learning_rate", "max_grad_norm")
 _OF_THE_OTHER_KIND = {
-    "eagle": ("num_layers", "unembedding", "rank", "reads_path", "fused_layers"),
+    "eagle": ("num_layers", "unembedding", "reads_path", "fused_layers"),
     "medusa": ("num_attention_heads", "intermediate_size", "feature_weight"),
 }
 _OF_THE_OTHER_WEIGHTING = {"decay": ("dpace_smoothing",), "dpace": ("decay",)}
