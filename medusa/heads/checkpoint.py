@@ -148,16 +148,6 @@ def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
     )
 
 
-def load_adapter(source: str | Path, device: str = "cpu") -> Adapter | None:
-    """The adapter of a heads directory or hub id, None when its heads belong to the base as it is.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_heads`.
-    """
-    directory = _local_directory(source)
-    return _read_adapter(directory, _read_config(directory), device)
-
-
 def kind_of(heads: Heads) -> str:
     """What ``config.json`` calls heads like these."""
     return "eagle" if isinstance(heads, EagleHead) else "medusa"

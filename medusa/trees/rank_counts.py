@@ -29,20 +29,12 @@ UNSEEN = 0.1
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Ranks of the true tokens, and what they say; ``a + b`` is both texts together."""
+    """Ranks of the true tokens, and what they say."""
 
     ranks: tuple[Tensor, ...]
     """One (P, K) int16 tensor per answer: position by position, head by head; MISS or UNKNOWN below 0."""
     max_rank: int
     """How many guesses of each head were looked at."""
-
-    def __add__(self, other: RankCounts) -> RankCounts:
-        if (self.max_rank, self.num_heads) != (other.max_rank, other.num_heads):
-            raise ValueError(
-                f"counts to add must agree in (max_rank, heads): {(self.max_rank, self.num_heads)} "
-                f"and {(other.max_rank, other.num_heads)}"
-            )
-        return RankCounts(self.ranks + other.ranks, self.max_rank)
 
     @property
     def num_heads(self) -> int:
@@ -116,22 +108,11 @@ class RankCounts:
         """The tree of ``num_nodes`` nodes (the root included) that should accept most."""
         return best_tree(self.path_values(max_depth=max_depth, max_paths=num_nodes), num_nodes)
 
-    def expected_tokens_per_step(self, tree: CandidateTree) -> float:
-        """1 + mean accepted tokens when a step starts at every position of the text alike."""
-        self._check_not_empty()
-        return 1 + sum(self.joint_counts[path] for path in tree.paths if path) / self.num_positions
-
-    def replayed_tokens_per_step(self, tree: CandidateTree) -> float:
-        """What greedy decoding of these very answers with ``tree`` measures as tokens per step.
-
-        A step starts where the one before it ended, so this is not :meth:`expected_tokens_per_step`:
-        steps begin more often after a token that was hard to guess.
-        """
-        num_steps, num_tokens = map(sum, zip(*self.replay(tree), strict=True))
-        return num_tokens / num_steps if num_steps else 1.0
-
     def replay(self, tree: CandidateTree) -> list[tuple[int, int]]:
-        """The steps that greedy decoding of each answer with ``tree`` takes, and the tokens they emit."""
+        """The steps that greedy decoding of each answer with ``tree`` takes, and the tokens they emit.
+
+        A step starts where the one before it ended, so more steps begin after a hard token.
+        """
         nodes = set(tree.paths)
         replayed = []
         for ranks in self.ranks:

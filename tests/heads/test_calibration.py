@@ -95,18 +95,18 @@ def test_a_token_outside_a_token_map_is_a_miss():
 
 def test_replay_predicts_what_live_greedy_decoding_measures():
     model = chat_model()
-    counts, steps, accepted = [], 0, 0
+    rows, steps, accepted = [], 0, 0
     tree = wide_tree(depth=3, width=60)
     for text in ("hello", "a longer prompt", "zz"):
         ids = model.tokenizer(text, return_tensors="pt").input_ids
         out = model.generate(ids, tree=tree, max_new_tokens=60, do_sample=False, return_dict_in_generate=True)
         steps, accepted = steps + out.statistics.num_steps, accepted + out.statistics.num_accepted
         tokens = out.sequences[0].tolist()
-        row = AnsweredTokens(tokens, [i >= ids.shape[1] for i in range(len(tokens))])
-        counts.append(calibrate(model.base, model.heads, [row], max_rank=60))
-    replayed = (counts[0] + counts[1] + counts[2]).replayed_tokens_per_step(tree)
+        rows.append(AnsweredTokens.after_prompt(tokens, ids.shape[1]))
+    counts = calibrate(model.base, model.heads, rows, max_rank=60)
+    num_steps, num_tokens = map(sum, zip(*counts.replay(tree), strict=True))
     assert accepted > 10, "the comparison says something only when guesses are accepted"
-    assert replayed == pytest.approx(1 + accepted / steps)
+    assert num_tokens / num_steps == pytest.approx(1 + accepted / steps)
 
 
 def test_nothing_to_calibrate_on_is_an_error_that_says_what_is_missing():
