@@ -15,22 +15,25 @@ the int8 model's, and where two of its tokens nearly tie they depend on the rows
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import medusa
-from medusa.cli.flags import DTYPES, EMBEDDED_BASE, not_negative_float, positive_int
-from medusa.cli.program import exit_status, log_console
-from medusa.engine import QUANTISED_BYTES, Engine, prepared_base
+from medusa.base.loading import base_place, load_base
+from medusa.choices import Dtype, Engine
+from medusa.cli.options import EMBEDDED_BASE, check_at_least, parse
+from medusa.cli.program import chosen_device
+from medusa.cli.reporting import exit_status
+from medusa.engine import QUANTISED_BYTES, prepared_base
+from medusa.progress import log_console
 from medusa.prompts import Prompt, read_prompts
 from medusa.training.distillation.answer_file import AnswerFile
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
@@ -46,74 +49,50 @@ from medusa.training.distillation.endpoint import ChatEndpoint
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked = flags.add_argument_group("prompts and answers")
-    source = asked.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="JSON lines with `prompt`, `turns` or `messages`"
-    )
-    source.add_argument(
-        "--prompt-free", type=positive_int, metavar="N", help="let the chat model ask itself N questions"
-    )
-    asked.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines to append to")
-    asked.add_argument("--limit", type=positive_int, metavar="N", help="take the first N prompts of the file")
-    asked.add_argument("--max-new-tokens", type=positive_int, default=256, metavar="N", help="(default: 256)")
-    asked.add_argument(
-        "--temperatures",
-        type=not_negative_float,
-        nargs="+",
-        default=[0.0],
-        metavar="T",
-        help="prompts take these in turn; 0 is greedy (default: 0.0)",
-    )
-    asked.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
-    asked.add_argument(
-        "--keep-loops",
-        action="store_true",
-        help="let an answer that repeats itself go on to --max-new-tokens, instead of cutting the repetition",
-    )
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """The options of this program. The device, its dtype and the batch size may differ between runs."""
 
-    run = flags.add_argument_group("run; may differ from one run to the next on the same output")
-    run.add_argument(
-        "--batch-size",
-        type=positive_int,
-        default=32,
-        metavar="N",
-        help="answers under way at once (default: 32)",
-    )
-    run.add_argument(
-        "--max-minutes",
-        type=not_negative_float,
-        metavar="M",
-        help="stop then; answers under way are kept as far as they are, marked as cut",
-    )
-    run.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
-    )
-    run.add_argument("--dtype", choices=DTYPES, help="(default: float32 on a CPU, else the checkpoint's own)")
-    run.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    output: Path
+    """JSON lines to append to."""
+    prompts: Path | None = None
+    """JSON lines with `prompt`, `turns` or `messages`."""
+    prompt_free: int | None = None
+    """Instead of prompts: let the chat model ask itself so many questions."""
+    limit: int | None = None
+    """Take the first so many prompts of the file."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    """Prompts take these in turn; 0 is greedy."""
+    seed: int = 0
+    """Of sampling."""
+    keep_loops: bool = False
+    """Let an answer that repeats itself go on to --max-new-tokens, instead of cutting the repetition."""
+    batch_size: int = 32
+    """Answers under way at once."""
+    max_minutes: float | None = None
+    """Stop then; answers under way are kept as far as they are, marked as cut."""
+    base: str = str(EMBEDDED_BASE)
+    """Who answers: the directory of a model, or a hub id."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
+    dtype: Dtype | None = None
+    """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere."""
+    engine: Engine = "auto"
+    """How the base is executed; engines that quantise write other text."""
+    endpoint: str | None = None
+    """Let an OpenAI-compatible server answer instead, such as http://localhost:8000/v1."""
+    model: str | None = None
+    """What that server calls the model."""
+    traceback: bool = False
+    """Show where in the code an error arose."""
 
-    who = flags.add_argument_group("who answers")
-    who.add_argument(
-        "--base",
-        default=str(EMBEDDED_BASE),
-        metavar="MODEL",
-        help="directory or hub id (default: %(default)s)",
-    )
-    who.add_argument(
-        "--engine",
-        choices=get_args(Engine),
-        default="auto",
-        help="how the base is executed; those that quantise write other text (default: auto)",
-    )
-    who.add_argument(
-        "--endpoint",
-        metavar="URL",
-        help="an OpenAI-compatible server instead, such as http://localhost:8000/v1",
-    )
-    who.add_argument("--model", metavar="NAME", help="what the server calls the model")
-    return flags
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "prompt_free", "limit", "max_new_tokens", "batch_size")
+        check_at_least(self, 0, "temperatures", "max_minutes")
+        if (self.prompts is None) == (self.prompt_free is None):
+            raise ValueError("one of prompts and prompt_free must be given")
 
 
 class AnswerProgress:
@@ -159,7 +138,7 @@ class AnswerProgress:
         return f"about {minutes}:{seconds:02d} left"
 
 
-def configuration(options: argparse.Namespace) -> dict[str, Any]:
+def configuration(options: DistillOptions) -> dict[str, Any]:
     """What the answers depend on."""
     return {
         "base": options.model if options.endpoint else options.base,
@@ -173,7 +152,7 @@ def configuration(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: DistillOptions) -> None:
     if (options.endpoint is None) != (options.model is None):
         raise ValueError(
             "--endpoint and --model go together: where the server is, and what it calls the model"
@@ -190,27 +169,29 @@ def check(options: argparse.Namespace) -> None:
         )
 
 
-def wanted_prompts(options: argparse.Namespace) -> list[Prompt]:
+def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     if options.prompt_free:
         return prompt_free(min(options.prompt_free, options.limit or options.prompt_free))
+    assert options.prompts is not None
     return read_prompts(options.prompts, options.limit)
 
 
-def load_answerer(options: argparse.Namespace) -> Answerer:
-    if options.endpoint:
+def load_answerer(options: DistillOptions) -> Answerer:
+    if options.endpoint and options.model:
         endpoint = ChatEndpoint(options.endpoint, options.model)
         return EndpointAnswerer(endpoint, options.batch_size, options.max_new_tokens)
     transformers_logging.disable_progress_bar()
-    dtype = options.dtype or ("float32" if torch.device(options.device).type == "cpu" else "auto")
-    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
-    base = prepared_base(base.to(options.device).eval(), options.engine, is_exact=False)
-    tokenizer = AutoTokenizer.from_pretrained(options.base)
+    device = chosen_device(options.device)
+    dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
+    base: Any = load_base(options.base, dtype=dtype)
+    base = prepared_base(base.to(device), options.engine, is_exact=False)
+    tokenizer = AutoTokenizer.from_pretrained(base_place(options.base))
     return LocalAnswerer(
         base, tokenizer, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: DistillOptions) -> None:
     log = log_console()
     log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
     check(options)
@@ -245,7 +226,7 @@ def summarise(report: DistillationReport, seconds: float, output: Path, log: Con
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = parse(DistillOptions, arguments, description=__doc__)
     return exit_status(lambda: run(options), options.traceback)
 
 

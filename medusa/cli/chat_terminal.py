@@ -186,7 +186,7 @@ class ChatTerminal:
             )
 
     def _note(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, soft_wrap=True)
+        self.console.print(text, style="dim", markup=False, soft_wrap=not self.console.is_terminal)
 
 
 def cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:

@@ -48,10 +48,14 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         ValueError: there is no such device here, or the base is no causal language model.
     """
     log = log_console()
-    log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
+    log.print(
+        f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}",
+        style="dim",
+        soft_wrap=not log.is_terminal,
+    )
     if not log.is_terminal:
         disable_progress_bar()
-    device = _device(options.device)
+    device = chosen_device(options.device)
     checkpoint = load_heads(options.heads)
     name = options.base or _recorded_base(checkpoint, options.heads)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
@@ -72,11 +76,11 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
     if checkpoint.adapter is not None:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
-    log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=True)
+    log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     return model
 
 
-def _device(name: str) -> torch.device:
+def chosen_device(name: str) -> torch.device:
     """The device called ``name``.
 
     Raises:
