@@ -20,7 +20,7 @@ from medusa import (
     save_heads,
 )
 from medusa.base.causal_lm import hidden_states, output_embedding
-from medusa.cli.main import describe_heads
+from medusa.cli.info import describe_heads
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.registry import DrafterSettings, available_drafters, drafter_named
 from medusa.heads.calibration import AnsweredTokens, calibrate
