@@ -1,7 +1,20 @@
 """Which nodes of a verified tree stay: ``acceptance=``.
 
-Sampling is a function of logits, seed and position (``sampling``), so a node can be compared with the token
-that the base model writes there. That is the exact rule (``exact``), which every drafter works with.
-Typical acceptance, in the same module, is lossy. Drafts that were drawn from a distribution can also be
-judged by the classical rules of speculative sampling, one file each, listed in ``rules``.
+``sampling``  logits to tokens as a function of seed and position: processors, noise, and what plain decoding
+              would have written after each node
+``exact``     "exact", the default, for any candidates: a node stays if its token equals that one. The text is
+              that of plain decoding, token for token
+``typical``   "typical", LOSSY: a node stays if the base finds it plausible
+``rules``     "token", "block", "traversal", ...: rules for drafts *drawn* from a distribution, one file each
+
+The first two answer with an :class:`~medusa.acceptance.exact.Acceptance`: the path that stays and the token
+after it. A rule for drawn drafts is a function of two distributions,
+
+    verdict = rule.verify(draft, noise, state)
+
+    draft      the tree's tokens, and after each node p (the base's distribution) and q (the drafter's)
+    verdict    the deepest node that stays, the next token, and the state for the next step
+
+and keeps the base's distribution, if not the text of one seed. ``protocol`` has its types,
+``noise`` its randomness, ``drawing`` draws the drafts.
 """

@@ -17,11 +17,6 @@ from medusa.trees.candidate_tree import CandidateTree
 ProposalAfter = Callable[[Tensor, slice], Tensor]
 
 
-def draw_with_replacement(proposal: Tensor, gumbel: Tensor) -> Tensor:
-    """k independent draws from ``proposal`` (..., V), decided by ``gumbel`` (..., k, V): (..., k) long."""
-    return (proposal.log()[..., None, :] + gumbel).argmax(-1)
-
-
 def draw_without_replacement(proposal: Tensor, gumbel: Tensor, num_draws: int) -> Tensor:
     """``num_draws`` different tokens from ``proposal`` (..., V), in the order drawn: (..., num_draws) long.
 

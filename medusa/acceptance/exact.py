@@ -1,8 +1,6 @@
-"""Which nodes of a verified tree stay.
+"""The exact rule: a node stays if its token is the one that the base model writes after its parent.
 
-Both rules here are for *deterministic* candidates (the heads' top guesses): a node is compared with
-what the base model says at its parent. Rules for drafts sampled from a distribution are another
-family, in ``medusa.acceptance.rules``.
+It takes candidates as they are, wherever they come from, and gives the text of plain decoding.
 """
 
 from __future__ import annotations
@@ -45,35 +43,10 @@ def accept_equal(draft_tokens: Tensor, chosen: Tensor, topology: TreeTopology) -
     parents = topology.parents.expand_as(draft_tokens)
     matches = draft_tokens == chosen.gather(1, parents)
     matches[:, 0] = True
-    return _deepest(matches, chosen, topology)
+    return deepest_path(matches, chosen, topology)
 
 
-def accept_typical(
-    draft_tokens: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-    topology: TreeTopology,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
-) -> Acceptance:
-    """LOSSY: a node stays if the base finds its token plausible enough (arXiv 2401.10774, section 3.3.2).
-
-    A token x stays when p(x) > min(threshold, alpha * exp(-H(p))), p = softmax of the parent's
-    ``scores`` (B, N, V) and H its entropy in nats. The text differs from plain decoding, and its
-    distribution from the model's.
-    """
-    log_p = scores.log_softmax(dim=-1)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)  # (B, N)
-    bound = (alpha * torch.exp(-entropy)).clamp(max=threshold)
-    parents = topology.parents.expand_as(draft_tokens)
-    parent_log_p = log_p.gather(1, parents[..., None].expand_as(log_p))
-    probability = parent_log_p.gather(2, draft_tokens[..., None]).squeeze(2).exp()
-    plausible = probability > bound.gather(1, parents)
-    plausible[:, 0] = True
-    return _deepest(plausible, chosen, topology)
-
-
-def _deepest(stays: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptance:
+def deepest_path(stays: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptance:
     """The deepest node all of whose path ``stays`` (B, N) bool."""
     broken = (topology.ancestors & ~stays[:, None, :]).any(dim=2)  # (B, N)
     depths = topology.depths.expand_as(stays)

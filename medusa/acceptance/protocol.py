@@ -20,7 +20,6 @@ class DraftKind(Enum):
     """How the children of a node came about. The values are the words error messages use."""
 
     RANKED = "ranked candidates (top-k of the heads, a suffix match)"
-    COUPLED = "candidates chosen with the verifier's own noise"
     CHAIN = "one chain sampled from q"
     WITH_REPLACEMENT = "a tree whose siblings are sampled from q independently"
     WITHOUT_REPLACEMENT = "a tree whose siblings are sampled from q without replacement"
@@ -29,8 +28,6 @@ class DraftKind(Enum):
 _WHY_NOT = {
     DraftKind.RANKED: "a ranked candidate was not drawn from q, it is a point mass, so a test on p/q is "
     "biased; use acceptance='exact', or have the drafter sample",
-    DraftKind.COUPLED: "the draft already depends on the noise of the test, so a test on p/q is biased; "
-    "use acceptance='exact', or draw the draft with noise of its own",
     DraftKind.WITHOUT_REPLACEMENT: "a sibling depends on those drawn before it, and the rule takes each as a "
     "fresh draw from q; draw with replacement",
 }

@@ -44,12 +44,10 @@ from __future__ import annotations
 from medusa.acceptance.block import BLOCK
 from medusa.acceptance.drawing import (
     draw_tree,
-    draw_with_replacement,
     draw_without_replacement,
     independent_chains,
     kind_drawn,
 )
-from medusa.acceptance.expectation import expected_tokens
 from medusa.acceptance.greedy_block import GREEDY_BLOCK
 from medusa.acceptance.multi_draft import MULTI_DRAFT, MULTI_DRAFT_WITHOUT_REPLACEMENT
 from medusa.acceptance.protocol import (
@@ -99,9 +97,7 @@ __all__ = [
     "VerificationNoise",
     "VerificationRule",
     "draw_tree",
-    "draw_with_replacement",
     "draw_without_replacement",
-    "expected_tokens",
     "independent_chains",
     "kind_drawn",
     "rule_named",

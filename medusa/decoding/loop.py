@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa.acceptance.exact import Acceptance, accept_equal, accept_typical, accepted_up_to
+from medusa.acceptance.exact import Acceptance, accept_equal, accepted_up_to
 from medusa.acceptance.noise import verification_noise
 from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.rules import SampledDraft
 from medusa.acceptance.sampling import NodePaths, choose, process_node_logits
+from medusa.acceptance.typical import accept_typical
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
 from medusa.decoding.in_step import accept_in_step
 from medusa.decoding.state import DecodeRequest, DecodeState

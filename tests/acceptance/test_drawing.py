@@ -11,9 +11,7 @@ from medusa.acceptance.noise import draft_noise, verification_noise
 from medusa.acceptance.rules import (
     DraftKind,
     draw_tree,
-    draw_with_replacement,
     draw_without_replacement,
-    expected_tokens,
     independent_chains,
     kind_drawn,
     rule_named,
@@ -25,13 +23,6 @@ NUM_DRAWS = 200_000
 
 def gumbel(*shape, seed=0):
     return -torch.empty(*shape).exponential_(generator=torch.Generator().manual_seed(seed)).log()
-
-
-def test_draws_with_replacement_are_independent_draws():
-    q = toy_table(1, 3).float()
-    pairs = draw_with_replacement(q.expand(NUM_DRAWS, 3), gumbel(NUM_DRAWS, 2, 3))
-    counts = torch.bincount(pairs[:, 0] * 3 + pairs[:, 1], minlength=9)
-    assert p_value(counts, q.double()[:, None] * q.double()) > FALSE_ALARM_RATE
 
 
 def test_draws_without_replacement_come_in_the_order_of_successive_draws():
@@ -149,17 +140,3 @@ def test_texts_follow_the_law_with_counter_based_noise(name):
         noise_source=counted,
     )
     assert p_value(counts, law_of(target, 3)) > FALSE_ALARM_RATE
-
-
-def test_expected_tokens_is_the_geometric_sum():
-    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
-    assert expected_tokens(0.0, 7) == 1
-    assert expected_tokens(1.0, 7) == 8
-    assert expected_tokens(1 - 1e-12, 7) == pytest.approx(8)
-    assert expected_tokens(0.5, 0) == 1
-
-
-@pytest.mark.parametrize(("rate", "length"), [(1.2, 3), (-0.1, 3), (float("nan"), 3), (0.5, -1)])
-def test_expected_tokens_refuses_what_is_no_rate_or_length(rate, length):
-    with pytest.raises(ValueError, match=r"acceptance_rate must be in|draft_length must be at least 0"):
-        expected_tokens(rate, length)

@@ -19,11 +19,11 @@ from verification_laws import (
 from medusa.acceptance.rules import (
     RULES,
     DraftKind,
-    expected_tokens,
     independent_chains,
     kind_drawn,
     rule_named,
 )
+from medusa.measurement.draft_length import expected_tokens
 from medusa.trees.candidate_tree import CandidateTree
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])

@@ -136,8 +136,6 @@ def test_drawing_the_next_token_with_the_noise_of_the_draft_is_biased_and_refuse
 
     assert chance_of(rule) > FALSE_ALARM_RATE
     assert chance_of(rule, tamper=share) < FALSE_ALARM_RATE
-    with pytest.raises(ValueError, match="draft already depends on the noise of the test"):
-        rule.require(DraftKind.COUPLED)
 
 
 def test_tossing_coins_with_the_noise_of_the_draft_is_biased():

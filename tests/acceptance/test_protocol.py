@@ -344,7 +344,6 @@ def test_greedy_block_refuses_another_draft_length_while_its_state_is_alive():
             DraftKind.RANKED,
             "acceptance='token' cannot verify ranked candidates.*use acceptance='exact'",
         ),
-        ("traversal", DraftKind.COUPLED, "verifier's own noise.*draw the draft with noise of its own"),
         ("block", DraftKind.WITH_REPLACEMENT, "walks one path; draft a chain, or use a tree rule"),
         ("greedy_block", DraftKind.WITHOUT_REPLACEMENT, "walks one path; draft a chain"),
         ("spectr", DraftKind.WITHOUT_REPLACEMENT, "fresh draw from q; draw with replacement"),

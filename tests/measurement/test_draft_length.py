@@ -7,10 +7,9 @@ import torch
 from conftest import VOCAB_SIZE, counting_model, random_prompts, tiny_model
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.acceptance.rules import expected_tokens
 from medusa.drafters.registry import DrafterSettings, draft_sources, drafter_named
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.measurement.draft_length import DraftRecord, StepCosts, best_draft_length
+from medusa.measurement.draft_length import DraftRecord, StepCosts, best_draft_length, expected_tokens
 from medusa.measurement.watching import (
     Probe,
     interpolated,
@@ -181,3 +180,17 @@ def test_without_a_draft_no_length_is_chosen_and_without_a_step_it_is_an_error()
     assert drafted_nothing.choice is None
     with pytest.raises(ValueError, match="every answer ended with its first token"):
         probe(counting_model(64), "suffix", settings, max_new_tokens=1)
+
+
+def test_expected_tokens_is_the_geometric_sum():
+    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert expected_tokens(0.0, 7) == 1
+    assert expected_tokens(1.0, 7) == 8
+    assert expected_tokens(1 - 1e-12, 7) == pytest.approx(8)
+    assert expected_tokens(0.5, 0) == 1
+
+
+@pytest.mark.parametrize(("rate", "length"), [(1.2, 3), (-0.1, 3), (float("nan"), 3), (0.5, -1)])
+def test_expected_tokens_refuses_what_is_no_rate_or_length(rate, length):
+    with pytest.raises(ValueError, match=r"acceptance_rate must be in|draft_length must be at least 0"):
+        expected_tokens(rate, length)

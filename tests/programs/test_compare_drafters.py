@@ -13,8 +13,7 @@ from conftest import program as load_program
 from tiny_chat import save_chat_model
 
 from medusa import DecodingStatistics
-from medusa.acceptance.rules import expected_tokens
-from medusa.measurement.draft_length import DraftRecord
+from medusa.measurement.draft_length import DraftRecord, expected_tokens
 from medusa.measurement.drafters import exactness, paired_ratio, summary
 from medusa.measurement.timing import Answer
 from medusa.prompts import read_prompts
