@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa.training.config.configuration import TrainingConfiguration, read_configuration
+from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.data.loading import TrainingData, load_data
+from medusa.training.recipes.registry import new_recipe
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
 
@@ -91,13 +95,38 @@ def counting_rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def configuration_of(**options: Any) -> TrainingConfiguration:
+    """A configuration of flat ``options``, as in the YAML file."""
+    if not isinstance(options["data"], list):
+        options["data"] = [str(options["data"])]
+    groups = {name: kind for name, kind in get_type_hints(TrainingConfiguration).items()}
+    given = {}
+    for name, kind in groups.items():
+        mine = {each.name for each in dataclasses.fields(kind)} & options.keys()
+        given[name] = kind(**{key: options.pop(key) for key in mine})
+    assert not options, f"no such options: {options}"
+    return TrainingConfiguration(**given)
+
+
+def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
+    """A trainer on ``rows`` and the tiny base; options as in the YAML file."""
+    configuration = configured(directory, rows, **options)
+    data = load_data(configuration.data, chat_tokenizer())
+    return trainer_on(configuration, tiny_base(), data)
+
+
+def trainer_on(configuration: TrainingConfiguration, base: Any, data: TrainingData) -> Trainer:
+    recipe = new_recipe(configuration, base, data.training)
+    return Trainer(configuration, accelerator_of(configuration), recipe, data, Console(quiet=True))
+
+
 def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> TrainingConfiguration:
     """Of a short run in ``directory`` on ``rows``; options as in the YAML file."""
     directory.mkdir(exist_ok=True)
     defaults = {
         "base": "tiny",
         "data": write_rows(directory / "rows.jsonl", rows),
-        "output_dir": directory / "run",
+        "output_dir": str(directory / "run"),
         "num_heads": 3,
         "max_steps": 12,
         "tokens_per_batch": 1024,
@@ -106,10 +135,7 @@ def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> T
         "logging_steps": 1,
         "held_out_fraction": 0.1,
     }
-    words = []
-    for key, value in (defaults | options).items():
-        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    configuration = read_configuration(words)
+    configuration = configuration_of(**defaults | options)
     RunDirectory(configuration.run.output_dir).check(configuration)
     return configuration
 

@@ -20,28 +20,27 @@ from pathlib import Path
 
 import transformers
 from accelerate import Accelerator
-from rich.console import Console
 
 import medusa
-from medusa.base.causal_lm import CausalLM
-from medusa.cli.program import exit_status, log_console
+from medusa.cli.options import parse
+from medusa.cli.program import exit_status
 from medusa.heads.adapter import peft_library
-from medusa.heads.eagle import Heads
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.heads.medusa_heads import MedusaHeads
 from medusa.plots import check_matplotlib
-from medusa.training.config.configuration import TrainingConfiguration, read_configuration
+from medusa.progress import log_console
+from medusa.training.config.configuration import REMOVED, TrainingConfiguration, launched_precision
 from medusa.training.data import loading
-from medusa.training.run import metrics, preparation, processes, result
+from medusa.training.recipes.registry import new_recipe
+from medusa.training.run import metrics, processes, result
+from medusa.training.run.base import load_base, load_tokenizer
 from medusa.training.run.curve import draw_training
-from medusa.training.run.joint_trainer import JointTrainer, base_report
-from medusa.training.run.lora import TrainedAdapter
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
 
 
 def main() -> None:
-    configuration = read_configuration(sys.argv[1:], __doc__ or "")
+    presets = {"precision": launched_precision()}
+    configuration = parse(TrainingConfiguration, description=__doc__ or "", presets=presets, removed=REMOVED)
     run = RunDirectory(configuration.run.output_dir)
     if configuration.run.inspect:
         return inspect(configuration)
@@ -54,66 +53,33 @@ def main() -> None:
     console.quiet = not accelerator.is_main_process
     console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
 
-    tokenizer = preparation.load_tokenizer(configuration.base)
-    data = loading.load_data(configuration.data, tokenizer)
+    data = loading.load_data(configuration.data, load_tokenizer(configuration.base))
     console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
-    base = preparation.load_base(configuration.base, accelerator.device)
-    heads = preparation.new_heads(configuration, base, data.training)
-    num_parameters = sum(each.numel() for each in heads.parameters())
+    base = load_base(configuration.base, accelerator.device)
+    recipe = new_recipe(configuration, base, data.training)
+    console.print(recipe.describe(data.training), soft_wrap=True)
     console.print(
-        f"{configuration.heads.head_kind} heads for {heads.num_heads} tokens ahead, "
-        f"{num_parameters:,} parameters, on {configuration.base.base} in {base.dtype}, "
-        f"{configuration.optimisation.precision} products, "
+        f"on {configuration.base.base} in {base.dtype}, {configuration.optimisation.precision} products, "
         f"{accelerator.num_processes} x {accelerator.device.type}",
         soft_wrap=True,
     )
-    if heads.token_map is not None:
-        coverage = preparation.map_coverage(heads, data.training)
-        console.print(
-            f"the {len(heads.token_map):,} tokens of the map are {coverage:.1%} of the training labels"
-        )
-
-    trainer = new_trainer(configuration, accelerator, base, heads, data, console)
+    trainer = Trainer(configuration, accelerator, recipe, data, console)
     try:
         measured = trainer.train()
         heads = trainer.gathered_heads()
         if heads is not None:
             tree = result.calibrated_tree(base, heads, data.held_out, configuration.run.tree_nodes)
             record = result.provenance(configuration, data.counts, trainer.state, measured)
-            adapter = trainer.adapter.taken_out() if isinstance(trainer, JointTrainer) else None
-            result.save_result(
-                run.heads, heads, configuration.base.base, tree, record, adapter, BaseFingerprint.of(base)
-            )
+            made_for = (recipe.adapter(), BaseFingerprint.of(base))
+            result.save_result(run.heads, heads, configuration.base.base, tree, record, *made_for)
             console.print(metrics.table("held_out", measured))
-            if adapter is not None:
-                console.print(base_report(measured), soft_wrap=True)
-            what = "heads" if adapter is None else "heads and adapter"
-            console.print(f"{what} written to {run.heads}", soft_wrap=True)
+            if (report := recipe.closing_report(measured)) is not None:
+                console.print(report, soft_wrap=True)
+            console.print(f"{recipe.result} written to {run.heads}", soft_wrap=True)
             if draw_training(run.logged_metrics(), run.picture):
                 console.print(f"picture: {run.picture}", soft_wrap=True)
     finally:
         trainer.close()
-
-
-def new_trainer(
-    configuration: TrainingConfiguration,
-    accelerator: Accelerator,
-    base: CausalLM,
-    heads: Heads,
-    data: loading.TrainingData,
-    console: Console,
-) -> Trainer:
-    """The trainer that the configuration asks for; for joint training the base gets its adapter here."""
-    if not isinstance(heads, MedusaHeads) or not configuration.joint.joint:
-        return Trainer(configuration, accelerator, base, heads, data, console)
-    adapter = TrainedAdapter(base, configuration.joint, configuration.data.seed)
-    options = configuration.joint
-    console.print(
-        f"joint training: a LoRA adapter of {adapter.num_parameters:,} parameters, heads alone for "
-        f"{options.joint_warmup_fraction:.0%} of the run, heads_weight {options.lambda_0:g}",
-        soft_wrap=True,
-    )
-    return JointTrainer(configuration, accelerator, base, heads, data, console, adapter)
 
 
 def started(configuration: TrainingConfiguration) -> Accelerator:
@@ -128,7 +94,7 @@ def started(configuration: TrainingConfiguration) -> Accelerator:
 
 def inspect(configuration: TrainingConfiguration) -> None:
     """Show what became of the data, and some documents with the tokens trained on in colour."""
-    tokenizer = preparation.load_tokenizer(configuration.base)
+    tokenizer = load_tokenizer(configuration.base)
     data = loading.load_data(configuration.data, tokenizer)
     console = log_console()
     for document in map(data.training.__getitem__, data.training.spread(3)):

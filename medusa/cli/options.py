@@ -13,7 +13,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -43,25 +43,35 @@ def parse(
     description: str | None = None,
     prog: str | None = None,
     presets: Mapping[str, Any] | None = None,
+    removed: Mapping[str, str] | None = None,
 ) -> T:
     """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
 
-    ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
-    before the command line as words of it, so one parser checks both and the command line wins.
-    ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
+        ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
+        before the command line as words of it, so one parser checks both and the command line wins.
+        ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
 
-    Args:
-        description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
+        Args:
+    <<<<<<< HEAD
+            description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
+    =======
+            description: what ``--help`` shows first, as it stands.
+            removed: what to do instead of each key, or value as `key=value`, that there once was.
+    >>>>>>> d8ffb52 (One recipe for each kind of training, one fused loss, one parser of options; D-PACE, LK and low_rank go)
 
-    Raises:
-        SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
-            key, a value that cannot be used, or a file that cannot be read (status 2).
+        Raises:
+            SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
+                key, a value that cannot be used, or a file that cannot be read (status 2).
     """
     file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
     flags = flag_types(options)
+    words = _switches(words, flags)
     given = _words(presets or {}, flags, "presets")
+    _refuse_removed(_given_pairs(words), removed or {}, "the command line")
     if file is not None:
-        given += _words(_read_file(file), flags, str(file))
+        values = _read_file(file)
+        _refuse_removed(values.items(), removed or {}, str(file))
+        given += _words(values, flags, str(file))
     if {"-h", "--help"} & set(words):
         text = inspect.getdoc(options) if description is None else description
         sys.stdout.write(f"{(text or '').rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
@@ -139,6 +149,40 @@ def _words(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> l
         else:
             words.append(f"--{flag}={'none' if value is None else value}")
     return words
+
+
+def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
+    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`."""
+    kept: list[str] = []
+    for word in words:
+        key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
+        key = key.replace("-", "_")
+        if value and flags.get(key) is bool:
+            kept.append(f"--{key}")
+            word = value
+        before = kept[-1] if kept else ""
+        if word.lower() in ("true", "false") and flags.get(before[2:].replace("-", "_")) is bool:
+            kept[-1] = before if word.lower() == "true" else f"--no-{before[2:]}"
+        else:
+            kept.append(word)
+    return kept
+
+
+def _given_pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Every key on a command line, and the word after it or its `=`."""
+    pairs = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("--"):
+            key, _, value = word[2:].partition("=")
+            pairs.append((key.replace("-", "_"), value or following))
+    return pairs
+
+
+def _refuse_removed(given: Iterable[tuple[str, Any]], removed: Mapping[str, str], where: str) -> None:
+    for key, value in given:
+        for name in (str(key), f"{key}={value}"):
+            if name in removed:
+                _refuse(f"{name} in {where} was removed: {removed[name]}")
 
 
 def _optional(kind: Any) -> Any | None:

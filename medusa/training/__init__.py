@@ -2,6 +2,6 @@
 
 The way of the data through the folders: ``distillation`` lets the base model answer prompts, ``data`` turns
 conversations into micro-batches, ``states`` gives the base's hidden states for them, live or stored,
-``losses`` says what is minimised, and ``run`` holds the loop, its processes, its checkpoints and its result.
-``config`` documents every option.
+``losses`` has what is minimised, ``recipes`` the kinds of training, and ``run`` the loop, its processes, its
+checkpoints and its result. ``config`` documents every option.
 """

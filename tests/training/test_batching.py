@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding
-from medusa.training.data.batching import BatchOptions, MicroBatch, collate, plan_epoch, plan_in_order
+from medusa.training.config.options import DataOptions, LossOptions
+from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.documents import Document, Documents
-from medusa.training.losses.loss import HeadsLoss, LossOptions, LossSums
-from medusa.training.states.hidden_source import LiveStates
+from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
+from medusa.training.states.feeds import StateFeed
 
 ROW = 64
 LENGTHS = st.lists(st.integers(2, ROW), min_size=1, max_size=60)
@@ -36,8 +39,8 @@ def in_plan(plan: list[MicroBatch]) -> list[int]:
 @settings(deadline=None, max_examples=60)
 @given(lengths=LENGTHS, packing=st.booleans(), tokens=st.integers(1, 400), epoch=st.integers(0, 3))
 def test_every_document_is_in_an_epoch_once_and_no_batch_is_too_large(lengths, packing, tokens, epoch):
-    options = BatchOptions(tokens, packing, row_length=ROW)
-    plan = plan_epoch(np.array(lengths), options, seed=1, epoch=epoch)
+    options = DataOptions(tokens_per_batch=tokens, packing=packing, max_length=ROW, seed=1)
+    plan = plan_epoch(np.array(lengths), options, epoch=epoch)
     assert sorted(in_plan(plan)) == list(range(len(lengths)))
     for batch in plan:
         width = max(sum(lengths[index] for index in row) for row in batch)
@@ -46,16 +49,19 @@ def test_every_document_is_in_an_epoch_once_and_no_batch_is_too_large(lengths, p
 
 
 def test_the_same_seed_and_epoch_give_the_same_plan_and_another_epoch_another():
-    lengths, options = np.random.default_rng(0).integers(2, 50, 200), BatchOptions(128)
-    first = plan_epoch(lengths, options, seed=4, epoch=0)
-    assert plan_epoch(lengths, options, seed=4, epoch=0) == first
-    assert plan_epoch(lengths, options, seed=4, epoch=1) != first
-    assert plan_epoch(lengths, options, seed=5, epoch=0) != first
+    lengths, options = (
+        np.random.default_rng(0).integers(2, 50, 200),
+        DataOptions(tokens_per_batch=128, seed=4),
+    )
+    first = plan_epoch(lengths, options, epoch=0)
+    assert plan_epoch(lengths, options, epoch=0) == first
+    assert plan_epoch(lengths, options, epoch=1) != first
+    assert plan_epoch(lengths, dataclasses.replace(options, seed=5), epoch=0) != first
 
 
 def test_documents_of_like_length_share_a_batch():
     lengths = np.random.default_rng(0).integers(10, 1000, 2000)
-    plan = plan_epoch(lengths, BatchOptions(8192), seed=0, epoch=0)
+    plan = plan_epoch(lengths, DataOptions(tokens_per_batch=8192), epoch=0)
     padded = sum(len(batch) * max(lengths[row[0]] for row in batch) for batch in plan)
     assert padded < 1.1 * lengths.sum()
     shuffled = [lengths[batch[0][0]] for batch in plan]
@@ -64,13 +70,13 @@ def test_documents_of_like_length_share_a_batch():
 
 def test_packed_rows_are_nearly_full():
     lengths = np.random.default_rng(0).integers(10, 300, 2000)
-    plan = plan_epoch(lengths, BatchOptions(4096, packing=True, row_length=1024), seed=0, epoch=0)
+    plan = plan_epoch(lengths, DataOptions(packing=True), epoch=0)
     assert sum(len(batch) for batch in plan) * 1024 < 1.05 * lengths.sum()
 
 
 def test_evaluation_takes_every_document():
     documents = documents_of([5, 60, 9, 33])
-    assert sorted(in_plan(plan_in_order(documents.lengths, BatchOptions(64)))) == [0, 1, 2, 3]
+    assert sorted(in_plan(plan_in_order(documents.lengths, DataOptions(tokens_per_batch=64)))) == [0, 1, 2, 3]
 
 
 def test_positions_restart_at_each_document_and_behind_the_last_of_several():
@@ -92,7 +98,7 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    source, loss = LiveStates(base, documents, num_heads=3), HeadsLoss(heads, LossOptions())
+    source, loss = StateFeed(base, documents, num_heads=3), HeadsLoss(heads, LossOptions())
 
     @torch.no_grad()
     def sums_of(plan: list[MicroBatch]) -> LossSums:
@@ -115,4 +121,4 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
 
 def test_a_batch_size_below_one_token_is_refused():
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
-        BatchOptions(0)
+        DataOptions(tokens_per_batch=0)

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
-from accelerate import Accelerator
-from rich.console import Console
-from tiny_training import chat_tokenizer, configured, conversation, counting_rows, history, tiny_base
+from tiny_training import conversation, counting_rows, history, new_trainer
 
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.training.data.loading import load_data
-from medusa.training.run import preparation
 from medusa.training.run.curve import draw_training, is_stale
-from medusa.training.run.replay import NUM_NODES, replayed_metrics
+from medusa.training.run.metrics import NUM_NODES, replayed_metrics
 from medusa.training.run.trainer import Trainer
 
 PNG = b"\x89PNG"
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-
-
-def new_trainer(directory: Path, rows: list, **options) -> Trainer:
-    configuration, base = configured(directory, rows, **options), tiny_base()
-    data = load_data(configuration.data, chat_tokenizer())
-    heads = preparation.new_heads(configuration, base, data.training)
-    return Trainer(configuration, Accelerator(cpu=True), base, heads, data, Console(quiet=True))
 
 
 def entries_of(trainer: Trainer) -> list[dict]:

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import counting_model
-from rich.console import Console
 from tiny_training import (
     chat_tokenizer,
     configured,
@@ -19,21 +17,22 @@ from tiny_training import (
     history,
     stop_after,
     tiny_base,
+    trainer_on,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa import CandidateTree, MedusaModel
 from medusa.heads.eagle import EagleConfig, EagleHead
-from medusa.training.config.configuration import ConfigurationError
+from medusa.training.config.options import ConfigurationError, LossOptions
 from medusa.training.data.documents import Document, Documents
 from medusa.training.data.loading import TrainingData, load_data
 from medusa.training.losses.alignment import align
-from medusa.training.losses.eagle_loss import EagleLoss, FeatureBatch
-from medusa.training.losses.loss import LossOptions
-from medusa.training.run import preparation, result
+from medusa.training.losses.sums import added
+from medusa.training.recipes.eagle_head import EagleLoss
+from medusa.training.run import result
 from medusa.training.run.trainer import Trainer
-from medusa.training.states.hidden_source import LiveFeatures
+from medusa.training.states.feeds import FeatureBatch, FeatureFeed
 
 DEPTH, HIDDEN, VOCAB = 3, 16, 40
 LENGTHS = (5, 8)
@@ -59,7 +58,9 @@ class Problem:
 
     def fused(self, objective: str = "kl", **options: Any):
         teacher = options.pop("teacher", self.embedding)
-        module = EagleLoss(self.head, LossOptions(objective, **{"block_elements": 200, **options}))
+        feature_weight = options.pop("feature_weight", 10.0)
+        options = {"block_elements": 200, **options}
+        module = EagleLoss(self.head, LossOptions(objective, **options), feature_weight)
         alignment = align(self.tokens.flatten(), self.is_label.flatten(), self.positions.flatten(), DEPTH)
         batch = FeatureBatch(self.features, self.following, self.positions)
         return module(batch, alignment, self.embedding, self.num_scored, teacher)
@@ -151,10 +152,8 @@ def new_trainer(directory: Path, base: Any = None, data: Any = None, **options: 
         "learning_rate": 3e-3,
     }
     configuration = configured(directory, counting_rows(40), **defaults | options)
-    base = tiny_base() if base is None else base
     data = load_data(configuration.data, chat_tokenizer()) if data is None else data
-    head = preparation.new_heads(configuration, base, data.training)
-    return Trainer(configuration, Accelerator(cpu=True), base, head, data, Console(quiet=True))
+    return trainer_on(configuration, tiny_base() if base is None else base, data)
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +215,13 @@ def test_packed_documents_have_the_loss_of_documents_alone(tmp_path):
     for name, options in {"alone": {}, "packed": {"packing": True, "max_length": 200}}.items():
         trainer = new_trainer(tmp_path / name, **options)
         sums, embedding = trainer.window, trainer.base.get_output_embeddings()
-        source = LiveFeatures(trainer.base, trainer.data.training, DEPTH)
+        source = FeatureFeed(trainer.base, trainer.data.training, DEPTH)
         batches = [batch for group in trainer._plan(0) for batch in group]
         assert (max(len(row) for batch in batches for row in batch) > 1) == (name == "packed")
         with torch.no_grad():
             for batch in batches:
-                _, more = trainer.loss(*source(batch), embedding, torch.ones(DEPTH), trainer.teacher)
-                sums = sums.plus(more)
+                _, more = trainer.loss(*source(batch), embedding, torch.ones(DEPTH), trainer.recipe.teacher)
+                sums = added(sums, more)
         metrics.append(sums)
     torch.testing.assert_close(metrics[0].loss, metrics[1].loss, rtol=1e-4, atol=1e-3)
     assert metrics[0].num_scored.tolist() == metrics[1].num_scored.tolist()
@@ -244,7 +243,7 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = EagleHead(EagleConfig(32, 258, num_attention_heads=4, max_depth=DEPTH))
-    source = LiveFeatures(base, Documents.of([]), DEPTH)
+    source = FeatureFeed(base, Documents.of([]), DEPTH)
     module = EagleLoss(head, LossOptions("ce"))
     loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)
     loss.backward()
@@ -256,9 +255,9 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reads_path": False}, "reads_path does not go with head_kind=eagle, got False"),
-        ({"unembedding": "full"}, "unembedding does not go with head_kind=eagle, got 'full'"),
-        ({"head_kind": "medusa"}, "num_attention_heads does not go with head_kind=medusa, got 4"),
+        ({"reads_path": False}, "reads_path goes with head_kind=medusa, got False without it"),
+        ({"unembedding": "full"}, "unembedding goes with head_kind=medusa, got 'full' without it"),
+        ({"head_kind": "medusa"}, "num_attention_heads goes with head_kind=eagle, got 4 without it"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"feature_weight": -1}, "feature_weight must be at least 0, got -1"),
     ],
@@ -270,5 +269,7 @@ def test_options_of_the_other_kind_are_refused(tmp_path, options, message):
 
 
 def test_attention_heads_that_do_not_divide_the_base_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="num_attention_heads must divide hidden_size=32, got 5"):
+    with pytest.raises(
+        ValueError, match="num_attention_heads must divide hidden_size=32 into even parts, got 5"
+    ):
         new_trainer(tmp_path, num_attention_heads=5)

@@ -11,14 +11,13 @@ from tiny_training import chat_tokenizer, conversation, write_rows
 from medusa.training.config.options import DataOptions
 from medusa.training.data.documents import Document, Documents
 from medusa.training.data.filtering import (
-    FilterOptions,
     NearDuplicates,
     filtered,
     held_out_indices,
     repeated_fraction,
     split,
 )
-from medusa.training.run.preparation import load_data
+from medusa.training.data.loading import load_data
 
 random = np.random.default_rng(0)
 
@@ -35,7 +34,7 @@ def prose(length: int) -> np.ndarray:
 
 def kept(documents: list[Document], **options) -> tuple[int, Counter]:
     counts: Counter[str] = Counter()
-    return len(filtered(documents, FilterOptions(**options), counts)), counts
+    return len(filtered(documents, DataOptions(**options), counts)), counts
 
 
 def test_a_loop_is_told_from_prose():
@@ -151,7 +150,7 @@ def test_the_token_map_holds_the_most_frequent_answer_tokens():
 )
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        FilterOptions(**options)
+        DataOptions(**options)
 
 
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):

@@ -8,12 +8,13 @@ from conftest import READING
 from torch import Tensor, nn
 
 from medusa import HeadsConfig, MedusaHeads
+from medusa.training.config.options import LossOptions
 from medusa.training.losses.alignment import Alignment, align, needed_states
-from medusa.training.losses.loss import HeadsLoss, LossOptions
+from medusa.training.recipes.medusa_heads import HeadsLoss
 
 NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20
 UNEMBEDDINGS = ("shared", "full", "token_map")
-OBJECTIVES = ("ce", "kl", "blend", "lk")
+OBJECTIVES = ("ce", "kl", "blend")
 
 
 def new_heads(unembedding: str, num_layers: int = 2, **reading) -> MedusaHeads:
@@ -84,7 +85,6 @@ class Problem:
                     "ce": hard,
                     "kl": soft,
                     "blend": kl_weight * soft + (1 - kl_weight) * hard,
-                    "lk": -torch.minimum(log_p.exp(), log_q.exp()).sum().log(),
                 }[objective]
                 total = total + decay**depth / self.num_scored[depth - 1] * loss
         return total
@@ -115,12 +115,11 @@ def test_blend_moves_from_hard_labels_to_the_base(kl_weight):
 
 
 @pytest.mark.parametrize("block_elements", [1, VOCAB * 7, 10**9])
-@pytest.mark.parametrize("depth_weighting", ["decay", "dpace"])
-def test_the_block_size_changes_nothing_but_memory(block_elements, depth_weighting):
+def test_the_block_size_changes_nothing_but_memory(block_elements):
     problem = Problem()
     problem.hidden.requires_grad_()
-    reference, reference_sums = problem.fused(depth_weighting=depth_weighting)
-    loss, sums = problem.fused(depth_weighting=depth_weighting, block_elements=block_elements)
+    reference, reference_sums = problem.fused()
+    loss, sums = problem.fused(block_elements=block_elements)
     torch.testing.assert_close(loss, reference)
     for ours, theirs in zip(problem.gradients(loss), problem.gradients(reference), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -128,8 +127,7 @@ def test_the_block_size_changes_nothing_but_memory(block_elements, depth_weighti
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("depth_weighting", ["decay", "dpace"])
-def test_no_block_of_logits_is_larger_than_asked(monkeypatch, depth_weighting):
+def test_no_block_of_logits_is_larger_than_asked(monkeypatch):
     problem, seen = Problem(), []
     logits_of = MedusaHeads.logits_of
 
@@ -139,7 +137,7 @@ def test_no_block_of_logits_is_larger_than_asked(monkeypatch, depth_weighting):
         return logits
 
     monkeypatch.setattr(MedusaHeads, "logits_of", recorded)
-    problem.fused(depth_weighting=depth_weighting, block_elements=3 * VOCAB)
+    problem.fused(block_elements=3 * VOCAB)
     assert max(seen) == 3 * VOCAB
     assert len(seen) > NUM_HEADS
 

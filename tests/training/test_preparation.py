@@ -7,9 +7,8 @@ import torch
 from conftest import ARCHITECTURES, tiny_model
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from medusa.training.config.configuration import ConfigurationError
-from medusa.training.config.options import BaseOptions
-from medusa.training.run.preparation import check_causal, load_base
+from medusa.training.config.options import BaseOptions, ConfigurationError
+from medusa.training.run.base import check_causal, load_base
 
 BASES = {
     "t5": lambda: T5ForConditionalGeneration(

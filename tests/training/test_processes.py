@@ -10,8 +10,8 @@ import torch
 from accelerate import DistributedType
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.training.config.configuration import ConfigurationError
-from medusa.training.losses.loss import HeadsLoss, LossOptions
+from medusa.training.config.options import ConfigurationError, LossOptions
+from medusa.training.recipes.medusa_heads import HeadsLoss
 from medusa.training.run import processes
 
 

@@ -16,15 +16,13 @@ from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding
 from medusa.files import read_json
 from medusa.progress import ProgressReporter
-from medusa.training.data.batching import BatchOptions
+from medusa.training.config.options import DataOptions, LossOptions
 from medusa.training.data.documents import Document, Documents
-from medusa.training.losses.loss import HeadsLoss, LossOptions
 from medusa.training.losses.teacher import teacher_of
-from medusa.training.states.hidden_source import HiddenSource, LiveFeatures, LiveStates
+from medusa.training.recipes.medusa_heads import HeadsLoss
+from medusa.training.states.feeds import FeatureFeed, StateFeed
 from medusa.training.states.stored_states import (
     StateFile,
-    StoredFeatures,
-    StoredStates,
     states_size,
     store_states,
 )
@@ -41,14 +39,15 @@ def documents_of(seed: int = 0) -> Documents:
     )
 
 
-def fill(directory: Path, documents: Documents, dtype: str = "float32", layers=()) -> StoredStates:
+def fill(directory: Path, documents: Documents, dtype: str = "float32", layers=()) -> StateFeed:
     base = tiny_model("llama")
     line = ProgressReporter("states", Console(quiet=True))
-    store_states(directory, base, documents, NUM_HEADS, dtype, BatchOptions(64), line, layers)
-    return StoredStates(directory, documents, NUM_HEADS, None, base.device)
+    store_states(directory, base, documents, NUM_HEADS, dtype, DataOptions(tokens_per_batch=64), line, layers)
+    file = StateFile(directory, documents, NUM_HEADS)
+    return StateFeed(base, documents, NUM_HEADS, layers=layers, stored=file)
 
 
-def losses(source: HiddenSource, layers=()) -> torch.Tensor:
+def losses(source: StateFeed, layers=()) -> torch.Tensor:
     """(2, K) sums of the KL objective, which reads the base's own rows as well."""
     base = tiny_model("llama")
     torch.manual_seed(0)
@@ -68,7 +67,7 @@ def losses(source: HiddenSource, layers=()) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 3e-3)])
 def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, layers):
     documents = documents_of()
-    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
+    live = losses(StateFeed(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
     assert live.min() > 1
     stored = losses(fill(tmp_path, documents, dtype, layers), layers)
     torch.testing.assert_close(stored, live, rtol=tolerance, atol=tolerance)
@@ -86,11 +85,11 @@ def test_only_states_that_predict_a_label_are_stored(tmp_path):
 def test_stored_features_are_those_of_the_base(tmp_path, batch):
     base, documents = tiny_model("llama"), documents_of()
     line = ProgressReporter("states", Console(quiet=True))
-    store_states(tmp_path, base, documents, None, "float32", BatchOptions(64), line)
+    store_states(tmp_path, base, documents, None, "float32", DataOptions(tokens_per_batch=64), line)
     assert (tmp_path / "states.bin").stat().st_size == documents.num_tokens * 32 * 4
     file = StateFile(tmp_path, documents, None)
-    (stored, stored_alignment) = StoredFeatures(base, documents, NUM_HEADS, file=file)(batch)
-    (live, live_alignment) = LiveFeatures(base, documents, NUM_HEADS)(batch)
+    (stored, stored_alignment) = FeatureFeed(base, documents, NUM_HEADS, stored=file)(batch)
+    (live, live_alignment) = FeatureFeed(base, documents, NUM_HEADS)(batch)
     assert torch.equal(stored_alignment.sources, live_alignment.sources)
     assert torch.equal(stored.next_embeddings, live.next_embeddings)
     for row, indices in enumerate(batch):  # padding has a state of its own in a live batch
@@ -117,7 +116,7 @@ def test_a_file_of_something_else_is_made_anew(tmp_path, change):
     documents = documents_of(seed=1 if change == "documents" else 0)
     dtype = "float16" if change == "dtype" else "float32"
     layers = (1,) if change == "layers" else ()
-    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
+    live = losses(StateFeed(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
     stored = losses(fill(tmp_path, documents, dtype, layers), layers)
     torch.testing.assert_close(stored, live, rtol=3e-3, atol=3e-3)
 
@@ -141,7 +140,7 @@ def test_a_file_that_was_not_finished_is_not_used(tmp_path, monkeypatch):
         with pytest.raises(pytest.fail.Exception):
             fill(tmp_path, documents)
     assert not (tmp_path / "states.json").exists()
-    live = losses(LiveStates(tiny_model("llama"), documents, NUM_HEADS))
+    live = losses(StateFeed(tiny_model("llama"), documents, NUM_HEADS))
     torch.testing.assert_close(losses(fill(tmp_path, documents)), live)
 
 

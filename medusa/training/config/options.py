@@ -1,130 +1,145 @@
-"""The options of a training run, one group a class; the line under each field is its ``--help``."""
+"""The options of a training run, one frozen dataclass a group.
+
+The line under a field is its help on the command line. Each group checks its own values.
+"""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
-import textwrap
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal
 
 from medusa.heads.eagle import EagleConfig
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
-from medusa.training.data.filtering import FilterOptions
-from medusa.training.losses.depth_weights import DepthWeighting
-from medusa.training.losses.loss import LossOptions
-from medusa.training.losses.objectives import ObjectiveName
-from medusa.training.states.stored_states import StateType
-
-T = TypeVar("T")
+from medusa.training.losses.objectives import ObjectiveName, objective_named
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def options(title: str) -> Callable[[type[T]], type[T]]:
-    """A frozen dataclass whose fields carry the docstrings below them as the ``help`` that parsers read.
-
-    ``title`` heads the group in ``--help``.
-    """
-
-    def decorate(cls: type[T]) -> type[T]:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        assert isinstance(definition, ast.ClassDef)
-        documented: Any = dataclass(frozen=True)(cls)
-        helps = dict(zip(definition.body, definition.body[1:], strict=False))
-        by_name = {each.name: each for each in dataclasses.fields(documented)}
-        for statement, below in helps.items():
-            if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
-                text = inspect.cleandoc(ast.literal_eval(below.value)).replace("%", "%%")
-                by_name[ast.unparse(statement.target)].metadata = MappingProxyType({"help": text})
-        documented._argument_group_name = title  # read by HfArgumentParser
-        return documented
-
-    return decorate
+class ConfigurationError(ValueError):
+    """The configuration cannot be used; the message says which key, the rule, and what arrived."""
 
 
-@options("base model")
+def _check(options: Any, rule: str, is_kept: Any, names: Sequence[str]) -> None:
+    """Raise ConfigurationError for the first of ``names`` that is given and does not keep the rule."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not is_kept(value):
+            raise ConfigurationError(f"{name} must be {rule}, got {value}")
+
+
+def _at_least(least: float, options: Any, *names: str) -> None:
+    _check(options, f"at least {least:g}", lambda value: value >= least, names)
+
+
+def _above_0(options: Any, *names: str) -> None:
+    _check(options, "above 0", lambda value: value > 0, names)
+
+
+def _at_least_0_below_1(options: Any, *names: str) -> None:
+    _check(options, "at least 0 and below 1", lambda value: 0 <= value < 1, names)
+
+
+@dataclass(frozen=True)
 class BaseOptions:
-    """The model that stays as it is."""
+    """The base model, which stays as it is."""
 
     base: str
     """Base model: a path or a hub id."""
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base's weights; auto is the type they were saved in."""
     attention: str | None = None
-    """Attention implementation of the base; transformers chooses without it."""
+    """Attention implementation of the base; transformers chooses by default."""
 
 
-@options("heads")
+@dataclass(frozen=True)
 class HeadOptions:
-    """The heads to train."""
+    """The heads to train, whatever their kind."""
 
     head_kind: Literal["medusa", "eagle"] = "medusa"
-    """medusa: one head for each depth. eagle: one transformer layer that runs ahead on predicted features."""
+    """medusa: one head for each depth. eagle: one transformer layer that predicts features step by step."""
     num_heads: int = 4
     """Heads; head d guesses the token d places after the next one. Of eagle: how deep it learns to draft."""
-    num_attention_heads: int = 8
-    """Attention heads of an eagle layer; a divisor of the base's hidden size."""
-    intermediate_size: int = 0
-    """Size of an eagle layer's feed-forward part; 0 is 4 times the base's hidden size."""
+    token_map_size: int | None = None
+    """Tokens that token_map heads, or an eagle head, can guess: the most frequent answer tokens of the
+    training data."""
+    start_from: str | None = None
+    """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
+    map is taken from the new data all the same; fused_layers may be added."""
+
+
+@dataclass(frozen=True)
+class MedusaOptions:
+    """Medusa heads."""
+
     num_layers: int = 1
     """Residual blocks of each head."""
     unembedding: Unembedding = "shared"
     """shared: the base's output embedding. full: a trained copy per head (V x D parameters each).
     token_map: the base's rows of the most frequent tokens."""
-    token_map_size: int | None = None
-    """Tokens that token_map heads, or an eagle head, can guess: the most frequent answer tokens of the
-    training data."""
     reads_path: bool = True
-    """Head d also reads the d tokens before the one it guesses (Hydra): far more guesses hit. false: the
-    heads of the Medusa paper, which other engines can serve."""
+    """Head d also reads the d tokens before the one it guesses (Hydra), which makes far more guesses right.
+    false: the heads of the Medusa paper, which other engines can serve."""
     fused_layers: list[int] | None = None
     """The heads also read the base's states after these decoder layers, such as 8 16 24 of 30 (EAGLE-3): more
-    guesses hit, and stored states take as many times the room."""
-    start_from: str | None = None
-    """Heads to go on from, of the same options: a directory, a hub id or the name of heads that ship. A token
-    map is taken from the new data all the same; fused_layers may be added."""
+    guesses are right, and stored states take more room."""
 
-    def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
-        """The heads of these options on a base of these sizes."""
-        if self.head_kind == "eagle":
-            return EagleConfig(
-                hidden_size,
-                vocab_size,
-                self.num_attention_heads,
-                self.intermediate_size,
-                self.num_heads,
-                self.token_map_size,
-            )
+    def heads_config(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
+        """The heads on a base of these sizes."""
         return HeadsConfig(
             hidden_size,
             vocab_size,
-            self.num_heads,
+            heads.num_heads,
             self.num_layers,
             self.unembedding,
-            self.token_map_size,
-            self.reads_path,
-            tuple(self.fused_layers or ()),
+            token_map_size=heads.token_map_size,
+            reads_path=self.reads_path,
+            fused_layers=tuple(self.fused_layers or ()),
         )
 
 
-@options("data")
+@dataclass(frozen=True)
+class EagleOptions:
+    """An EAGLE-style head."""
+
+    num_attention_heads: int = 8
+    """Attention heads of the layer; a divisor of the base's hidden size."""
+    intermediate_size: int = 0
+    """Size of the layer's feed-forward part; 0 is 4 times the base's hidden size."""
+    feature_weight: float = 10.0
+    """Weight of the regression on the base's features; the objective weighs 1."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "num_attention_heads")
+        _at_least(0, self, "feature_weight")
+
+    def heads_config(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> EagleConfig:
+        """The head on a base of these sizes."""
+        return EagleConfig(
+            hidden_size,
+            vocab_size,
+            self.num_attention_heads,
+            self.intermediate_size,
+            heads.num_heads,
+            heads.token_map_size,
+        )
+
+
+@dataclass(frozen=True)
 class DataOptions:
-    """What to train on."""
+    """What to train on, and in which batches."""
 
     data: list[str] = field(default_factory=list)
     """Data: .jsonl, .json or .parquet files and hub ids, one or several."""
     data_split: str = "train"
     """Split to read of a hub data set."""
     max_length: int = 1024
-    """Longest document in tokens; what lies behind is cut off."""
+    """Longest document in tokens; the rest of a longer one is cut off."""
     train_on: Literal["answers", "everything"] = "answers"
-    """answers: the tokens that the model wrote. everything: prompts too, for objectives that follow the base
-    and not the text (kl, lk)."""
+    """answers: the tokens that the model wrote. everything: prompts too, for the objective that follows the
+    base and not the text (kl)."""
     packing: bool = False
-    """Pack several documents into rows of max_length tokens, kept apart."""
+    """Pack several documents into rows of max_length tokens; they do not see each other."""
+    tokens_per_batch: int = 4096
+    """Tokens of a micro-batch per process, padding included; a longer document is one by itself."""
     max_repeated_fraction: float | None = None
     """Drop answers of which more than this fraction of 8-token runs occurred before (loops); 0.3 is
     sensible."""
@@ -137,41 +152,39 @@ class DataOptions:
     max_held_out: int = 256
     """Documents held out at most."""
     seed: int = 0
-    """Seed of the held-out split and of the order of documents."""
+    """Seed of the held-out split, of the order of documents and of new heads."""
 
-    def filter_options(self) -> FilterOptions:
-        return FilterOptions(
-            self.max_length, self.max_repeated_fraction, self.drop_duplicates, self.near_duplicate_similarity
-        )
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ConfigurationError(f"max_length must be at least 2 tokens, got {self.max_length}")
+        _at_least(1, self, "tokens_per_batch")
+        _at_least_0_below_1(self, "held_out_fraction")
+        fractions = ("max_repeated_fraction", "near_duplicate_similarity")
+        _check(self, "in (0, 1]", lambda value: 0 < value <= 1, fractions)
 
 
-@options("loss")
-class ObjectiveOptions:
+@dataclass(frozen=True)
+class LossOptions:
     """What to minimise."""
 
     objective: ObjectiveName = "ce"
-    """ce: the text's own tokens. kl: the base's distribution. blend: both. lk: -log of the overlap."""
+    """ce: the text's own tokens. kl: the base's distribution. blend: both."""
     kl_weight: float = 0.5
     """Part of kl in blend, 0 to 1."""
-    depth_weighting: DepthWeighting = "decay"
-    """What depths count. decay: by decay. dpace: by what each target adds to the expected number of accepted
-    tokens while the heads are as good as they are (a quarter more work in the heads)."""
     decay: float = 0.8
     """Weight of depth d is decay ** d."""
-    dpace_smoothing: float = 0.5
-    """Of dpace, 0 to 1: above 0, later depths count while earlier ones are still bad; the paper has 0.5."""
     block_elements: int = 2**24
     """Logits held at a time (elements, 4 bytes each); lower it to save memory."""
-    feature_weight: float = 10.0
-    """Of eagle: weight of the regression on the base's features; the objective weighs 1."""
 
-    def loss_options(self) -> LossOptions:
-        return LossOptions(**dataclasses.asdict(self))
+    def __post_init__(self) -> None:
+        objective_named(self.objective, self.kl_weight)
+        _check(self, "in (0, 1]", lambda value: 0 < value <= 1, ("decay",))
+        _at_least(1, self, "block_elements")
 
 
-@options("joint training (Medusa-2)")
+@dataclass(frozen=True)
 class JointOptions:
-    """Training a LoRA adapter on the base together with the heads. The base then writes other text."""
+    """Joint training (Medusa-2): heads and a LoRA adapter on the base, which then writes other text."""
 
     joint: bool = False
     """Train heads alone first, then heads and a LoRA adapter on the base together."""
@@ -181,37 +194,31 @@ class JointOptions:
     """What the adapted base is held to. kl: its own distribution with the adapter switched off
     (self-distillation). ce: the text's own tokens."""
     heads_weight: float | None = None
-    """Weight of the heads' loss against the base's; without it 0.01 with kl and 0.2 with ce."""
+    """Weight of the heads' loss against the base's; by default 0.01 with kl and 0.2 with ce."""
     head_learning_rate_multiplier: float = 4.0
     """The heads' learning rate, as a multiple of learning_rate, which is the adapter's."""
     lora_rank: int = 32
     """Rank of the adapter."""
     lora_alpha: float = 16
-    """Its output is scaled by lora_alpha / lora_rank."""
+    """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
     """Dropout on the adapter's input."""
     lora_targets: list[str] = field(default_factory=list)
-    """Linear layers that get an adapter, by the ends of their names (q_proj v_proj); all of the transformer
-    without it."""
+    """Linear layers that get an adapter, by the ends of their names (q_proj v_proj); by default all of the
+    transformer's."""
 
     def __post_init__(self) -> None:
-        for name, lowest, highest in (("joint_warmup_fraction", 0, 1), ("lora_dropout", 0, 1)):
-            value = getattr(self, name)
-            if not lowest <= value < highest:
-                raise ValueError(f"{name} must be at least {lowest} and below {highest}, got {value}")
-        for name in ("heads_weight", "head_learning_rate_multiplier", "lora_rank", "lora_alpha"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
+        _at_least_0_below_1(self, "joint_warmup_fraction", "lora_dropout")
+        _above_0(self, "heads_weight", "head_learning_rate_multiplier", "lora_rank", "lora_alpha")
 
     @property
     def lambda_0(self) -> float:
-        """The weight of the heads' loss, chosen as in arXiv 2401.10774 where the user did not."""
+        """The weight of the heads' loss; arXiv 2401.10774 has the defaults."""
         default = {"kl": 0.01, "ce": 0.2}[self.base_objective]
         return default if self.heads_weight is None else self.heads_weight
 
 
-@options("optimisation")
+@dataclass(frozen=True)
 class OptimisationOptions:
     """How to minimise it, and for how long: until the first of the three limits."""
 
@@ -227,8 +234,6 @@ class OptimisationOptions:
     """Steps in which the learning rate rises from 0 to its peak."""
     final_learning_rate: float = 0.0
     """Where the cosine ends, as a fraction of the peak."""
-    tokens_per_batch: int = 4096
-    """Tokens of a micro-batch per process, padding included."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per process and optimiser step."""
     num_epochs: int | None = None
@@ -236,36 +241,43 @@ class OptimisationOptions:
     max_steps: int | None = None
     """Optimiser steps."""
     max_minutes: float | None = None
-    """Minutes of optimisation; loading, caching hidden states and the last evaluation come on top."""
+    """Minutes of optimisation; loading, storing hidden states and the last evaluation come on top."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of matrix products, in the heads and in the base's pass; weights, losses and the optimiser
-    stay float32. Where nothing is given, what `accelerate launch --mixed_precision` says."""
+    stay float32. By default what `accelerate launch --mixed_precision` says."""
     cache_hidden_states: bool = False
     """Compute the base's hidden states once, store them in output_dir, and train from there."""
-    cache_dtype: StateType = "float32"
+    cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of stored hidden states."""
 
+    def __post_init__(self) -> None:
+        _at_least(1, self, "num_epochs", "max_steps", "gradient_accumulation_steps")
+        _above_0(self, "max_minutes", "learning_rate", "max_grad_norm")
+        limits = ("num_epochs", "max_steps", "max_minutes")
+        if all(getattr(self, name) is None for name in limits):
+            raise ConfigurationError(f"one of {', '.join(limits)} must say how long to train, got none")
 
-@options("run")
+
+@dataclass(frozen=True)
 class RunOptions:
-    """What the run leaves behind and says on the way."""
+    """What the run leaves behind and reports on the way."""
 
     output_dir: str
     """Directory of the run; the heads are written to output_dir/heads."""
     overwrite: bool = False
     """Replace an earlier run in output_dir."""
     resume: bool = False
-    """Go on from the latest checkpoint in output_dir."""
+    """Continue from the latest checkpoint in output_dir."""
     inspect: bool = False
     """Print a sample of documents, the tokens trained on in colour, and stop."""
     logging_steps: int = 10
     """Steps between log entries."""
     evaluation_steps: int | None = None
-    """Steps between evaluations on held-out documents; one at the end always."""
+    """Steps between evaluations on held-out documents; the run always ends with one."""
     replayed_documents: int = 32
     """Held-out documents whose decoding each evaluation replays, for tokens per step; 0 for none."""
     checkpoint_steps: int | None = None
-    """Steps between checkpoints; none without it."""
+    """Steps between checkpoints; by default there are none."""
     keep_checkpoints: int = 2
     """Checkpoints kept."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
@@ -274,3 +286,9 @@ class RunOptions:
     """Project name for the tracker."""
     tree_nodes: int = 16
     """Nodes of the candidate tree that is calibrated on held-out documents at the end."""
+
+    def __post_init__(self) -> None:
+        steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
+        _at_least(1, self, *steps, "keep_checkpoints", "tree_nodes")
+        if self.overwrite and self.resume:
+            raise ConfigurationError("overwrite and resume exclude each other, got both")

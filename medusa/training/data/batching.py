@@ -1,8 +1,8 @@
 """Documents into micro-batches: rows of similar length padded, or rows packed full.
 
 A row is a list of document indices, a micro-batch a list of rows, an epoch a list of micro-batches in a
-fixed order. The plan of an epoch is a pure function of the lengths, the options, the seed and the
-epoch, so a resumed run and every process of a distributed one see the same plan.
+fixed order. The plan of an epoch is a pure function of the lengths, the options and the epoch, so a resumed
+run and every process of a distributed one see the same plan.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medusa.training.config.options import DataOptions
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import Alignment, align
 
@@ -24,28 +25,13 @@ OPEN_ROWS = 32
 """Rows that packing keeps open: a document goes to the fullest one that still takes it."""
 
 
-@dataclass(frozen=True)
-class BatchOptions:
-    """How documents are put together."""
-
-    tokens_per_batch: int = 4096
-    """B * T of a micro-batch at most, padding included; a longer document is a micro-batch of its own."""
-    packing: bool = False
-    row_length: int = 1024
-    """T of a packed row; no document is longer."""
-
-    def __post_init__(self) -> None:
-        if self.tokens_per_batch < 1:
-            raise ValueError(f"tokens_per_batch must be at least 1, got {self.tokens_per_batch}")
-
-
-def plan_epoch(lengths: np.ndarray, options: BatchOptions, seed: int, epoch: int) -> list[MicroBatch]:
+def plan_epoch(lengths: np.ndarray, options: DataOptions, epoch: int) -> list[MicroBatch]:
     """The micro-batches of one epoch over documents of ``lengths`` (n,), each document once."""
-    random = np.random.default_rng([seed, epoch])
+    random = np.random.default_rng([options.seed, epoch])
     order = random.permutation(len(lengths))
     if options.packing:
-        rows = _packed_rows(order, lengths, options.row_length)
-        rows_per_batch = max(1, options.tokens_per_batch // options.row_length)
+        rows = _packed_rows(order, lengths, options.max_length)
+        rows_per_batch = max(1, options.tokens_per_batch // options.max_length)
         return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
     plan: list[MicroBatch] = []
     for pool in _pools(order, lengths, POOL * options.tokens_per_batch):
@@ -55,7 +41,7 @@ def plan_epoch(lengths: np.ndarray, options: BatchOptions, seed: int, epoch: int
     return [plan[index] for index in random.permutation(len(plan))]
 
 
-def plan_in_order(lengths: np.ndarray, options: BatchOptions) -> list[MicroBatch]:
+def plan_in_order(lengths: np.ndarray, options: DataOptions) -> list[MicroBatch]:
     """Micro-batches of all documents, longest last, unpacked: for evaluation, where order means nothing."""
     return _alike_in_length(np.argsort(lengths, kind="stable"), lengths, options.tokens_per_batch)
 
@@ -97,6 +83,12 @@ def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:
         if len(row) > 1:
             positions[index, end:] = torch.arange(width - end)
     return PaddedBatch(input_ids, positions, is_label)
+
+
+def one_token() -> PaddedBatch:
+    """The micro-batch of a process that has nothing to do: no targets."""
+    nothing = torch.zeros(1, 1, dtype=torch.long)
+    return PaddedBatch(nothing, nothing, nothing.bool())
 
 
 def _pools(order: np.ndarray, lengths: np.ndarray, tokens: int) -> list[np.ndarray]:

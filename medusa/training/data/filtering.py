@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from medusa.training.config.options import DataOptions
 from medusa.training.data.documents import Document, Documents
 
 LOOP_NGRAM = 8
@@ -16,25 +16,7 @@ LOOP_NGRAM = 8
 SHINGLE, NUM_HASHES, NUM_BANDS, MIN_NEAR_DUPLICATE = 5, 64, 16, 32
 
 
-@dataclass(frozen=True)
-class FilterOptions:
-    """What is dropped."""
-
-    max_length: int = 1024
-    max_repeated_fraction: float | None = None
-    drop_duplicates: bool = False
-    near_duplicate_similarity: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2 tokens, got {self.max_length}")
-        for name in ("max_repeated_fraction", "near_duplicate_similarity"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {value}")
-
-
-def filtered(documents: Iterable[Document], options: FilterOptions, counts: Counter[str]) -> list[Document]:
+def filtered(documents: Iterable[Document], options: DataOptions, counts: Counter[str]) -> list[Document]:
     """The documents kept, cut to ``max_length`` tokens. Adds what happened to the others to ``counts``."""
     kept: list[Document] = []
     seen: set[bytes] = set()
@@ -54,7 +36,7 @@ def filtered(documents: Iterable[Document], options: FilterOptions, counts: Coun
 
 
 def _reason_to_drop(
-    document: Document, options: FilterOptions, seen: set[bytes], near: NearDuplicates | None
+    document: Document, options: DataOptions, seen: set[bytes], near: NearDuplicates | None
 ) -> str | None:
     written = document.tokens[1:][document.is_label[1:]]
     if not len(written):
@@ -126,8 +108,6 @@ def held_out_indices(documents: Documents, fraction: float, at_most: int, seed: 
     document when others are added, until ``at_most`` is reached. The documents of at least one prompt are
     held out when ``fraction`` is above 0 and there are two different prompts.
     """
-    if not 0 <= fraction < 1:
-        raise ValueError(f"held_out_fraction must be in [0, 1), got {fraction}")
     if fraction == 0 or at_most == 0:
         return np.zeros(0, dtype=np.int64)
     places = np.array([_place(documents[index], seed) for index in range(len(documents))])

@@ -10,7 +10,7 @@ from medusa.heads.calibration import AnsweredTokens
 from medusa.training.config.options import DataOptions
 from medusa.training.data.loading import load_data
 
-ONLY_IN_TRAINING = ("train_on", "packing")
+ONLY_IN_TRAINING = ("train_on", "packing", "tokens_per_batch")
 """Data options that do not touch what is held out."""
 
 

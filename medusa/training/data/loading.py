@@ -36,7 +36,7 @@ def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
     check_sources(options.data)
     counts: Counter[str] = Counter()
     texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
-    documents = Documents.of(filtered(tokenise(tokenizer, texts), options.filter_options(), counts))
+    documents = Documents.of(filtered(tokenise(tokenizer, texts), options, counts))
     if not counts["rows"]:
         raise ValueError(f"data {options.data} holds no rows")
     if not len(documents):

@@ -1,1 +1,1 @@
-"""The losses: of Medusa heads, of an EAGLE-style head, and of an adapted base."""
+"""What every kind of training minimises: targets, objectives, and a loss that never holds all logits."""

@@ -8,28 +8,16 @@ overwrite log q: a block is the largest thing training holds, so it is held once
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-ObjectiveName = Literal["ce", "kl", "blend", "lk"]
-Objective = Callable[[Tensor, Tensor, "TeacherRows | None"], tuple[Tensor, Tensor]]
+from medusa.training.losses.teacher import TeacherRows
+
+ObjectiveName = Literal["ce", "kl", "blend"]
+Objective = Callable[[Tensor, Tensor, TeacherRows | None], tuple[Tensor, Tensor]]
 """(log q, columns, teacher) -> (loss, gradient); no teacher where :func:`needs_teacher` says so."""
-
-
-@dataclass(frozen=True)
-class TeacherRows:
-    """The base model's own distribution over the same columns: p and log p, (C, V) each."""
-
-    probabilities: Tensor
-    log_probabilities: Tensor
-
-    @classmethod
-    def of_logits(cls, logits: Tensor) -> TeacherRows:
-        log_probabilities = logits.float().log_softmax(-1)
-        return cls(log_probabilities.exp(), log_probabilities)
 
 
 def objective_named(name: ObjectiveName, kl_weight: float) -> Objective:
@@ -40,7 +28,7 @@ def objective_named(name: ObjectiveName, kl_weight: float) -> Objective:
         raise ValueError(f"kl_weight must be in [0, 1], got {kl_weight}")
     if name == "blend":
         return lambda log_q, columns, teacher: _blend(log_q, columns, teacher, kl_weight)
-    return {"ce": _cross_entropy, "kl": _divergence, "lk": _overlap}[name]
+    return {"ce": _cross_entropy, "kl": _divergence}[name]
 
 
 def needs_teacher(name: ObjectiveName) -> bool:
@@ -79,13 +67,3 @@ def _blend(
     gradient = log_q.exp_().sub_(p, alpha=kl_weight)
     gradient.scatter_add_(1, columns[:, None], gradient.new_full((len(columns), 1), -hard_weight))
     return kl_weight * soft + hard_weight * hard, gradient
-
-
-def _overlap(log_q: Tensor, _columns: Tensor, teacher: TeacherRows | None) -> tuple[Tensor, Tensor]:
-    """-log sum min(p, q): minus the log of how often a sampled draft would be accepted (arXiv 2602.23881)."""
-    assert teacher is not None
-    q, p = log_q.exp_(), teacher.probabilities
-    overlap = torch.minimum(p, q).sum(-1, keepdim=True)
-    below = q * (q < p)
-    gradient = q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(overlap)
-    return -overlap[:, 0].log(), gradient

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding
-from medusa.training.losses.loss import Teacher
+
+Teacher = Callable[[Tensor], Tensor]
+"""Hidden states (C, D) -> the base's own logits (C, V') in the heads' columns."""
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The base model's own distribution for C targets: p and log p, (C, V') each."""
+
+    probabilities: Tensor
+    log_probabilities: Tensor
+
+    @classmethod
+    def of_logits(cls, logits: Tensor) -> TeacherRows:
+        log_probabilities = logits.float().log_softmax(-1)
+        return cls(log_probabilities.exp(), log_probabilities)
 
 
 def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
     """Hidden states (C, D) -> the base's logits (C, V'), in the columns of ``token_map`` (V',) if given.
 
-    Some architectures scale or cap what their output embedding gives. Whether this one does is seen by
-    trying; if so the states are sent through the model's own forward pass.
+    Some architectures scale or cap what their output embedding gives. Whether this one does is found out by
+    a trial; if so, the states are sent through the model's own forward pass.
     """
     embedding = output_embedding(base)
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))

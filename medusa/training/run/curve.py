@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.plots import BLUE, INK, SHADES, beside, figure_of
-from medusa.training.run.replay import NUM_NODES
+from medusa.training.run.metrics import NUM_NODES
 
 SECONDS_BETWEEN_PICTURES = 30.0
 

@@ -11,22 +11,18 @@ begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
-from medusa.heads.eagle import EagleHead, Heads
-from medusa.heads.medusa_heads import MedusaHeads
-from medusa.training.config.configuration import ConfigurationError
-from medusa.training.config.options import OptimisationOptions, RunOptions
+from medusa.heads.eagle import Heads
+from medusa.training.config.options import ConfigurationError, OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
-
-T = TypeVar("T")
 
 ON_CPU = "accelerate launch --config_file configs/accelerate_ddp.yaml --num_processes N"
 
@@ -128,12 +124,6 @@ def share_of(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroB
     return share + [[] for _ in range(most - len(share))]
 
 
-def read(source: Callable[[MicroBatch], T], batch: MicroBatch, accelerator: Accelerator) -> T:
-    """What ``source`` gives for ``batch``: in the run's precision where the base takes part."""
-    with accelerator.autocast():
-        return source(batch)
-
-
 @contextmanager
 def micro_batch(accelerator: Accelerator, module: nn.Module, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch: gradients travel in the last of a step only."""
@@ -169,7 +159,7 @@ def gathered_heads(accelerator: Accelerator, module: nn.Module, heads: Heads) ->
         return None
     names = accelerator.unwrap_model(module).named_modules()
     (prefix,) = (f"{name}." for name, each in names if each is heads)
-    whole: Heads = EagleHead(heads.config) if isinstance(heads, EagleHead) else MedusaHeads(heads.config)
+    whole = type(heads)(heads.config)  # type: ignore[arg-type]
     whole.load_state_dict(
         {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
     )

@@ -24,7 +24,8 @@ import yaml
 from accelerate import Accelerator
 
 from medusa.files import check_writable_target, read_json, write_json
-from medusa.training.config.configuration import ConfigurationError, TrainingConfiguration, changed_keys
+from medusa.training.config.configuration import TrainingConfiguration, changed_keys
+from medusa.training.config.options import ConfigurationError
 
 STATE_FILE = "run.json"
 

@@ -1,4 +1,4 @@
-"""The training loop: the base stays frozen, the heads are optimised, the rest is bookkeeping.
+"""The training loop of every kind of training; the recipe has what differs.
 
 An optimisation step is a group of micro-batches, ``gradient_accumulation_steps`` for each process. All
 processes see the same plan of groups and take their own part of it. What a step divides by, the number
@@ -9,62 +9,50 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from rich.console import Console
-from torch import nn
 
-from medusa.base.causal_lm import CausalLM, output_embedding
-from medusa.heads.eagle import EagleHead, Heads
+from medusa.base.causal_lm import output_embedding
+from medusa.heads.eagle import Heads
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.documents import Documents
 from medusa.training.data.loading import TrainingData
-from medusa.training.losses.eagle_loss import EagleLoss
-from medusa.training.losses.joint_loss import JointRows, JointSums
-from medusa.training.losses.loss import HeadsLoss, LossSums
-from medusa.training.losses.objectives import needs_teacher
-from medusa.training.losses.saved_sums import as_numbers, from_numbers
-from medusa.training.losses.teacher import teacher_of
+from medusa.training.losses.sums import added, as_numbers, from_numbers
 from medusa.training.run.curve import draw_training, is_stale
-from medusa.training.run.failures import FiniteWatch, memory_advice
-from medusa.training.run.metrics import metrics_of, one_line
-from medusa.training.run.optimiser import new_optimiser
-from medusa.training.run.preparation import column_of
-from medusa.training.run.processes import gathered_heads, micro_batch, prepare, read, share_of, whole_number
-from medusa.training.run.replay import replayed_metrics
+from medusa.training.run.metrics import one_line, replayed_metrics
+from medusa.training.run.optimisation import new_optimiser, schedule_of
+from medusa.training.run.processes import gathered_heads, micro_batch, prepare, share_of, whole_number
+from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.run.run_directory import RunDirectory, RunState
-from medusa.training.run.schedule import schedule_of
-from medusa.training.states.hidden_source import HiddenSource, LiveFeatures, LiveStates
-from medusa.training.states.stored_states import StateFile, StoredFeatures, StoredStates, store_states
-
-Source = HiddenSource | LiveFeatures | JointRows
-"""Gives what a loss reads of a micro-batch: that of Medusa heads, of an EAGLE-style head, of both stages of
-joint training."""
-Sums = LossSums | JointSums
-"""What losses come to."""
+from medusa.training.states.stored_states import StateFile, store_states
 
 
 class Trainer:
-    """One run: heads, optimiser, and where the run stands."""
+    """One run: what is trained, its optimiser, and where the run stands."""
 
     def __init__(
         self,
         configuration: TrainingConfiguration,
         accelerator: Accelerator,
-        base: CausalLM,
-        heads: Heads,
+        recipe: Recipe,
         data: TrainingData,
         console: Console,
     ):
+        """
+        Raises:
+            ConfigurationError: this kind of training cannot run as it was launched.
+        """
+        recipe.check_launch(accelerator)
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
-        self.base, self.heads, self.data = base, heads, data
+        self.recipe, self.data = recipe, data
+        self.base, self.heads, self.loss = recipe.base, recipe.heads, recipe.loss
         on_everything = configuration.data.train_on == "everything"
         self.training = data.training.labelled_everywhere() if on_everything else data.training
         self.run = RunDirectory(configuration.run.output_dir)
@@ -73,16 +61,13 @@ class Trainer:
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
         )
-        self.columns = column_of(heads)
-        is_soft = needs_teacher(configuration.loss.objective)
-        self.teacher = teacher_of(base, heads.token_map) if is_soft else None
-        self.loss = self._new_loss()
+        optimiser = new_optimiser(recipe.parameter_groups(), configuration.optimisation)
         self.module, self.optimiser = prepare(
-            accelerator, self.loss, self._new_optimiser(), configuration.optimisation.max_grad_norm
+            accelerator, self.loss, optimiser, configuration.optimisation.max_grad_norm
         )
-        self.num_scored = self._count_targets(self.training)  # (n, K)
+        self.num_scored = recipe.count_targets(self.training)  # (n, K)
         self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
-        self.window = self._no_sums()
+        self.window = recipe.no_sums(accelerator.device)
         self.watch = FiniteWatch(accelerator.device)
 
     def train(self) -> dict[str, float]:
@@ -97,8 +82,8 @@ class Trainer:
             return self._train()
 
     def _train(self) -> dict[str, float]:
-        training = self._source(self.training, "training")
-        held_out = self._source(self.data.held_out, "held-out")
+        training = self.feed(self.training, "training")
+        held_out = self.feed(self.data.held_out, "held-out")
         evaluated, metrics = -1, dict[str, float]()
         with ProgressReporter("training", self.console, self.accelerator.is_main_process) as line:
             spent_before, began = self.state.seconds, time.monotonic()
@@ -116,17 +101,16 @@ class Trainer:
                 line.show(self._progress, f"step {self.state.step}  {note}", self.state.seconds)
         return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
-    def evaluate(self, source: Source) -> dict[str, float]:
+    def evaluate(self, feed: Feed) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
         them would have had; empty when there are none."""
         self.watch.check(self.configuration)
-        plan = plan_in_order(self.data.held_out.lengths, self.configuration.batch_options())
-        sums, embedding = self._no_sums(), output_embedding(self.base)
-        no_matter = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)
-        for batch in self._share(plan):
-            given = read(source, batch, self.accelerator)
+        plan = plan_in_order(self.data.held_out.lengths, self.configuration.data)
+        sums = self.recipe.no_sums(self.accelerator.device)
+        ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
+        for batch in share_of(plan, self.accelerator):
             with torch.no_grad():
-                sums = sums.plus(self.module(*given, embedding, no_matter, self.teacher)[1])
+                sums = added(sums, self._loss(feed, batch, ones)[1])
         at_most = self.configuration.run.replayed_documents
         heads = self.gathered_heads() if at_most else None
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most)
@@ -134,6 +118,19 @@ class Trainer:
         if self.accelerator.is_main_process and is_stale(self.run.picture):
             draw_training(self.run.logged_metrics(), self.run.picture)
         return metrics | replayed
+
+    def feed(self, documents: Documents, name: str) -> Feed:
+        """What the loss reads of ``documents``, whose hidden states are stored under ``name`` if at all."""
+        if not self.configuration.optimisation.cache_hidden_states or not len(documents):
+            return self.recipe.feed(documents, None)
+        directory, dtype = self.run.states / name, self.configuration.optimisation.cache_dtype
+        num_heads = None if self.recipe.stores_every_state else self.heads.num_heads
+        if self.accelerator.is_main_process:
+            options, layers = self.configuration.data, self.heads.reads_layers
+            with ProgressReporter("hidden states", self.console) as line, self.accelerator.autocast():
+                store_states(directory, self.base, documents, num_heads, dtype, options, line, layers)
+        self.accelerator.wait_for_everyone()
+        return self.recipe.feed(documents, StateFile(directory, documents, num_heads))
 
     def checkpoint(self) -> None:
         """Write everything that a resumed run needs to go on as if it had not stopped.
@@ -167,21 +164,23 @@ class Trainer:
             self.run.forget_metrics_after(self.state.step)
         self.accelerator.wait_for_everyone()
 
-    def _step(self, source: Source, group: list[MicroBatch]) -> None:
+    def _step(self, feed: Feed, group: list[MicroBatch]) -> None:
         """One optimisation step on a group of micro-batches."""
         documents = [index for batch in group for row in batch for index in row]
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(self.accelerator.device)
-        embedding = output_embedding(self.base)
         total = torch.zeros((), device=self.accelerator.device)
-        self._set_learning_rate()
-        mine = self._share(group)
+        factor = self.schedule.learning_rate_factor(self.state.step, self.state.seconds)
+        peak = self.configuration.optimisation.learning_rate * factor
+        note = self.recipe.begin_step(self.optimiser, peak, self._progress, self.state)
+        if note is not None:
+            self.console.print(note, soft_wrap=True)
+        mine = share_of(group, self.accelerator)
         for number, batch in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
-                given = read(source, batch, self.accelerator)
-                loss, sums = self.module(*given, embedding, num_scored, self.teacher)
+                loss, sums = self._loss(feed, batch, num_scored)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
-            self.window = self.window.plus(sums)
+            self.window = added(self.window, sums)
         norm = self.accelerator.clip_grad_norm_(
             self.module.parameters(), self.configuration.optimisation.max_grad_norm
         )
@@ -193,6 +192,12 @@ class Trainer:
         self.state.num_tokens += int(self.training.lengths[documents].sum())
         self.watch.see(self.state.step, total)
 
+    def _loss(self, feed: Feed, batch: MicroBatch, num_scored: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The loss () of a micro-batch and its sums."""
+        with self.accelerator.autocast():  # the base computes in the run's precision too
+            given = feed(batch)
+        return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
+
     def _groups(self) -> Iterator[list[MicroBatch]]:
         """The groups that remain, epoch after epoch, until the schedule is over."""
         while self._progress < 1:
@@ -203,39 +208,9 @@ class Trainer:
                 self.state.epoch, self.state.step_in_epoch = self.state.epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
-        batches = plan_epoch(
-            self.training.lengths,
-            self.configuration.batch_options(),
-            self.configuration.data.seed,
-            epoch,
-        )
+        batches = plan_epoch(self.training.lengths, self.configuration.data, epoch)
         size = self.configuration.optimisation.gradient_accumulation_steps * self.accelerator.num_processes
         return [batches[start : start + size] for start in range(0, len(batches), size)]
-
-    def _share(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        return share_of(batches, self.accelerator)
-
-    def _source(self, documents: Documents, name: str) -> Source:
-        num_heads, is_eagle = self.heads.num_heads, isinstance(self.heads, EagleHead)
-        if not self.configuration.optimisation.cache_hidden_states or not len(documents):
-            if is_eagle:
-                return LiveFeatures(self.base, documents, num_heads, self.columns)
-            return LiveStates(self.base, documents, num_heads, self.columns, self.heads.reads_layers)
-        directory = self._stored(documents, name, None if is_eagle else num_heads)
-        if is_eagle:
-            file = StateFile(directory, documents, None)
-            return StoredFeatures(self.base, documents, num_heads, self.columns, file=file)
-        return StoredStates(directory, documents, num_heads, self.columns, self.accelerator.device)
-
-    def _stored(self, documents: Documents, name: str, num_heads: int | None) -> Path:
-        """Where the hidden states of ``documents`` are kept, once they are."""
-        directory, dtype = self.run.states / name, self.configuration.optimisation.cache_dtype
-        if self.accelerator.is_main_process:
-            batches, layers = self.configuration.batch_options(), self.heads.reads_layers
-            with ProgressReporter("hidden states", self.console) as line, self.accelerator.autocast():
-                store_states(directory, self.base, documents, num_heads, dtype, batches, line, layers)
-        self.accelerator.wait_for_everyone()
-        return directory
 
     def _log(self, seconds_before: float, tokens_before: int) -> str:
         """Record what was summed since then and empty the window; a note for the progress line."""
@@ -250,13 +225,13 @@ class Trainer:
             learning_rate=self.optimiser.param_groups[0]["lr"],
             tokens_per_second=tokens / seconds,
         )
-        self.window = self._no_sums()
+        self.window = self.recipe.no_sums(self.accelerator.device)
         return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
 
-    def _record(self, name: str, sums: Sums, **beside: float) -> dict[str, float]:
+    def _record(self, name: str, sums: Any, **beside: float) -> dict[str, float]:
         """Metrics of the sums of all processes, to the tracker and the metrics file."""
         sums = self.accelerator.reduce(sums, "sum")
-        metrics = self._metrics_of(name, sums)
+        metrics = self.recipe.metrics(name, sums)
         self.accelerator.log({**metrics, **beside}, step=self.state.step)
         if self.accelerator.is_main_process and metrics:
             self.run.append_metrics({"step": self.state.step, **metrics, **beside})
@@ -275,27 +250,45 @@ class Trainer:
             return seconds
         return float(broadcast(torch.tensor(seconds, device=self.accelerator.device)))
 
-    def _set_learning_rate(self) -> None:
-        factor = self.schedule.learning_rate_factor(self.state.step, self.state.seconds)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.configuration.optimisation.learning_rate * factor
 
-    def _new_loss(self) -> nn.Module:
-        """The module that is wrapped and optimised: (source's two, output embedding, num_scored, teacher) ->
-        the loss and its sums."""
-        heads, options = self.heads, self.configuration.loss.loss_options()
-        return EagleLoss(heads, options) if isinstance(heads, EagleHead) else HeadsLoss(heads, options)
+@contextmanager
+def memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
+    """Turns running out of memory, of a device's or the machine's, into a MemoryError that names the settings
+    to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(
+            "there is not enough memory: lower tokens_per_batch (it is "
+            f"{configuration.data.tokens_per_batch}; raise gradient_accumulation_steps to make up "
+            f"for it) or block_elements (it is {configuration.loss.block_elements})"
+        ) from error
 
-    def _new_optimiser(self) -> torch.optim.Optimizer:
-        return new_optimiser([list(self.heads.parameters())], self.configuration.optimisation)
 
-    def _count_targets(self, documents: Documents) -> np.ndarray:
-        """(n, K) long: targets of each depth in each document."""
-        has_column = None if self.columns is None else self.columns.numpy() >= 0
-        return documents.num_scored(self.heads.num_heads, has_column)
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch found no memory; on a CPU it says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
-    def _no_sums(self) -> Sums:
-        return LossSums.zeros(self.heads.num_heads, self.accelerator.device)
 
-    def _metrics_of(self, name: str, sums: Any) -> dict[str, float]:
-        return metrics_of(name, sums)
+class FiniteWatch:
+    """Remembers the first step whose numbers were not finite, without asking the device at every step."""
+
+    def __init__(self, device: torch.device):
+        self._bad_step = torch.zeros((), dtype=torch.long, device=device)
+
+    def see(self, step: int, number: torch.Tensor) -> None:
+        """``number`` () belongs to ``step``, counted from 1."""
+        is_first = ~torch.isfinite(number) & (self._bad_step == 0)
+        self._bad_step = torch.where(is_first, step, self._bad_step)
+
+    def check(self, configuration: TrainingConfiguration) -> None:
+        """Raise FloatingPointError when a number seen was not finite; waits for the device."""
+        step = int(self._bad_step)
+        if step:
+            raise FloatingPointError(
+                f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
+                f"{configuration.optimisation.learning_rate}), or train with precision=fp32 and "
+                "base_dtype=float32"
+            )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,15 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, hidden_size, hidden_states
 from medusa.files import read_json, write_json
 from medusa.progress import ProgressReporter
-from medusa.training.data.batching import BatchOptions, MicroBatch, PaddedBatch, collate, plan_in_order
+from medusa.training.config.options import DataOptions
+from medusa.training.data.batching import PaddedBatch, collate, plan_in_order
 from medusa.training.data.documents import Documents
-from medusa.training.losses.alignment import Alignment, align, needed_states
-from medusa.training.states.hidden_source import LiveFeatures, frozen_states, no_targets, states_width
+from medusa.training.losses.alignment import needed_states
 
 StateType = Literal["float32", "bfloat16", "float16"]
+
+
+def frozen_states(base: CausalLM, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
+    """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
+    ids, positions = padded.input_ids.to(base.device), padded.positions.to(base.device)
+    with torch.no_grad():
+        return hidden_states(base, ids, position_ids=positions, layers=layers)
+
+
+def states_width(base: CausalLM, layers: tuple[int, ...]) -> int:
+    """(1 + L) * D: the numbers of one token's states."""
+    return (1 + len(layers)) * hidden_size(base)
 
 
 class StateFile:
@@ -55,53 +66,6 @@ class StateFile:
         return torch.from_numpy(bits).view(self.dtype)
 
 
-class StoredStates:
-    """What Medusa heads read of a micro-batch, from a file."""
-
-    def __init__(
-        self,
-        directory: Path,
-        documents: Documents,
-        num_heads: int,
-        column_of: Tensor | None,
-        device: torch.device,
-    ):
-        self.file = StateFile(directory, documents, num_heads)
-        self.documents, self.num_heads, self.column_of, self.device = documents, num_heads, column_of, device
-
-    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
-        if not batch:
-            return torch.zeros(0, self.file.size, device=self.device), no_targets(self.num_heads).to(
-                self.device
-            )
-        indices = [index for row in batch for index in row]
-        spans = [self.file.span(index) for index in indices]
-        needed = torch.from_numpy(np.concatenate([self.file.needed[span] for span in spans]))
-        alignment = align(
-            torch.from_numpy(np.concatenate([self.documents.tokens[span] for span in spans])).long(),
-            torch.from_numpy(np.concatenate([self.documents.is_label[span] for span in spans])),
-            torch.cat([torch.arange(span.stop - span.start) for span in spans]),
-            self.num_heads,
-            self.column_of,
-            state_of=needed.cumsum(0) - 1,
-        )
-        return self.file.of(indices).to(self.device), alignment.to(self.device)
-
-
-@dataclass(frozen=True)
-class StoredFeatures(LiveFeatures):
-    """What an EAGLE-style head reads of a micro-batch, its features from a file that holds them all."""
-
-    file: StateFile = field(kw_only=True)
-
-    def states(self, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
-        states = torch.zeros(*padded.input_ids.shape, self.file.size, dtype=self.file.dtype)
-        for row, indices in zip(states, batch, strict=False):
-            kept = self.file.of(indices)
-            row[: len(kept)] = kept
-        return states.to(self.base.device, self.base.dtype)
-
-
 def states_size(
     base: CausalLM,
     documents: Documents,
@@ -120,7 +84,7 @@ def store_states(
     documents: Documents,
     num_heads: int | None,
     dtype: StateType,
-    options: BatchOptions,
+    options: DataOptions,
     line: ProgressReporter,
     layers: tuple[int, ...] = (),
 ) -> None:

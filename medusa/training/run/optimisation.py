@@ -1,10 +1,16 @@
-"""How long a run lasts and what its learning rate is: pure functions of steps done and time spent."""
+"""How a run is optimised: AdamW, how long, and with which learning rate.
+
+The schedule is a pure function of steps done and time spent.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 from medusa.training.config.options import OptimisationOptions
 
@@ -35,9 +41,6 @@ class Schedule:
         fall = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
         return rise * (self.final_fraction + (1 - self.final_fraction) * fall)
 
-    def is_over(self, step: int, seconds: float) -> bool:
-        return self.progress(step, seconds) >= 1.0
-
 
 def schedule_of(options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> Schedule:
     """The schedule that ``options`` ask for, given how many steps each epoch, from 0, has."""
@@ -46,3 +49,15 @@ def schedule_of(options: OptimisationOptions, steps_in_epoch: Callable[[int], in
         limits.append(sum(steps_in_epoch(epoch) for epoch in range(options.num_epochs)))
     seconds = None if options.max_minutes is None else 60 * options.max_minutes
     return Schedule(min(limits, default=None), seconds, options.warmup_steps, options.final_learning_rate)
+
+
+def new_optimiser(
+    groups: Sequence[Sequence[nn.Parameter]], options: OptimisationOptions
+) -> torch.optim.Optimizer:
+    """AdamW over what is trained of each group, in that order."""
+    return torch.optim.AdamW(
+        [{"params": [each for each in group if each.requires_grad]} for group in groups],
+        lr=options.learning_rate,
+        betas=(0.9, options.adam_beta2),
+        weight_decay=options.weight_decay,
+    )

@@ -1,0 +1,1 @@
+"""The kinds of training, one file each."""

@@ -1,0 +1,106 @@
+"""Medusa heads on a frozen base.
+
+    L = sum over depths d of (sum over targets of decay^d * loss_d) / num_scored_d
+
+which is eq. 1 of arXiv 2401.10774, averaged over targets.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.config.options import LossOptions
+from medusa.training.data.documents import Documents
+from medusa.training.losses.alignment import Alignment
+from medusa.training.losses.fused import FusedLoss, checked_teacher, decay_weights
+from medusa.training.losses.objectives import objective_named
+from medusa.training.losses.sums import LossSums
+from medusa.training.losses.teacher import Teacher
+from medusa.training.recipes.new_heads import built_heads, some_rows, start_from
+from medusa.training.run.recipe import Feed, Recipe
+from medusa.training.states.feeds import StateFeed
+from medusa.training.states.stored_states import StateFile, frozen_states
+
+
+class MedusaRecipe(Recipe):
+    """Medusa heads alone."""
+
+    def __init__(self, configuration: TrainingConfiguration, base: CausalLM, training: Documents):
+        heads = new_heads(configuration, base, training)
+        super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss))
+
+    def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
+        return StateFeed(
+            self.base, documents, self.heads.num_heads, self.columns, self.heads.reads_layers, stored
+        )
+
+
+def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> MedusaHeads:
+    """New Medusa heads on the base's device, in float32.
+
+    They start as ``start_from`` says; without it as the base's own output embedding.
+
+    Raises:
+        ConfigurationError: the heads to start from have other options.
+    """
+    heads = built_heads(MedusaHeads, configuration, base, training)
+    if configuration.heads.start_from is not None:
+        start_from(heads, configuration.heads.start_from)
+    else:
+        heads.initialise_from(output_embedding(base))
+    if heads.reads_layers and not heads.fusion.weight.any():
+        padded, is_inside = some_rows(training)
+        heads.set_layer_scale(frozen_states(base, padded, heads.reads_layers)[is_inside])
+    return heads.to(base.device).float().train()
+
+
+class HeadsLoss(nn.Module):
+    """The heads and their loss."""
+
+    def __init__(self, heads: MedusaHeads, options: LossOptions):
+        super().__init__()
+        self.heads = heads
+        self.options = options
+
+    def forward(
+        self,
+        hidden: Tensor,
+        alignment: Alignment,
+        output_embedding: nn.Module,
+        num_scored: Tensor,
+        teacher: Teacher | None = None,
+    ) -> tuple[Tensor, LossSums]:
+        """The weighted loss, a scalar, and its sums.
+
+        Args:
+            hidden: (P, (1 + L) * D) states that ``alignment`` points into, the last one first, then those of
+                the layers that the heads fuse; gradients reach it when it wants them.
+            output_embedding: the base's; never trained here.
+            num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
+            teacher: needed by every objective but "ce".
+        """
+        heads, options = self.heads, self.options
+        last = hidden.detach()[:, : heads.config.hidden_size]
+
+        def logits_of(index: int, block: slice, states: Tensor) -> Tensor:
+            path = alignment.path(index + 1, block) if heads.config.reads_path else None
+            return heads.logits_of(index, states, output_embedding, path)
+
+        work = FusedLoss(
+            columns=alignment.columns,
+            sources=alignment.sources[1:],
+            weights=decay_weights(alignment, options.decay),
+            num_scored=num_scored,
+            objective=objective_named(options.objective, options.kl_weight),
+            block_elements=options.block_elements,
+            num_columns=heads.config.token_map_size or heads.config.vocab_size,
+            logits_of=logits_of,
+            parameters_of=heads.parameters_of,
+            teacher=checked_teacher(options.objective, teacher),
+            teacher_states=lambda block: last[alignment.sources[0, block]],
+        )
+        loss = work(heads.fuse(hidden), list(heads.parameters()))
+        return loss, work.sums._replace(num_labels=work.sums.num_scored + alignment.num_unmapped)

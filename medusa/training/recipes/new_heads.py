@@ -1,0 +1,72 @@
+"""What new heads of every kind begin with: a token map of the data, the weights of earlier heads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.heads.checkpoint import load_heads
+from medusa.heads.eagle import EagleHead, Heads
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.config.options import ConfigurationError
+from medusa.training.data.batching import PaddedBatch, collate
+from medusa.training.data.documents import Documents
+
+SCALE_DOCUMENTS = 16
+"""Documents in which the sizes of states are measured."""
+
+H = TypeVar("H", MedusaHeads, EagleHead)
+
+
+def built_heads(
+    kind: type[H], configuration: TrainingConfiguration, base: CausalLM, training: Documents
+) -> H:
+    """Heads with random weights, and the most frequent labels of ``training`` in their token map if any."""
+    config = configuration.heads_config(hidden_size(base), vocab_size(base))
+    token_map = None
+    if config.token_map_size is not None:
+        most_frequent = training.most_frequent_labels(config.token_map_size, config.vocab_size)
+        token_map = torch.from_numpy(most_frequent)
+    with torch.random.fork_rng():
+        torch.manual_seed(configuration.data.seed)
+        return kind(config, token_map)  # type: ignore[arg-type]
+
+
+def start_from(heads: Heads, source: str) -> None:
+    """Copy the weights of the heads in ``source`` into ``heads``, all but the token map.
+
+    Heads that fuse layers may start from heads that read the last state alone: they begin as those.
+
+    Raises:
+        ConfigurationError: those heads are of another configuration, or belong to an adapted base.
+    """
+    given = load_heads(source)
+    if given.adapter is not None:
+        raise ConfigurationError(
+            f"start_from: the heads in {source!r} were trained together with an adapter and belong to the "
+            "base that carries it; start from heads of the base itself"
+        )
+    ours, theirs = asdict(heads.config), asdict(given.heads.config)
+    if isinstance(given.heads, MedusaHeads) and not given.heads.reads_layers:
+        ours["fused_layers"] = ()
+    if ours != theirs:
+        differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+        raise ConfigurationError(
+            f"start_from: the heads in {source!r} are others than asked for: "
+            + ", ".join(f"{name} is {theirs.get(name)}, not {ours.get(name)}" for name in differing)
+        )
+    weights = given.heads.state_dict()
+    heads.load_state_dict({name: kept for name, kept in weights.items() if name != "token_map"}, strict=False)
+
+
+def some_rows(training: Documents) -> tuple[PaddedBatch, Tensor]:
+    """Documents spread over all, and which of their tokens (B, T) bool are not padding."""
+    chosen = training.spread(SCALE_DOCUMENTS)
+    padded = collate(training, [[index] for index in chosen])
+    lengths = torch.from_numpy(training.lengths[chosen])
+    return padded, torch.arange(padded.input_ids.shape[1]) < lengths[:, None]

@@ -1,0 +1,29 @@
+"""Every kind of training by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from medusa.base.causal_lm import CausalLM
+from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.data.documents import Documents
+from medusa.training.recipes.eagle_head import EagleRecipe
+from medusa.training.recipes.joint import JointRecipe
+from medusa.training.recipes.medusa_heads import MedusaRecipe
+from medusa.training.run.recipe import Recipe
+
+RECIPES: dict[str, Callable[[TrainingConfiguration, CausalLM, Documents], Recipe]] = {
+    "medusa": MedusaRecipe,
+    "eagle": EagleRecipe,
+    "joint": JointRecipe,
+}
+
+
+def new_recipe(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Recipe:
+    """The recipe that the configuration asks for, with new heads for ``base`` and ``training``.
+
+    Raises:
+        ConfigurationError: the heads to start from have other options.
+        ImportError: peft, which joint training needs, is not installed.
+    """
+    return RECIPES[configuration.kind](configuration, base, training)

@@ -1,0 +1,57 @@
+"""The base model of a run, checked and frozen, and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
+
+from medusa.base.causal_lm import CausalLM, hidden_states
+from medusa.base.requirements import check_decodable
+from medusa.training.config.options import BaseOptions, ConfigurationError
+
+
+def load_base(options: BaseOptions, device: torch.device) -> CausalLM:
+    """The base model on ``device``, frozen and in evaluation mode.
+
+    Raises:
+        ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
+            of no use.
+    """
+    kwargs: dict[str, Any] = {} if options.attention is None else {"attn_implementation": options.attention}
+    kind = type(AutoConfig.from_pretrained(options.base))
+    if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigurationError(
+            f"base must be a causal language model, got {options.base!r}, a {kind.model_type} model; choose "
+            "a decoder-only one, such as those of Llama or Qwen"
+        )
+    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=options.base_dtype, **kwargs)
+    check_decodable(base)
+    base = base.to(device).requires_grad_(False).eval()
+    check_causal(base, options.base)
+    return base
+
+
+def check_causal(base: CausalLM, name: str) -> None:
+    """Raise ConfigurationError when the states of ``base`` depend on tokens behind them, as an encoder's."""
+    ids = torch.tensor([[0, 1, 0], [0, 1, 2]], device=base.device)
+    positions = torch.arange(3, device=base.device).expand(2, 3)
+    with torch.no_grad():
+        first, second = hidden_states(base, ids, position_ids=positions)[:, :2]
+    rounding = 8 * torch.finfo(first.dtype).eps * first.abs().max()
+    if (first - second).abs().max() > rounding:
+        raise ConfigurationError(
+            f"base must be a causal language model, got {name!r}, a {type(base).__name__} whose states "
+            "depend on tokens behind them; choose a decoder-only one"
+        )
+
+
+def load_tokenizer(options: BaseOptions) -> Any:
+    return AutoTokenizer.from_pretrained(options.base)
