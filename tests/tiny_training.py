@@ -97,11 +97,11 @@ def counting_rows(count: int) -> list[dict[str, Any]]:
 
 def configuration_of(**options: Any) -> TrainingConfiguration:
     """A configuration of flat ``options``, as in the YAML file."""
-    if not isinstance(options["data"], list):
-        options["data"] = [str(options["data"])]
-    groups = {name: kind for name, kind in get_type_hints(TrainingConfiguration).items()}
+    options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    if isinstance(options["data"], str):
+        options["data"] = [options["data"]]
     given = {}
-    for name, kind in groups.items():
+    for name, kind in get_type_hints(TrainingConfiguration).items():
         mine = {each.name for each in dataclasses.fields(kind)} & options.keys()
         given[name] = kind(**{key: options.pop(key) for key in mine})
     assert not options, f"no such options: {options}"
@@ -126,7 +126,7 @@ def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> T
     defaults = {
         "base": "tiny",
         "data": write_rows(directory / "rows.jsonl", rows),
-        "output_dir": str(directory / "run"),
+        "output_dir": directory / "run",
         "num_heads": 3,
         "max_steps": 12,
         "tokens_per_batch": 1024,

@@ -39,8 +39,7 @@ from medusa.training.run.trainer import Trainer
 
 
 def main() -> None:
-    presets = {"precision": launched_precision()}
-    configuration = parse(TrainingConfiguration, description=__doc__ or "", presets=presets, removed=REMOVED)
+    configuration = configuration_of(sys.argv[1:])
     run = RunDirectory(configuration.run.output_dir)
     if configuration.run.inspect:
         return inspect(configuration)
@@ -80,6 +79,11 @@ def main() -> None:
                 console.print(f"picture: {run.picture}", soft_wrap=True)
     finally:
         trainer.close()
+
+
+def configuration_of(arguments: list[str]) -> TrainingConfiguration:
+    presets = {"precision": launched_precision()}
+    return parse(TrainingConfiguration, arguments, description=__doc__, presets=presets, removed=REMOVED)
 
 
 def started(configuration: TrainingConfiguration) -> Accelerator:

@@ -47,21 +47,17 @@ def parse(
 ) -> T:
     """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
 
-        ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
-        before the command line as words of it, so one parser checks both and the command line wins.
-        ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
+    ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
+    before the command line as words of it, so one parser checks both and the command line wins.
+    ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
 
-        Args:
-    <<<<<<< HEAD
-            description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
-    =======
-            description: what ``--help`` shows first, as it stands.
-            removed: what to do instead of each key, or value as `key=value`, that there once was.
-    >>>>>>> d8ffb52 (One recipe for each kind of training, one fused loss, one parser of options; D-PACE, LK and low_rank go)
+    Args:
+        description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
+    removed: what to do instead of each key, or value as `key=value`, that there once was.
 
-        Raises:
-            SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
-                key, a value that cannot be used, or a file that cannot be read (status 2).
+    Raises:
+        SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
+            key, a value that cannot be used, or a file that cannot be read (status 2).
     """
     file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
     flags = flag_types(options)

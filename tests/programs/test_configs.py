@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from medusa.training.config.configuration import read_configuration
+from medusa.cli.options import parse
+from medusa.training.config.configuration import REMOVED, TrainingConfiguration
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if "compute_environment" not in path.read_text())
@@ -20,7 +21,7 @@ def test_there_are_training_configurations():
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_configuration_is_complete(path):
-    read_configuration(["--config", str(path)])
+    parse(TrainingConfiguration, ["--config", str(path)], removed=REMOVED)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
@@ -40,7 +41,7 @@ def test_a_configuration_runs_offline_as_it_stands(path):
 
 
 def test_the_demo_leaves_its_heads_where_everything_expects_them():
-    read = read_configuration(["--config", str(CONFIGS / "smollm2_demo.yaml")])
+    read = parse(TrainingConfiguration, ["--config", str(CONFIGS / "smollm2_demo.yaml")])
     assert read.run.output_dir == "runs/demo"
     assert read.base.base == "models/smollm2-135m-instruct"
     assert read.data.data == ["runs/demo/data.jsonl"]

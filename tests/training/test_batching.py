@@ -16,6 +16,7 @@ from medusa.base.causal_lm import output_embedding
 from medusa.training.config.options import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.documents import Document, Documents
+from medusa.training.losses.sums import added
 from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
 from medusa.training.states.feeds import StateFeed
 
@@ -104,7 +105,7 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
     def sums_of(plan: list[MicroBatch]) -> LossSums:
         total = LossSums.zeros(3)
         for batch in plan:
-            total = total.plus(loss(*source(batch), output_embedding(base), torch.ones(3))[1])
+            total = added(total, loss(*source(batch), output_embedding(base), torch.ones(3))[1])
         return total
 
     alone = sums_of([[[index]] for index in range(5)])

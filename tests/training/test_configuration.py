@@ -1,15 +1,32 @@
-"""YAML and command line: the latter wins, unknown keys are named with the nearest known one."""
+"""YAML and command line fill one checked configuration; what was removed, and what a resumed run may change."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from conftest import program
+from tiny_training import configuration_of
 
-from medusa.training.config.configuration import FIELDS, ConfigurationError, changed_keys, read_configuration
+from medusa.cli.options import flag_types, parse
+from medusa.training.config.configuration import (
+    REMOVED,
+    TrainingConfiguration,
+    changed_keys,
+    launched_precision,
+)
+from medusa.training.config.options import ConfigurationError
+from medusa.training.recipes.registry import RECIPES
 
-MINIMAL = ["--base", "some/model", "--data", "a.jsonl", "--output_dir", "out", "--max_steps", "5"]
+MINIMAL: dict[str, Any] = {"base": "some/model", "data": "a.jsonl", "output_dir": "out", "max_steps": 5}
+REQUIRED = ["--base", "some/model", "--output_dir", "out", "--data", "a.jsonl", "--max_steps", "5"]
+
+
+def read(*arguments: str) -> TrainingConfiguration:
+    return parse(TrainingConfiguration, arguments, removed=REMOVED)
 
 
 def write(path: Path, text: str) -> list[str]:
@@ -22,22 +39,23 @@ def config(tmp_path) -> list[str]:
     text = (
         "base: some/model\ndata: [a.jsonl, b.jsonl]\noutput_dir: out\nlearning_rate: 1e-3\nmax_minutes: 3\n"
     )
-    return write(tmp_path / "run.yaml", text + "packing: true\n")
+    return write(tmp_path / "run.yaml", text + "packing: true\nfused_layers: [1, 2]\n")
 
 
 def test_the_file_fills_the_configuration_and_scientific_numbers_are_numbers(config):
-    read = read_configuration(config)
-    assert read.data.data == ["a.jsonl", "b.jsonl"]
-    assert read.optimisation.learning_rate == 0.001
-    assert read.optimisation.max_minutes == 3.0
-    assert read.data.packing is True
+    found = read(*config)
+    assert found.data.data == ["a.jsonl", "b.jsonl"]
+    assert found.optimisation.learning_rate == 0.001
+    assert found.optimisation.max_minutes == 3.0
+    assert found.data.packing is True
+    assert found.medusa.fused_layers == [1, 2]
 
 
 @pytest.mark.parametrize(
     "arguments", [["--learning_rate", "5e-4"], ["--learning_rate=5e-4"], ["--learning-rate", "5e-4"]]
 )
 def test_the_command_line_overrides_the_file(config, arguments):
-    assert read_configuration([*config, *arguments]).optimisation.learning_rate == 5e-4
+    assert read(*config, *arguments).optimisation.learning_rate == 5e-4
 
 
 @pytest.mark.parametrize(
@@ -54,118 +72,150 @@ def test_the_launch_decides_the_precision_that_nobody_gives(monkeypatch, config,
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if launched is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    assert read_configuration([*config, *given]).optimisation.precision == precision
+    asked = program("train/train_heads.py").configuration_of([*config, *given])
+    assert asked.optimisation.precision == precision
 
 
-def test_a_launch_in_float16_is_refused(monkeypatch, config):
+def test_a_launch_in_float16_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigurationError, match="mixed_precision must be no or bf16 here, got 'fp16'"):
-        read_configuration(config)
+        launched_precision()
 
 
-def test_lists_and_switches_are_overridden_too(config):
-    read = read_configuration([*config, "--data", "c.jsonl", "--packing", "false", "--resume"])
-    assert read.data.data == ["c.jsonl"]
-    assert read.data.packing is False
-    assert read.run.resume is True
+@pytest.mark.parametrize("switch", [["--packing", "false"], ["--packing=false"], ["--no-packing"]], ids=str)
+def test_lists_and_switches_are_overridden_too(config, switch):
+    arguments = ["--data", "c.jsonl", *switch, "--resume", "--cache_hidden_states", "true"]
+    found = read(*config, *arguments, "--fused_layers", "none")
+    assert found.data.data == ["c.jsonl"]
+    assert found.data.packing is False
+    assert found.run.resume is True
+    assert found.optimisation.cache_hidden_states is True
+    assert found.medusa.fused_layers is None
 
 
 def test_none_takes_an_optional_key_back(config):
-    read = read_configuration([*config, "--max_minutes=9", "--max-minutes", "none", "--max_steps", "7"])
-    assert read.optimisation.max_minutes is None
-    assert read.optimisation.max_steps == 7
+    found = read(*config, "--max_minutes=9", "--max-minutes", "none", "--max_steps", "7")
+    assert found.optimisation.max_minutes is None
+    assert found.optimisation.max_steps == 7
 
 
 def test_a_null_in_the_file_is_the_default(tmp_path):
     arguments = write(tmp_path / "run.yaml", "max_minutes: null\nattention: null\n")
-    assert read_configuration([*arguments, *MINIMAL]).optimisation.max_minutes is None
+    assert read(*arguments, *REQUIRED).optimisation.max_minutes is None
 
 
 def test_what_was_resolved_reads_back_as_the_same_configuration(config, tmp_path):
-    read = read_configuration(config)
-    again = read_configuration(write(tmp_path / "resolved.yaml", read.as_yaml()))
-    assert again == read
+    found = read(*config)
+    assert read(*write(tmp_path / "resolved.yaml", found.as_yaml())) == found
 
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
     [("learning_rat", "learning_rate"), ("num_head", "num_heads"), ("epochs", "num_epochs")],
 )
-def test_an_unknown_key_suggests_the_nearest(tmp_path, wrong, nearest):
-    arguments = write(tmp_path / "run.yaml", f"{wrong}: 1\n")
-    with pytest.raises(
-        ConfigurationError, match=f"unknown key '{wrong}' in .*run.yaml; did you mean '{nearest}'"
-    ):
-        read_configuration([*arguments, *MINIMAL])
-    with pytest.raises(
-        ConfigurationError, match=f"unknown key '{wrong}' in command line; did you mean '{nearest}'"
-    ):
-        read_configuration([*MINIMAL, f"--{wrong}", "1"])
+def test_an_unknown_key_suggests_the_nearest(tmp_path, capsys, wrong, nearest):
+    with pytest.raises(SystemExit):
+        read(*write(tmp_path / "run.yaml", f"{wrong}: 1\n"), *REQUIRED)
+    assert f"run.yaml; did you mean '{nearest}'" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        read(*REQUIRED, f"--{wrong}", "1")
+    assert nearest.replace("_", "-") in capsys.readouterr().err.replace("_", "-")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("removed", "value", "instead"),
     [
-        (["--learning_rate", "fast"], "learning_rate.*invalid float value: 'fast'"),
-        (["--unembedding", "huge"], "unembedding.*invalid choice: 'huge'"),
-        (["--num_heads", "0"], "num_heads must be an int from 1 to 256, got 0"),
-        (["--unembedding", "token_map"], "token_map_size goes with unembedding='token_map'"),
-        (["--decay", "0"], r"decay must be in \(0, 1\], got 0.0"),
-        (["--learning_rate", "0"], "learning_rate must be above 0, got 0.0"),
-        (["--max_steps", "0"], "max_steps must be at least 1, got 0"),
-        (["--max_steps", "none"], "one of num_epochs, max_steps, max_minutes must say how long"),
-        (["--depth_weighting", "dpace", "--decay", "0.5"], "decay does not go with depth_weighting=dpace"),
-        (["--dpace_smoothing", "0.1"], "dpace_smoothing does not go with depth_weighting=decay, got 0.1"),
-        (["--train_on", "everything"], "train_on=everything goes with objective kl or lk, got 'ce'"),
-        (["--overwrite", "--resume"], "overwrite and resume exclude each other"),
-        (["stray"], "'stray' belongs to no key"),
+        ("depth_weighting", "dpace", "depth_weighting in"),
+        ("dpace_smoothing", "0.5", "dpace_smoothing in"),
+        ("rank", "64", "rank in"),
+        ("objective", "lk", "objective=lk in"),
+        ("unembedding", "low_rank", "unembedding=low_rank in"),
     ],
 )
-def test_values_that_cannot_be_used_are_named(arguments, message):
-    given = MINIMAL if arguments != ["stray"] else [*MINIMAL, "--packing", "true"]
+def test_what_was_removed_is_named_as_such(tmp_path, capsys, removed, value, instead):
+    for arguments in (
+        write(tmp_path / "run.yaml", f"{removed}: {value}\n"),
+        [f"--{removed}", value],
+        [f"--{removed.replace('_', '-')}={value}"],
+    ):
+        with pytest.raises(SystemExit):
+            read(*arguments, *REQUIRED)
+        said = capsys.readouterr().err
+        assert instead in said and "was removed: " in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 0}, "num_heads must be an int from 1 to 256, got 0"),
+        ({"unembedding": "token_map"}, "token_map_size goes with unembedding='token_map'"),
+        ({"decay": 0.0}, r"decay must be in \(0, 1\], got 0.0"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
+        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"max_steps": None}, "one of num_epochs, max_steps, max_minutes must say how long"),
+        ({"train_on": "everything"}, "train_on=everything goes with objective kl, got 'ce'"),
+        ({"overwrite": True, "resume": True}, "overwrite and resume exclude each other"),
+        ({"data": []}, "data must name at least one file or hub id"),
+        ({"held_out_fraction": 1.0}, "held_out_fraction must be at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        read_configuration([*given, *arguments])
-
-
-def test_required_keys_are_asked_for():
-    with pytest.raises(ConfigurationError, match="required: --output_dir"):
-        read_configuration(MINIMAL[:4])
-    with pytest.raises(ConfigurationError, match="data must name at least one file or hub id"):
-        read_configuration([*MINIMAL[:2], *MINIMAL[4:]])
+        configuration_of(**MINIMAL | options)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("arguments", "said"),
     [
-        ("a: [", "is not valid YAML"),
-        ("- base", "must hold keys and values, got list"),
-        ("base: {name: x}", "base in .* must have a plain value"),
-        ("num_heads: null", "num_heads in .* must have a plain value, got None"),
+        (["--learning_rate", "fast"], "fast"),
+        (["--unembedding", "huge"], "huge"),
+        (["--learning_rate", "0"], "learning_rate must be above 0, got 0.0"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path, text, message):
-    with pytest.raises(ConfigurationError, match=message):
-        read_configuration([*MINIMAL, *write(tmp_path / "run.yaml", text)])
+def test_values_that_cannot_be_read_end_the_program_with_a_sentence(capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        read(*REQUIRED, *arguments)
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(FileNotFoundError, match=r"configuration file 'nowhere.yaml' does not exist"):
-        read_configuration(["--config", "nowhere.yaml"])
+def test_required_keys_are_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        read(*REQUIRED[:2], *REQUIRED[4:])
+    assert "--output-dir" in capsys.readouterr().err
 
 
 def test_help_explains_every_key(capsys):
     with pytest.raises(SystemExit, match="0"):
-        read_configuration(["--help"], "what this does")
+        program("train/train_heads.py").configuration_of(["--help"])
     shown = capsys.readouterr().out
-    assert "what this does" in shown
-    for name, field in FIELDS.items():
-        assert f"--{name}" in shown
-        assert len(field.metadata["help"]) > 10, name
+    assert "accelerate launch train/train_heads.py --config" in shown
+    for name in flag_types(TrainingConfiguration):
+        assert f"-{name.replace('_', '-')}" in shown, name
+
+
+def test_every_kind_of_training_has_a_recipe():
+    made = [{}, {"head_kind": "eagle"}, {"joint": True}]
+    assert [configuration_of(**MINIMAL | options).kind for options in made] == list(RECIPES)
+
+
+def test_no_two_groups_have_a_key_of_the_same_name():
+    groups = dataclasses.fields(TrainingConfiguration)
+    configuration = configuration_of(**MINIMAL)
+    names = [each.name for group in groups for each in dataclasses.fields(getattr(configuration, group.name))]
+    assert len(set(names)) == len(names)
 
 
 def test_a_resumed_run_may_change_how_long_and_not_what(config):
-    earlier = yaml.safe_load(read_configuration(config).as_yaml())
-    longer = read_configuration([*config, "--max_minutes", "9", "--logging_steps", "1", "--resume"])
+    earlier = yaml.safe_load(read(*config).as_yaml())
+    longer = read(*config, "--max_minutes", "9", "--logging_steps", "1", "--resume")
     assert changed_keys(earlier, longer) == []
-    other = read_configuration([*config, "--num_heads", "3", "--seed", "8"])
-    assert changed_keys(earlier, other) == ["num_heads: 4 -> 3", "seed: 0 -> 8"]
+    other = read(*config, "--num_heads", "3", "--seed", "8")
+    assert sorted(changed_keys(earlier, other)) == ["num_heads: 4 -> 3", "seed: 0 -> 8"]
+
+
+def test_a_run_recorded_with_removed_keys_is_resumed_where_they_changed_nothing(config):
+    recorded = yaml.safe_load(read(*config).as_yaml())
+    harmless = recorded | {"depth_weighting": "decay", "dpace_smoothing": 0.5, "rank": 64}
+    assert changed_keys(harmless, read(*config)) == []
+    (said,) = changed_keys(recorded | {"depth_weighting": "dpace"}, read(*config))
+    assert said == "depth_weighting: 'dpace', which was removed"
