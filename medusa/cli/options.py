@@ -53,7 +53,7 @@ def parse(
 
     Args:
         description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
-    removed: what to do instead of each key, or value as `key=value`, that there once was.
+        removed: what to do instead of each key, or value as `key=value`, that there once was.
 
     Raises:
         SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown

@@ -1,4 +1,4 @@
-"""YAML and command line fill one checked configuration; what was removed, and what a resumed run may change."""
+"""YAML and command line fill one checked configuration; removed keys are named, resumed runs compared."""
 
 from __future__ import annotations
 

@@ -269,5 +269,5 @@ def test_options_of_the_other_kind_are_refused(tmp_path, options, message):
 
 
 def test_attention_heads_that_do_not_divide_the_base_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="num_attention_heads must divide hidden_size=32 .*got 5"):
+    with pytest.raises(ValueError, match=r"num_attention_heads must divide hidden_size=32 .*got 5"):
         new_trainer(tmp_path, num_attention_heads=5)
