@@ -34,7 +34,7 @@ def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_configuration_runs_offline_as_it_stands(path):
     """No account of a tracker, no model from the hub: the base is the one that `make models` fetches."""
-    read = read_configuration(["--config", str(path)])
+    read = parse(TrainingConfiguration, ["--config", str(path)])
     assert read.run.tracker == "none"
     if path.name != "medusa1_8b.yaml":
         assert read.base.base == "models/smollm2-135m-instruct"
