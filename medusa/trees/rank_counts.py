@@ -29,12 +29,20 @@ UNSEEN = 0.1
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Ranks of the true tokens, and what they say."""
+    """Ranks of the true tokens, and what they say; ``a + b`` is both texts together."""
 
     ranks: tuple[Tensor, ...]
     """One (P, K) int16 tensor per answer: position by position, head by head; MISS or UNKNOWN below 0."""
     max_rank: int
     """How many guesses of each head were looked at."""
+
+    def __add__(self, other: RankCounts) -> RankCounts:
+        if (self.max_rank, self.num_heads) != (other.max_rank, other.num_heads):
+            raise ValueError(
+                f"counts to add must agree in (max_rank, heads): {(self.max_rank, self.num_heads)} "
+                f"and {(other.max_rank, other.num_heads)}"
+            )
+        return RankCounts(self.ranks + other.ranks, self.max_rank)
 
     @property
     def num_heads(self) -> int:

@@ -104,3 +104,13 @@ def test_held_out_tokens_per_step_judges_a_tree_on_other_answers():
     assert num_tokens / num_steps > 1.3
     assert counts.held_out_tokens_per_step(2) == 1.0
     assert counts.held_out_tokens_per_step(3) == pytest.approx(2.0, abs=0.05)
+
+
+def test_counts_of_two_texts_add_up_to_those_of_both():
+    both = counts_of([[0]]) + counts_of([[1], [0]])
+    assert [ranks.flatten().tolist() for ranks in both.ranks] == [[0], [1, 0]]
+
+
+def test_counts_of_different_heads_are_not_added():
+    with pytest.raises(ValueError, match=r"agree in \(max_rank, heads\)"):
+        counts_of([[0]]) + counts_of([[0]], max_rank=5)
