@@ -40,6 +40,7 @@ class ProgressReporter:
         )
         self._task = self._bar.add_task(label, total=1.0, note="")
         self._began = self._last_line = time.monotonic()
+        self._has_ended = False
 
     def __enter__(self) -> ProgressReporter:
         self._bar.start()
@@ -61,8 +62,8 @@ class ProgressReporter:
             note = f"{note}, about {minutes}:{rest:02d} left".removeprefix(", ")
         if self.console.is_terminal:
             self._bar.update(self._task, completed=fraction, note=note)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES or fraction == 1:
-            self._last_line = now
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES or (fraction == 1 and not self._has_ended):
+            self._last_line, self._has_ended = now, fraction == 1
             self.console.print(f"{self.label} {fraction:4.0%}: {note}", soft_wrap=True)
 
     def say(self, text: object) -> None:

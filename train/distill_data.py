@@ -16,13 +16,11 @@ the int8 model's, and where two of its tokens nearly tie they depend on the rows
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -33,7 +31,7 @@ from medusa.cli.options import EMBEDDED_BASE, check_at_least, parse
 from medusa.cli.program import chosen_device
 from medusa.cli.reporting import exit_status
 from medusa.engine import QUANTISED_BYTES, prepared_base
-from medusa.progress import log_console
+from medusa.progress import ProgressReporter, log_console
 from medusa.prompts import Prompt, read_prompts
 from medusa.training.distillation.answer_file import AnswerFile
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
@@ -45,8 +43,6 @@ from medusa.training.distillation.distill import (
     unanswered,
 )
 from medusa.training.distillation.endpoint import ChatEndpoint
-
-SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +92,11 @@ class DistillOptions:
 
 
 class AnswerProgress:
-    """Answers done, tokens a second, time left: a bar, or lines now and then where there is no terminal."""
+    """Answers done, tokens a second, and the time left by the rate of answers or by the time limit."""
 
-    def __init__(self, console: Console, num_conversations: int, limit: TimeLimit):
-        self.console, self.num_conversations, self.limit = console, num_conversations, limit
+    def __init__(self, reporter: ProgressReporter, num_conversations: int, limit: TimeLimit):
+        self.reporter, self.num_conversations, self.limit = reporter, num_conversations, limit
         self.num_tokens = self.num_ended = 0
-        self._last_line = time.monotonic()
-        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.task = self.bar.add_task("", total=num_conversations)
 
     def count_tokens(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
@@ -115,27 +107,10 @@ class AnswerProgress:
         self.show()
 
     def show(self) -> None:
-        if self.console.is_terminal:
-            self.bar.update(self.task, completed=self.num_ended, description=self.describe())
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            self.console.print(f"answers: {self.num_ended}/{self.num_conversations}, {self.describe()}")
-
-    def describe(self) -> str:
         elapsed = max(self.limit.elapsed, 1e-9)
-        return f"{self.num_tokens / elapsed:.0f} tokens/s, {self._time_left(elapsed)}"
-
-    def _time_left(self, elapsed: float) -> str:
-        """By the rate of answers so far, or until the time limit, whichever comes first."""
-        left = []
-        if self.num_ended:
-            left.append(elapsed / self.num_ended * (self.num_conversations - self.num_ended))
-        if self.limit.seconds is not None:
-            left.append(max(0.0, self.limit.seconds - elapsed))
-        if not left:
-            return "time left not known yet"
-        minutes, seconds = divmod(round(min(left)), 60)
-        return f"about {minutes}:{seconds:02d} left"
+        of_time = 0.0 if self.limit.seconds is None else min(1.0, elapsed / self.limit.seconds)
+        note = f"{self.num_ended}/{self.num_conversations}, {self.num_tokens / elapsed:.0f} tokens/s"
+        self.reporter.show(max(of_time, self.num_ended / self.num_conversations), note, elapsed)
 
 
 def configuration(options: DistillOptions) -> dict[str, Any]:
@@ -203,8 +178,8 @@ def run(options: DistillOptions) -> None:
             return
         answerer = load_answerer(options)
         limit = TimeLimit(options.max_minutes)
-        progress = AnswerProgress(log, len(conversations), limit)
-        with progress.bar:
+        with ProgressReporter("answers", log) as reporter:
+            progress = AnswerProgress(reporter, len(conversations), limit)
             report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
         summarise(report, limit.elapsed, options.output, log)
 

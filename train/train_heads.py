@@ -23,7 +23,7 @@ from accelerate import Accelerator
 
 import medusa
 from medusa.cli.options import parse
-from medusa.cli.program import exit_status
+from medusa.cli.reporting import exit_status
 from medusa.heads.adapter import peft_library
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.plots import check_matplotlib
