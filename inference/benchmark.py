@@ -7,7 +7,7 @@ length is a setting of its own; a context length puts earlier turns (other promp
 answers) before each question. f_hw is the least time the device needs for a step over the step's time;
 bandwidth and arithmetic are measured first, by a sum over a large buffer and a large matrix product.
 f_tree is tokens per step over what the heads' best tree of as many nodes should give on these answers.
-Prints tables, draws a PNG, and ends with one line of JSON. Run it with nothing else running.
+Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else running.
 
     python inference/benchmark.py
     python inference/benchmark.py --heads HEADS --prompts FILE --limit 20 --max-new-tokens 128 --repeats 3
@@ -20,35 +20,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import medusa
-from medusa.cli.flags import (
-    DrafterOptions,
-    PlotOptions,
-    add_drafter_flags,
-    add_plot_flag,
-    positive_float,
-    positive_int,
-    positive_ints,
-    program_parser,
-)
+from medusa.cli.options import DrafterOptions, GrowingInts, ProgramOptions, check_above, check_at_least, parse
 from medusa.cli.program import (
     drafter_settings,
     encode_prompts,
-    exit_status,
     generation_arguments,
     load_model,
     load_prompts,
-    log_console,
-    log_picture,
-    report_json,
-    table_console,
 )
+from medusa.cli.reporting import exit_status, log_picture, report_json, table_console
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
@@ -68,7 +56,6 @@ from medusa.measurement.contenders import (
     PLAIN,
     Contender,
     check_names,
-    contender_names,
     default_names,
     make_contenders,
     needs_heads,
@@ -76,68 +63,46 @@ from medusa.measurement.contenders import (
 from medusa.measurement.prompts import earlier_exchanges, lengthened
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, short_name
+from medusa.progress import log_console
 from medusa.trees.rank_counts import RankCounts
 
 
-class BenchmarkOptions(DrafterOptions, PlotOptions):
-    """The flags, parsed."""
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions(ProgramOptions):
+    """The options of this program."""
 
-    repeats: int
-    batch_sizes: tuple[int, ...]
-    context_lengths: tuple[int, ...] | None
-    contenders: list[str] | None
-    max_minutes: float | None
+    drafters: DrafterOptions = DrafterOptions()
+    contenders: tuple[str, ...] | None = None
+    """Of transformers, transformers-static, prompt-lookup, assisted, the drafters, or a union such as
+    heads+suffix; plain always takes part. None is transformers' own, plain, heads and the drafter of chat;
+    transformers-static, which compiles, not on a CPU."""
+    batch_sizes: GrowingInts = (1,)
+    """Rows decoded together."""
+    context_lengths: GrowingInts | None = None
+    """Fill prompts with earlier turns up to so many tokens; none leaves prompts as they are."""
+    repeats: int = 1
+    """Times each prompt is answered."""
+    max_minutes: float | None = None
+    """Stop measuring about then, each setting having had its share; none measures everything."""
+    plot: Path = Path("runs/plots/benchmark.png")
+    """Where the picture goes."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "repeats")
+        check_above(self, 0, "max_minutes")
+        check_names(self.contenders or ())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = program_parser(__doc__ or "")
-    add_drafter_flags(parser)
-    group = parser.add_argument_group("benchmark")
-    group.add_argument(
-        "--contenders",
-        nargs="+",
-        metavar="NAME",
-        help=f"of {', '.join(contender_names())}, or a union such as heads+suffix; plain always takes part "
-        "(default: transformers' own, plain, heads, chat's drafter; transformers-static, which compiles, "
-        "not on a CPU)",
-    )
-    group.add_argument(
-        "--batch-sizes",
-        type=positive_ints,
-        default=(1,),
-        metavar="B,B,...",
-        help="rows decoded together (default: 1)",
-    )
-    group.add_argument(
-        "--context-lengths",
-        type=positive_ints,
-        metavar="T,T,...",
-        help="fill prompts with earlier turns up to so many tokens (default: prompts as they are)",
-    )
-    group.add_argument(
-        "--repeats",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="times each prompt is answered (default: 1)",
-    )
-    group.add_argument(
-        "--max-minutes",
-        type=positive_float,
-        metavar="M",
-        help="stop measuring about then, each setting having had its share (default: measure everything)",
-    )
-    add_plot_flag(parser, "benchmark")
-    options = parser.parse_args(arguments, namespace=BenchmarkOptions())
-    return exit_status(lambda: benchmark(options), options.traceback)
+    options = parse(BenchmarkOptions, arguments, description=__doc__)
+    return exit_status(lambda: benchmark(options), options.report.traceback)
 
 
 def benchmark(options: BenchmarkOptions) -> None:
     """Measure all contenders in all settings, print tables, draw, and report."""
     check_matplotlib()
-    check_names(options.contenders or [])
-    model = load_model(options, with_heads=needs_heads(options.contenders))
+    model = load_model(options.model, with_heads=needs_heads(options.contenders))
     settings = list(make_settings(model, options))
     contenders, skipped = chosen_contenders(model, options)
     rates = measured_rates(model.device, model.base.dtype)
@@ -150,25 +115,25 @@ def benchmark(options: BenchmarkOptions) -> None:
     report = make_report(model, reports, skipped, rates, options)
     print_tables(report, table_console())
     machine = f"{report['device']}, {report['dtype']}, {report['engine']}"
-    title = f"{short_name(options.base)} with {short_name(options.heads)} on {machine}"
+    title = f"{short_name(report['base'])} with {short_name(options.model.heads)} on {machine}"
     plot_benchmark(report, options.plot, title)
     log_picture(options)
-    report_json(report, options)
+    report_json(report, options.report)
 
 
 def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
     """Every batch size after every context length, with the prompts that these make."""
-    prompts, lengths = load_prompts(options), options.context_lengths or (None,)
+    prompts, lengths = load_prompts(options.prompts), options.context_lengths or (None,)
     longest = max((length for length in lengths if length is not None), default=0)
     exchanges = []
     if longest:
-        everything = load_prompts(options, take_all=True)
+        everything = load_prompts(options.prompts, take_all=True)
         exchanges = earlier_exchanges(model, everything, longest)
     for length, batch_size in product(lengths, options.batch_sizes):
         filled = prompts
         if length is not None:
             filled = [lengthened(model, prompt, exchanges, length) for prompt in prompts]
-        encoded = encode_prompts(model, filled, options.max_new_tokens)
+        encoded = encode_prompts(model, filled, options.answers.max_new_tokens)
         yield Setting(batch_size, length, encoded, [prompt.category for prompt in prompts])
 
 
@@ -176,10 +141,10 @@ def chosen_contenders(
     model: MedusaModel, options: BenchmarkOptions
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Who takes part, plain decoding among them, and why others do not."""
-    settings = drafter_settings(options)
+    settings = drafter_settings(options.drafters)
     names = options.contenders or default_names(model)
     names = names if PLAIN in names else [PLAIN, *names]
-    return make_contenders(names, model, settings, options.seed)
+    return make_contenders(names, model, settings, options.answers.seed)
 
 
 def measured_setting(
@@ -191,8 +156,8 @@ def measured_setting(
     options: BenchmarkOptions,
 ) -> tuple[dict[str, Any], RankCounts | None, dict[str, str]]:
     """One setting's report, the heads' calibration (that of the first setting), and who could not answer."""
-    is_greedy, is_exact = options.temperature == 0, model.base.dtype == torch.float32
-    asking = Asking.for_base(model.base, generation_arguments(options), options.repeats)
+    is_greedy, is_exact = options.answers.temperature == 0, model.base.dtype == torch.float32
+    asking = Asking.for_base(model.base, generation_arguments(options.answers), options.repeats)
     log_console().print(f"warming up, {setting.label}", style="dim")
     working, reasons = able(contenders, setting, asking)
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
@@ -232,12 +197,12 @@ def make_report(
         "device_rates": asdict(rates),
         **asdict(model.runtime),
         "num_threads": torch.get_num_threads(),
-        "base": options.base,
+        "base": model.base.name_or_path,
         "medusa": medusa.__version__,
-        "temperature": options.temperature,
-        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.answers.temperature,
+        "max_new_tokens": options.answers.max_new_tokens,
         "repeats": options.repeats,
-        "seed": options.seed,
+        "seed": options.answers.seed,
     }
 
 

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,32 +33,23 @@ from torch import Tensor
 
 import medusa
 from medusa.acceptance.rules import RULES
-from medusa.cli.flags import (
+from medusa.cli.options import (
     EMBEDDED_BASE,
     EMBEDDED_HEADS,
-    CutOptions,
     DrafterOptions,
-    PlotOptions,
-    add_cut_flags,
-    add_drafter_flags,
-    add_plot_flag,
-    positive_int,
-    program_parser,
+    ProgramOptions,
+    check_at_least,
+    parse,
 )
 from medusa.cli.program import (
     drafter_settings,
     encode_prompts,
-    exit_status,
     generation_arguments,
     load_model,
     load_prompts,
-    log_picture,
-    report_json,
-    sampling_cuts,
-    table_console,
 )
+from medusa.cli.reporting import exit_status, log_picture, report_json, table_console
 from medusa.drafters.registry import (
-    DRAFTERS,
     DraftSource,
     available_drafters,
     default_drafter,
@@ -87,83 +80,70 @@ PROBE_PROMPTS, PROBE_TOKENS = 3, 32
 Encoded = Mapping[str, Tensor]
 
 
-class CompareOptions(DrafterOptions, CutOptions, PlotOptions):
-    """The flags, parsed."""
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ProgramOptions):
+    """The options of this program."""
 
-    drafters: list[str] | None
-    rules: list[str]
-    repeats: int
-    num_seeds: int
+    drafting: DrafterOptions = DrafterOptions()
+    drafters: tuple[str, ...] | None = None
+    """Of heads, dynamic-heads, suffix, eagle, draft-model, early-exit, low-precision, or a union such as
+    heads+suffix; none is all that can work, and the drafter of chat."""
+    rules: tuple[str, ...] = ("exact",)
+    """Of exact, typical (LOSSY), token, block, greedy_block, multi_draft, multi_draft_without_replacement,
+    spectr, traversal."""
+    repeats: int = 1
+    """Times each prompt is answered; when sampling, each time with other seeds."""
+    num_seeds: int = 1
+    """Answers to each prompt in one batch, each with a seed of its own."""
+    plot: Path = Path("runs/plots/compare_drafters.png")
+    """Where the picture goes."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "repeats", "num_seeds")
+        known = (*UNCONDITIONAL_RULES, *RULES)
+        for rule in self.rules:
+            if rule not in known:
+                raise ValueError(f"rules must be of {', '.join(known)}; got {rule!r}")
+        if self.drafters is not None:
+            self.drafting.check_read_by(*self.drafters)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = program_parser(__doc__ or "")
-    add_drafter_flags(parser)
-    add_cut_flags(parser)
-    group = parser.add_argument_group("comparison")
-    known = [name for name in DRAFTERS if name != PLAIN[0]]
-    group.add_argument(
-        "--drafters",
-        nargs="+",
-        metavar="NAME",
-        help=f"of {', '.join(known)}, or a union such as heads+suffix (default: all that can work)",
-    )
-    group.add_argument(
-        "--rules",
-        nargs="+",
-        choices=(*UNCONDITIONAL_RULES, *RULES),
-        default=["exact"],
-        metavar="NAME",
-        help=f"of {', '.join((*UNCONDITIONAL_RULES, *RULES))}; typical is LOSSY (default: exact)",
-    )
-    group.add_argument(
-        "--repeats",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="times each prompt is answered; when sampling, each time with the next seed (default: 1)",
-    )
-    group.add_argument(
-        "--num-seeds",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="answers to each prompt in one batch, each with a seed of its own (default: 1)",
-    )
-    add_plot_flag(parser, "compare_drafters")
-    options = parser.parse_args(arguments, namespace=CompareOptions())
-    return exit_status(lambda: compare(options), options.traceback)
+    options = parse(CompareOptions, arguments, description=__doc__)
+    return exit_status(lambda: compare(options), options.report.traceback)
 
 
 def compare(options: CompareOptions) -> None:
     """Measure every pair, and print, draw and write what was found."""
     check_matplotlib()
-    model = load_model(options, with_heads=wants_heads(options))
-    prompts = load_prompts(options)
-    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    model = load_model(options.model, with_heads=wants_heads(options))
+    prompts = load_prompts(options.prompts)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     names, sources = chosen_sources(model, options)
     sources, probes = with_chosen_lengths(model, sources, encoded, options)
     pairings = plan(names, sources, options)
     answers = measure(model, [pair for pair in pairings if pair.refusal is None], prompts, encoded, options)
     report = make_report(model, pairings, answers, probes, options)
     print_tables(report, table_console())
-    title = f"{short_name(options.base)}, {len(prompts)} prompts, temperature {options.temperature:g}"
+    title = (
+        f"{short_name(report['base'])}, {len(prompts)} prompts, temperature {options.answers.temperature:g}"
+    )
     plot_drafters([row for row in report["pairings"] if not row["refused"]], options.plot, title)
     log_picture(options)
-    report_json(report, options)
+    report_json(report, options.report)
 
 
 def wants_heads(options: CompareOptions) -> bool:
     """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
     if options.drafters is not None:
         return any(draft_with_heads(name) for name in options.drafters)
-    return options.heads != EMBEDDED_HEADS or options.base == str(EMBEDDED_BASE)
+    return options.model.heads != EMBEDDED_HEADS or options.model.base in (None, str(EMBEDDED_BASE))
 
 
 def chosen_sources(model: MedusaModel, options: CompareOptions) -> tuple[list[str], dict[str, DraftSource]]:
     """The drafters to compare, and what they are made of."""
-    settings = drafter_settings(options)
+    settings = drafter_settings(options.drafting)
     names = options.drafters
     if names is None:
         names = available_drafters(model, settings)
@@ -178,11 +158,11 @@ def with_chosen_lengths(
 ) -> tuple[dict[str, DraftSource], dict[str, Probe]]:
     """The sources with the chain lengths that this machine asks for, unless the user said how long."""
     tunable = [name for name, source in sources.items() if source.own_tree is None and source.max_length != 0]
-    if options.draft_length is not None or not tunable:
+    if options.drafting.draft_length is not None or not tunable:
         return sources, {}
     verify = verification_seconds(model, encoded[0])
-    arguments = answer_arguments(options, options.seed) | {
-        "max_new_tokens": min(PROBE_TOKENS, options.max_new_tokens)
+    arguments = answer_arguments(options, options.answers.seed) | {
+        "max_new_tokens": min(PROBE_TOKENS, options.answers.max_new_tokens)
     }
     some = encoded[:: -(-len(encoded) // PROBE_PROMPTS)]
     probes, sources = {}, dict(sources)
@@ -196,7 +176,7 @@ def with_chosen_lengths(
 def plan(names: Sequence[str], sources: Mapping[str, DraftSource], options: CompareOptions) -> list[Pairing]:
     """Plain decoding, then every drafter under every rule."""
     pairs = product(names, dict.fromkeys(options.rules))
-    is_greedy = options.temperature == 0
+    is_greedy = options.answers.temperature == 0
     plain = pairing(sources[PLAIN[0]], PLAIN[1], is_greedy)
     return [plain, *(pairing(source_named(name, sources), rule, is_greedy) for name, rule in pairs)]
 
@@ -213,14 +193,14 @@ def measure(
     drafters = {name: pair.make() for name, pair in pairs.items()}
 
     def run(name: str, prompt: int, repeat: int, **more: Any) -> Answer:
-        seed = options.seed + repeat * options.num_seeds
+        seed = options.answers.seed + repeat * options.num_seeds
         arguments = answer_arguments(options, seed) | {"acceptance": pairs[name].rule} | more
         inputs = {key: value.expand(options.num_seeds, -1) for key, value in encoded[prompt].items()}
         what = {"contender": name, "question": prompt, "category": prompts[prompt].category}
         return watched_answer(model, inputs, drafters[name], **what, **arguments)
 
     def warm_up(name: str, number: int, repeat: int) -> Answer:
-        short = min(WARM_UP_TOKENS, options.max_new_tokens)
+        short = min(WARM_UP_TOKENS, options.answers.max_new_tokens)
         return run(name, number % len(encoded), 0, max_new_tokens=short)
 
     take_turns(list(pairs), NUM_WARM_UPS, warm_up, label="warming up")
@@ -233,9 +213,8 @@ def answer_arguments(options: CompareOptions, seed: int) -> dict[str, Any]:
     Only what the flags say is left out, whatever the base's own configuration says, so that the same command
     compares the same distributions on every base.
     """
-    cuts = sampling_cuts(options)
-    arguments = {**generation_arguments(options), "seed": seed, **cuts}
-    return NOTHING_LEFT_OUT | arguments if options.temperature else arguments
+    arguments = {**generation_arguments(options.answers), "seed": seed}
+    return NOTHING_LEFT_OUT | arguments if options.answers.temperature else arguments
 
 
 def make_report(
@@ -248,17 +227,17 @@ def make_report(
     """The JSON object of this program."""
     given = by_contender(answers)
     return {
-        "base": options.base,
+        "base": model.base.name_or_path,
         "medusa": medusa.__version__,
         "device": str(model.device),
         "dtype": str(model.base.dtype).removeprefix("torch."),
         "num_threads": torch.get_num_threads(),
-        "temperature": options.temperature,
-        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.answers.temperature,
+        "max_new_tokens": options.answers.max_new_tokens,
         "num_prompts": len({answer.question for answer in answers}),
         "repeats": options.repeats,
         "num_seeds": options.num_seeds,
-        "seed": options.seed,
+        "seed": options.answers.seed,
         "pairings": [pairing_report(pair, given) for pair in pairings],
         "draft_lengths": [length_report(name, probe) for name, probe in probes.items()],
         "ratios": ratio_reports(pairings, given),

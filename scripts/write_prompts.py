@@ -10,19 +10,20 @@ the same seed gives the same prompts. `distill_data.py --prompt-free` is the oth
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from medusa.cli.flags import positive_int
-from medusa.cli.program import exit_status, log_console
+from medusa.cli.options import check_at_least, parse
+from medusa.cli.reporting import exit_status
 from medusa.files import replaced_file
+from medusa.progress import log_console
 
 PARTS = Path(__file__).with_name("prompt_parts.yaml")
 BLANK = re.compile(r"{(\w+)}")
@@ -30,14 +31,23 @@ MAX_REPEATS_IN_A_ROW = 1000
 """Draws that only gave known prompts before the parts count as used up."""
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--number", type=positive_int, default=2000, metavar="N", help="(default: 2000)")
-    flags.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines to write")
-    flags.add_argument("--parts", type=Path, default=PARTS, metavar="FILE", help="(default: %(default)s)")
-    flags.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    flags.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-    return flags
+@dataclass(frozen=True)
+class PromptWritingOptions:
+    """The options of this program."""
+
+    output: Path
+    """JSON lines to write."""
+    number: int = 2000
+    """Prompts to write."""
+    parts: Path = PARTS
+    """Templates by kind, and the words for their blanks."""
+    seed: int = 0
+    """The same seed gives the same prompts."""
+    traceback: bool = False
+    """Show where in the code an error arose."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "number")
 
 
 def read_parts(path: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -94,7 +104,7 @@ def prompts_of(
     return [{"prompt": text, "category": kind} for text, kind in texts.items()]
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: PromptWritingOptions) -> None:
     kinds, words = read_parts(options.parts)
     rows = prompts_of(kinds, words, options.number, options.seed)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -105,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = parse(PromptWritingOptions, arguments, description=__doc__)
     return exit_status(lambda: run(options), options.traceback)
 
 

@@ -191,7 +191,7 @@ def test_a_drafter_that_cannot_be_made_ends_the_program_with_what_it_lacks(setti
 def test_unknown_rules_are_refused_with_a_list(setting, capsys):
     with pytest.raises(SystemExit):
         program.main([*setting[1], "--rules", "lucky"])
-    assert "'traversal'" in capsys.readouterr().err
+    assert "traversal" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ sums and intervals

@@ -90,8 +90,9 @@ def test_without_rounds_nothing_is_timed(setting, capsys):
 
 def test_two_texts_to_ask_about_are_refused(setting, capsys):
     _, heads, flags = setting
-    assert compare_heads([*flags, "--heads", heads, "--held-out"]) == 1
-    assert "--held-out and --prompts both say what to ask about" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare_heads([*flags, "--heads", heads, "--held-out"])
+    assert "held_out and prompts both say what to ask about" in capsys.readouterr().err
 
 
 def test_one_pass_of_the_base_serves_every_set_of_heads():

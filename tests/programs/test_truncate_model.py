@@ -8,20 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from conftest import program as load_program
 from conftest import random_prompts, tiny_model
 from tiny_chat import save_chat_model
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from medusa import MedusaModel
 from medusa.drafters.registry import DrafterSettings, drafter_named
 from medusa.drafters.self_draft import early_exit
 
 program = load_program("scripts/truncate_model.py")
-app = typer.Typer()
-app.command()(program.main)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
@@ -34,12 +30,11 @@ def test_a_copy_computes_what_the_base_computes_at_that_layer_and_shares_no_memo
     assert not ours & {parameter.data_ptr() for parameter in copy.parameters()}
 
 
-def test_the_directory_is_a_model_that_drafts(tmp_path):
+def test_the_directory_is_a_model_that_drafts(tmp_path, capsys):
     base, _ = save_chat_model(tmp_path)
     output = tmp_path / "draft"
-    result = CliRunner().invoke(app, ["--base", base, "--layers", "1", "--output", str(output)])
-    assert result.exit_code == 0, result.output
-    assert f"wrote {output}: layers 1 to 1 of 2 of {base}" in result.output
+    assert program.main(["--base", base, "--layers", "1", "--output", str(output)]) == 0
+    assert f"wrote {output}: layers 1 to 1 of 2 of {base}" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(output).config.num_hidden_layers == 1
     assert json.loads((output / "truncated.json").read_text())["base_layers"] == 2
     model = MedusaModel.from_pretrained(base)
@@ -87,22 +82,22 @@ def test_training_end_to_end_writes_how_the_copy_was_made(tmp_path):
     turns = [{"role": "user", "content": "Hello " * 20}, {"role": "assistant", "content": "there " * 60}]
     data.write_text((json.dumps({"messages": turns}) + "\n") * 4)
     arguments = ["--base", base, "--layers", "1", "--output", str(tmp_path / "draft"), "--data", str(data)]
-    result = CliRunner().invoke(app, [*arguments, "--train-minutes", "0.01"])
-    assert result.exit_code == 0, result.output
+    assert program.main([*arguments, "--train-minutes", "0.01"]) == 0
     made = json.loads((tmp_path / "draft" / "truncated.json").read_text())
     assert made["steps"] >= 1
     assert made["data"] == [str(data)]
 
 
-def test_what_cannot_be_done_is_said_before_any_work(tmp_path):
+def test_what_cannot_be_done_is_said_before_any_work(tmp_path, capsys):
     base, _ = save_chat_model(tmp_path)
     start = ["--base", base, "--layers", "1", "--output"]
-    taken = CliRunner().invoke(app, [*start, base])
-    assert "exists and is not empty" in str(taken.exception)
-    no_data = CliRunner().invoke(app, [*start, str(tmp_path / "new"), "--train-minutes", "1"])
-    assert "--train-minutes needs --data" in no_data.output
+    assert program.main([*start, base]) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.main([*start, str(tmp_path / "new"), "--train-minutes", "1"])
+    assert "train_minutes needs data" in capsys.readouterr().err
     small = tmp_path / "small.jsonl"
     small.write_text('{"text": "too little"}\n')
-    arguments = [*start, str(tmp_path / "new"), "--train-minutes", "1", "--data", str(small)]
-    assert "data must hold at least 1024 tokens, got 10" in str(CliRunner().invoke(app, arguments).exception)
+    assert program.main([*start, str(tmp_path / "new"), "--train-minutes", "1", "--data", str(small)]) == 1
+    assert "data must hold at least 1024 tokens, got 10" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
