@@ -24,7 +24,7 @@ from medusa.cli.options import (
     ModelOptions,
     PromptOptions,
 )
-from medusa.cli.reporting import counted, exit_status, log_picture, report_json, table_console  # noqa: F401
+from medusa.cli.reporting import counted
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterSettings, default_drafter, draft_with_heads, drafter_named
@@ -189,7 +189,7 @@ def sampling_arguments(options: AnswerOptions) -> dict[str, Any]:
     return {"do_sample": options.temperature > 0} | {
         name: value
         for name in ("temperature", "top_k", "top_p", "min_p")
-        if (value := getattr(options, name, None))
+        if (value := getattr(options, name))
     }
 
 
@@ -198,14 +198,6 @@ def reply_sampling(options: AnsweringOptions) -> dict[str, Any]:
     penalty = options.replies.repetition_penalty
     extra = {} if penalty is None else {"repetition_penalty": penalty}
     return {**sampling_arguments(options.answers), **extra}
-
-
-def sampling_cuts(options: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in sampling_arguments(options).items()
-        if name in ("top_k", "top_p", "min_p")
-    }
 
 
 def decode_prompt(
