@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,17 @@ from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
 
+@dataclass(frozen=True)
+class _Options:
+    """How one call decodes, besides the arguments of ``transformers``; see :meth:`MedusaModel.generate`."""
+
+    seed: Any
+    tree: CandidateTree | None
+    drafter: Drafter | str | None
+    acceptance: str
+    step: StepKind | None
+
+
 class MedusaModel:
     """Decodes with a base model several tokens at a time, and writes what the base alone would have written.
 
@@ -62,7 +73,7 @@ class MedusaModel:
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
         self.tuned = tuple(tuned)
@@ -132,7 +143,7 @@ class MedusaModel:
             heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly.
             tree: the candidate tree of every call; by default those in the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
-            tokenizer: by default the base's own, when ``base`` is a path or a hub id.
+            tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             step: how decode steps are run (see :mod:`medusa.decoding.steps`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
@@ -144,7 +155,6 @@ class MedusaModel:
         """
         is_ours = isinstance(base, (str, Path))
         if isinstance(base, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(base) if tokenizer is None else tokenizer
             base = AutoModelForCausalLM.from_pretrained(base, **base_kwargs)
         elif base_kwargs:
             raise ValueError(f"{sorted(base_kwargs)} go with a path or a hub id; this base is already loaded")
@@ -171,6 +181,25 @@ class MedusaModel:
     @property
     def device(self) -> torch.device:
         return self.base.device
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that was given, else the one at ``base.name_or_path``, loaded when first asked for.
+        None for a base without such a name, as one that was made from a configuration is.
+
+        Raises:
+            ValueError: there is no tokenizer at ``base.name_or_path``.
+        """
+        home = self.base.name_or_path
+        if self._tokenizer is None and home:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(home)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"no tokenizer could be loaded from {str(home)!r}, where the base comes from; "
+                    "pass tokenizer= to from_pretrained"
+                ) from error
+        return self._tokenizer
 
     @property
     def tree(self) -> CandidateTree:
@@ -204,7 +233,7 @@ class MedusaModel:
         self,
         inputs: Tensor | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
         tree: CandidateTree | None = None,
         drafter: Drafter | str | None = None,
         acceptance: str = "exact",
@@ -235,24 +264,14 @@ class MedusaModel:
             sequences (B, T + new) long, or a :class:`MedusaOutput` with ``statistics`` when
             ``return_dict_in_generate=True``.
         """
-        decoding_method = functools.partial(
-            self.decode,
-            seed=seed,
-            tree=tree,
-            drafter=drafter,
-            acceptance=acceptance,
-            step=step,
-            streamer=streamer,
-        )
-        check_arguments(kwargs)
-        arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
-        return self.base.generate(inputs, custom_generate=decoding_method, **arguments)
+        options = _Options(seed, tree, drafter, acceptance, step)
+        return self._joined(self._prepared(inputs, kwargs), options, streamer)
 
     def stream(
         self,
         inputs: Tensor | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
         tree: CandidateTree | None = None,
         drafter: Drafter | str | None = None,
         acceptance: str = "exact",
@@ -262,16 +281,8 @@ class MedusaModel:
     ) -> Iterator[StepResult]:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
         With another ``step`` than "general", steps come in bursts on a GPU."""
-
-        def prepared(model: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
-            return {"input_ids": input_ids, **rest}
-
-        check_arguments(kwargs)
-        arguments = with_stop_strings(kwargs, self.base, self.tokenizer)
-        arguments = self.base.generate(inputs, custom_generate=prepared, **arguments)
-        request = decode_request(self.base, seed=seed, acceptance=acceptance, **arguments)
-        chosen = self._drafter(tree, drafter, len(request.tokens), step)
-        return decode_in_steps(step or self.step, self._runners, chosen, request, statistics)
+        options = _Options(seed, tree, drafter, acceptance, step)
+        return self._steps(self._prepared(inputs, kwargs), options, statistics)
 
     def decode(
         self,
@@ -280,52 +291,79 @@ class MedusaModel:
         *,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
         tree: CandidateTree | None = None,
         drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
         **prepared: Any,
     ) -> Tensor | MedusaOutput:
-        """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``."""
+        """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``.
+
+        ``transformers`` hands a decoding method neither ``streamer`` nor ``assistant_model``, and refuses
+        ``stop_strings`` there, whatever ``tokenizer`` it was given. :meth:`generate` takes streamers and stop
+        strings. Here, bind the streamer: ``custom_generate=partial(model.decode, streamer=streamer)``.
+        """
         if base is not self.base:
             raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
+        prepared |= {"input_ids": input_ids, "generation_config": generation_config}
+        return self._joined(prepared, _Options(seed, tree, drafter, acceptance, step), streamer)
+
+    def _prepared(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What ``transformers``' ``generate`` makes of its arguments for a decoding method."""
+
+        def handed_over(_base: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
+            return {"input_ids": input_ids, **rest}
+
+        check_arguments(arguments)
+        arguments = with_stop_strings(arguments, self.base, lambda: self.tokenizer)
+        return self.base.generate(inputs, custom_generate=handed_over, **arguments)
+
+    def _steps(
+        self, prepared: dict[str, Any], options: _Options, statistics: DecodingStatistics | None
+    ) -> Iterator[StepResult]:
+        """The one way to the decode loop."""
+        request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
+        drafter = self._drafter(options, len(request.tokens))
+        return decode_in_steps(options.step or self.step, self._runners, drafter, request, statistics)
+
+    def _joined(
+        self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
+    ) -> Tensor | MedusaOutput:
+        """The steps joined to what ``generate`` returns."""
+        input_ids, config = prepared["input_ids"], prepared["generation_config"]
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
-        request = decode_request(
-            base, input_ids, generation_config, seed=seed, acceptance=acceptance, **prepared
-        )
         statistics = DecodingStatistics()
+        steps = self._steps(prepared, options, statistics)
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        chosen = self._drafter(tree, drafter, len(input_ids), step)
-        for result in decode_in_steps(step or self.step, self._runners, chosen, request, statistics):
+        for result in steps:
             for answer, new in zip(answers, result.tokens, strict=True):
                 answer.extend(new)
             if streamer is not None:
                 streamer.put(torch.tensor(result.tokens[0]))
         if streamer is not None:
             streamer.end()
-        sequences = joined_sequences(input_ids, answers, request.pad_id)
-        if not generation_config.return_dict_in_generate:
+        sequences = joined_sequences(input_ids, answers, config)
+        if not config.return_dict_in_generate:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _drafter(
-        self, tree: CandidateTree | None, drafter: Drafter | str | None, num_rows: int, step: StepKind | None
-    ) -> Drafter:
+    def _drafter(self, options: _Options, num_rows: int) -> Drafter:
         if not self._taken_weights.are_current:
             raise ValueError(
                 f"the weights of the base or the heads have changed (written to, cast or moved) since "
                 f"engine={self.engine!r} took them; call refresh() on this MedusaModel first"
             )
+        tree, drafter = options.tree, options.drafter
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
             chosen = self._drafters.drafter(drafter, num_rows) if isinstance(drafter, str) else drafter
             return PlainDrafter() if chosen is None else chosen
-        tree = self.tree_for(num_rows, step) if tree is None else self._checked_tree(tree)
+        tree = self.tree_for(num_rows, options.step) if tree is None else self._checked_tree(tree)
         if self.drafting_heads is None or tree.depth == 0:
             return PlainDrafter()
         return drafter_of_heads(self.drafting_heads, self.runner, tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -167,6 +168,14 @@ def test_a_text_streamer_gets_the_text_that_transformers_gives_it(model, tokeniz
         assert ours.num_ends == 1
 
 
+def test_a_streamer_bound_to_the_custom_generate_argument_gets_the_text(model, tokenizer):
+    bound, direct = (Collector(tokenizer, skip_prompt=True) for _ in range(2))
+    method = functools.partial(model.decode, streamer=bound)
+    drafted = model.base.generate(PROMPT, **GREEDY, custom_generate=method)
+    assert torch.equal(drafted, model.generate(PROMPT, **GREEDY, streamer=direct))
+    assert bound.text == direct.text != "" and bound.num_ends == 1
+
+
 def test_an_iterator_streamer_yields_the_text_while_another_thread_decodes(model, tokenizer):
     expected = tokenizer.decode(model.generate(PROMPT, **GREEDY)[0, 6:])
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
@@ -236,6 +245,17 @@ def test_stop_strings_are_read_from_a_generation_config_and_from_the_bases_own(m
     monkeypatch.setattr(model.base.generation_config, "stop_strings", stop)
     assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
     assert torch.equal(model.generate(PROMPT, generation_config=GenerationConfig(**GREEDY)), expected)
+
+
+def test_the_tokenizer_of_a_base_already_loaded_is_found_where_the_base_comes_from(tmp_path, tokenizer):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = MedusaModel(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from '.*base'.*; pass tokenizer="):
+        model.generate(PROMPT, **GREEDY, stop_strings="5")
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert model.tokenizer.get_vocab() == tokenizer.get_vocab() and model.tokenizer is model.tokenizer
+    expected = MedusaModel(model.base, tokenizer=tokenizer).generate(PROMPT, **GREEDY, stop_strings="5")
+    assert torch.equal(model.generate(PROMPT, **GREEDY, stop_strings="5"), expected)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
@@ -404,6 +424,12 @@ def test_a_loaded_base_and_a_loaded_checkpoint_are_taken_as_they_are(tokenizer):
 
 
 CALLS = {
+    "empty batch": ({"inputs": torch.zeros(0, 5, dtype=torch.long)}, "at least one row, got an empty batch"),
+    "continuous batching": (
+        {"cache_implementation": "paged"},
+        "cache_implementation='paged' has transformers decode by itself; leave it out",
+    ),
+    "no whole seed": ({"do_sample": True, "seed": 1.5}, r"an int or one int per row, got 1\.5"),
     "empty prompt": ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "at least one token per row, got none"),
     "longer than the context": (
         {"inputs": random_prompts(1, 1030)},

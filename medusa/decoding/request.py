@@ -7,6 +7,7 @@ module takes the outcome, refuses what a tree cannot honour, and strips the left
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +101,17 @@ def check_arguments(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not used here; {advice}")
 
 
-def with_stop_strings(arguments: dict[str, Any], base: CausalLM, tokenizer: Any) -> dict[str, Any]:
+def with_stop_strings(
+    arguments: dict[str, Any], base: CausalLM, default_tokenizer: Callable[[], Any]
+) -> dict[str, Any]:
     """The arguments with ``stop_strings`` as a criterion: ``generate`` hands a custom method no tokenizer."""
     arguments = dict(arguments)
-    tokenizer = arguments.pop("tokenizer", None) or tokenizer
+    tokenizer = arguments.pop("tokenizer", None)
     given = getattr(arguments.get("generation_config"), "stop_strings", None)
     stop_strings = arguments.pop("stop_strings", None) or given or base.generation_config.stop_strings
     if not stop_strings:
         return arguments
+    tokenizer = default_tokenizer() if tokenizer is None else tokenizer
     if tokenizer is None:
         raise ValueError("stop_strings needs a tokenizer; pass tokenizer= to from_pretrained or to generate")
     criteria = list(arguments.pop("stopping_criteria", None) or [])
@@ -115,8 +119,9 @@ def with_stop_strings(arguments: dict[str, Any], base: CausalLM, tokenizer: Any)
     return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
 
 
-def joined_sequences(input_ids: Tensor, answers: list[list[int]], pad_id: int) -> Tensor:
+def joined_sequences(input_ids: Tensor, answers: list[list[int]], config: GenerationConfig) -> Tensor:
     """Prompts and answers side by side, (B, T + longest) long, short answers padded on the right."""
+    pad_id = _pad_id(config)
     longest = max(len(answer) for answer in answers)
     rows = [answer + [pad_id] * (longest - len(answer)) for answer in answers]
     return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=1)
