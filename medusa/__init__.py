@@ -12,9 +12,17 @@ unless said otherwise.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:  # what type checkers and editors see; _HOME says the same to Python
+    from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
+    from medusa.heads.adapter import Adapter, apply_adapter
+    from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
+    from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+    from medusa.model import MedusaModel
+    from medusa.trees.candidate_tree import CandidateTree, best_tree
+
+__version__ = "0.2.0.dev0"
 
 _HOME = {
     "Adapter": "medusa.heads.adapter",

@@ -160,6 +160,18 @@ def test_no_two_modules_need_each_other():
     assert cycles(graph) == []
 
 
+def test_type_checkers_see_the_public_names_where_python_finds_them():
+    tree = ast.parse((ROOT / "medusa/__init__.py").read_text())
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("medusa")
+        for alias in node.names
+    }
+    homes = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "_HOME")
+    assert seen == ast.literal_eval(homes)
+
+
 def test_every_folder_of_the_library_is_a_package():
     folders = {path.parent for path in LIBRARY}
     assert all((folder / "__init__.py").exists() for folder in folders)
