@@ -51,6 +51,7 @@ def _plot_top1(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
         ax.annotate(f"head {head}  {rates[-1]:.0%}", (seen[-1], rates[-1]), (6, 0), **_after(color))
     ax.set_title("A head's first guess is right (held out)")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    ax.set_ylim(0, max(0.05, ax.dataLim.y1) * 1.15)
     _token_axis(ax, seen)
 
 
@@ -60,14 +61,17 @@ def _plot_tokens_per_step(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
     ax.plot(seen, values, "o-", markersize=3, color=BLUE)
     ax.annotate(f"{values[-1]:.2f}", (seen[-1], values[-1]), (6, 0), **_after(INK))
     ax.set_title(f"Tokens per step, tree of {NUM_NODES} nodes (replayed)")
+    ax.set_ylim(1, 1 + (max(*values, 1.05) - 1) * 1.15)
     _token_axis(ax, seen)
 
 
 def _token_axis(ax: Any, seen: Sequence[int]) -> None:
     """Logarithmic: a curve that rises as a line gains as much by every doubling of the data."""
-    lowest, highest = seen[0] / 1.1, seen[-1] * (seen[-1] / seen[0]) ** 0.3
+    lowest = seen[0] / 1.1
+    highest = seen[-1] * (seen[-1] / lowest) ** 0.4  # two sevenths of the width are for the labels
     marks = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
-    marks = [mark for mark in marks if lowest <= mark <= highest]
+    marks = [mark for mark in marks if lowest <= mark <= seen[-1]]
+    marks = marks if len(marks) > 1 else [seen[0], seen[-1]]
     ax.set_xscale("log")
     ax.set_xticks(marks, [_short(mark) for mark in marks])
     ax.minorticks_off()
