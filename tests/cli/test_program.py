@@ -10,7 +10,7 @@ from tiny_chat import save_chat_model, wide_tree
 import medusa
 import medusa.hardware
 from medusa import CandidateTree, load_heads, save_tree
-from medusa.cli.program import exit_status
+from medusa.cli.reporting import exit_status
 from medusa.progress import track
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
