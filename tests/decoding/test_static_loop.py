@@ -277,6 +277,7 @@ def test_every_processor_that_reads_no_path_is_let_through():
         hf.EtaLogitsWarper: (0.01,),
         hf.SuppressTokensLogitsProcessor: ([4, 5],),
         hf.InfNanRemoveLogitsProcessor: (),
+        hf.LogitNormalization: (),
     }
     assert set(made) == set(PATH_FREE_PROCESSORS) and vocab == base.config.vocab_size
     processors = LogitsProcessorList(kind(*arguments) for kind, arguments in made.items())
