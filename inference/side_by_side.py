@@ -22,7 +22,6 @@ from typing import Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -41,6 +40,7 @@ from medusa.drafters.heads import drafter_of_heads
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.progress import log_console
+from medusa.tables import print_table, times
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_LIMIT = 4
@@ -104,7 +104,7 @@ def compare(options: SideBySideOptions) -> None:
         console.print()
         answered.append(answer_with_all(model, inputs, options.answers, ways, number))
     console.rule(style="dim")
-    console.print(summary_table(answered))
+    print_summary(console, answered)
     console.print(verdict(answered, model.tree))
     report_json(make_report(answered), options.report)
 
@@ -125,7 +125,8 @@ def contenders(model: MedusaModel, beside: Sequence[str]) -> dict[str, Way]:
                 "compare heads of one and the same base"
             )
         other = MedusaModel(model.runner, checkpoint.heads, checkpoint.tree)
-        ways[name] = {"drafter": drafter_of_heads(checkpoint.heads, model.runner, other.tree)}
+        assert other.drafting_heads is not None, "it was made with heads"
+        ways[name] = {"drafter": drafter_of_heads(other.drafting_heads, model.runner, other.tree)}
     return ways
 
 
@@ -185,18 +186,15 @@ def timed_answer(
     return Answer(tokens, seconds, statistics)
 
 
-def summary_table(answered: Sequence[Answers]) -> Table:
+def print_summary(console: Console, answered: Sequence[Answers]) -> None:
     """A row a prompt, and one for all."""
-    table = Table(title="Plain and with heads", title_justify="left")
-    others = [name for name in answered[0] if name != PLAIN]
-    per_contender = [column for name in others for column in (name, "faster", "tokens per step")]
-    for name in ("prompt", "tokens", PLAIN, *per_contender, "same tokens"):
-        table.add_column(name, justify="right")
-    for number, answers in enumerate(answered, start=1):
-        table.add_row(str(number), *_cells([answers]))
-    table.add_section()
-    table.add_row("all", *_cells(answered), style="bold")
-    return table
+    headers = ["prompt", "tokens", "plain, s"]
+    for name in answered[0]:
+        if name != PLAIN:
+            headers += [f"{name}, s", "x plain", "tok/step"]
+    rows = [[str(number), *_cells([answers])] for number, answers in enumerate(answered, start=1)]
+    rows.append(["all", *_cells(answered)])
+    print_table(console, "Plain and with heads", [*headers, "same"], rows, styles={len(rows) - 1: "bold"})
 
 
 def verdict(answered: Sequence[Answers], tree: CandidateTree) -> Text:
@@ -254,12 +252,12 @@ def _tokens_per_step(answered: Sequence[Answers], name: str) -> float:
 
 def _cells(answered: Sequence[Answers]) -> list[str]:
     plain = _seconds(answered, PLAIN)
-    cells = [str(sum(len(answers[PLAIN].tokens) for answers in answered)), f"{plain:.1f} s"]
+    cells = [str(sum(len(answers[PLAIN].tokens) for answers in answered)), f"{plain:.1f}"]
     for name in answered[0]:
         if name != PLAIN:
             seconds = _seconds(answered, name)
             per_step = _tokens_per_step(answered, name)
-            cells += [f"{seconds:.1f} s", f"{plain / seconds:.2f}x", f"{per_step:.2f}"]
+            cells += [f"{seconds:.1f}", times(plain / seconds), f"{per_step:.2f}"]
     return [*cells, "yes" if all(is_identical(answers) for answers in answered) else "NO"]
 
 

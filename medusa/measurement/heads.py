@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from medusa.base.causal_lm import output_embedding
 from medusa.drafters.heads import drafter_of_heads
+from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle import Heads
@@ -114,10 +116,11 @@ def measured_steps(
     Raises:
         ValueError: no answer after the first lasted a step.
     """
-    drafters = {
-        each.label: drafter_of_heads(each.checkpoint.heads, model.runner, count.best_tree(num_nodes))
-        for each, count in zip(compared, counts, strict=True)
-    }
+    embedding = output_embedding(model.runner)
+    drafters = {}
+    for each, count in zip(compared, counts, strict=True):
+        heads = quick_heads(each.checkpoint.heads, embedding)  # as the engine computes a model's own heads
+        drafters[each.label] = drafter_of_heads(heads, model.runner, count.best_tree(num_nodes))
 
     def run(name: str, question: int, repeat: int) -> Answer:
         output: Any = model.generate(

@@ -53,6 +53,7 @@ def test_other_heads_answer_beside(compare, flags, capsys):
     printed = capsys.readouterr().out
     report = json.loads(printed.splitlines()[-1])
     assert report["identical"] is True and "others" in printed
+    assert "others, s" in printed and "…" not in printed, "no header is cut at 80 columns"
     assert report["beside"]["others"]["tokens_per_step"] == report["tokens_per_step"]
     assert report["beside"]["others"]["speedup"] == pytest.approx(
         report["plain_seconds"] / report["beside"]["others"]["seconds"]
@@ -81,3 +82,10 @@ def test_whoever_goes_first_the_answers_keep_one_order(compare, monkeypatch):
     ways = {name: {} for name in ("plain", "with heads", "other")}
     orders = [list(compare.answer_with_all(None, {}, None, ways, number)) for number in range(3)]
     assert orders == [list(ways)] * 3
+
+
+def test_heads_beside_are_computed_as_the_models_own_are(compare, flags):
+    options = compare.parse(compare.SideBySideOptions, flags)
+    model = compare.load_model(options.model)
+    ways = compare.contenders(model, [f"others={options.model.heads}"])
+    assert type(ways["others"]["drafter"].heads) is type(model.drafting_heads)
