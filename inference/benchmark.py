@@ -73,9 +73,9 @@ class BenchmarkOptions(ProgramOptions):
 
     drafters: DrafterOptions = DrafterOptions()
     contenders: tuple[str, ...] | None = None
-    """Of transformers, transformers-static, prompt-lookup, assisted, the drafters, or a union such as
-    heads+suffix; plain always takes part. None is transformers' own, plain, heads and the drafter of chat;
-    transformers-static, which compiles, not on a CPU."""
+    """Of transformers, transformers-static, prompt-lookup, assisted, default (generate with nothing named),
+    the drafters, or a union such as heads+suffix; plain always takes part. None is transformers' own, plain,
+    heads and default; transformers-static, which compiles, not on a CPU."""
     batch_sizes: GrowingInts = (1,)
     """Rows decoded together."""
     context_lengths: GrowingInts | None = None

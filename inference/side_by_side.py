@@ -48,7 +48,7 @@ WARM_UP_TOKENS = 8
 PLAIN, HEADS = "plain", "with heads"
 
 Way = dict[str, Any]
-"""How a contender decodes: ``tree`` or ``drafter`` of ``generate``, or nothing."""
+"""How a contender decodes: ``tree`` or ``drafter`` of ``generate``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def contenders(model: MedusaModel, beside: Sequence[str]) -> dict[str, Way]:
     Raises:
         ValueError: heads that do not fit the base.
     """
-    ways: dict[str, Way] = {PLAIN: {"tree": CandidateTree.chain(0)}, HEADS: {}}
+    ways: dict[str, Way] = {PLAIN: {"tree": CandidateTree.chain(0)}, HEADS: {"tree": model.tree}}
     for text in beside:
         name, _, source = text.partition("=")
         checkpoint = load_heads(source)

@@ -18,13 +18,14 @@ from medusa.base.requirements import check_is_model
 from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
+from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.step_runners import StepRunners
 from medusa.decoding.steps import check_step, decode_in_steps
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import Drafter
-from medusa.drafters.registry import DraftersByName
+from medusa.drafters.protocol import Drafter, StaticDrafter
+from medusa.drafters.registry import DraftersByName, default_drafter
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.views import TakenWeights
@@ -221,6 +222,21 @@ class MedusaModel:
         tuned = chosen_for(self.tuned, batch_size, step or self.step)
         return self._default_tree if tuned is None else tuned
 
+    def drafter_for(self, batch_size: int, step: StepKind | None = None) -> Drafter:
+        """A new drafter as for a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
+
+        That is the one measured fastest for such heads (:func:`medusa.drafters.registry.default_drafter`), in
+        drafts as large as :meth:`tree_for`; where steps of fixed shape cannot run it, the heads in that tree.
+        Without heads, and where the tree tuned for so many rows is the root alone, nothing is drafted.
+        """
+        kind = step or self.step
+        tree = self.tree_for(batch_size, kind)
+        if self.heads is not None and tree.depth:
+            fastest = self._drafters.drafter(default_drafter(self), batch_size)
+            if fastest is not None and (kind == "general" or isinstance(fastest, StaticDrafter)):
+                return fastest
+        return self._heads_in(tree)
+
     def use_tree(self, tree: CandidateTree) -> None:
         """Decode with ``tree`` from here on, for any number of rows: default and tuned trees are forgotten.
 
@@ -250,9 +266,10 @@ class MedusaModel:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
             seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's
                 global generator. Only sampling reads it.
-            tree: another tree for this call than :meth:`tree_for` its rows; ``CandidateTree.chain(0)`` is
-                plain decoding.
-            drafter: another source of candidates for this call; its name will do ("dynamic-heads+suffix").
+            tree: draft with the heads alone, in this tree; ``CandidateTree.chain(0)`` is plain decoding.
+            drafter: another source of candidates than :meth:`drafter_for` so many rows; its name will do
+                ("suffix"). Where the text depends on what is drafted (``acceptance``), the heads alone draft
+                by default, in :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains.
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.
@@ -324,7 +341,7 @@ class MedusaModel:
     ) -> Iterator[StepResult]:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
-        drafter = self._drafter(options, len(request.tokens))
+        drafter = self._drafter(options, request)
         return decode_in_steps(options.step or self.step, self._runners, drafter, request, statistics)
 
     def _joined(
@@ -351,19 +368,28 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _drafter(self, options: _Options, num_rows: int) -> Drafter:
+    def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
         if not self._taken_weights.are_current:
             raise ValueError(
                 f"the weights of the base or the heads have changed (written to, cast or moved) since "
                 f"engine={self.engine!r} took them; call refresh() on this MedusaModel first"
             )
-        tree, drafter = options.tree, options.drafter
+        tree, drafter, num_rows = options.tree, options.drafter, len(request.tokens)
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
             chosen = self._drafters.drafter(drafter, num_rows) if isinstance(drafter, str) else drafter
             return PlainDrafter() if chosen is None else chosen
-        tree = self.tree_for(num_rows, options.step) if tree is None else self._checked_tree(tree)
+        if tree is not None:
+            return self._heads_in(self._checked_tree(tree))
+        if request.is_exact:
+            return self.drafter_for(num_rows, options.step)
+        tree = self.tree_for(num_rows, options.step)
+        only_chain = request.rule is not None and request.rule.only_chains
+        return self._heads_in(CandidateTree.chain(tree.depth) if only_chain else tree)
+
+    def _heads_in(self, tree: CandidateTree) -> Drafter:
+        """The heads in ``tree``; nothing where there are none, or ``tree`` is the root alone."""
         if self.drafting_heads is None or tree.depth == 0:
             return PlainDrafter()
         return drafter_of_heads(self.drafting_heads, self.runner, tree)

@@ -32,7 +32,14 @@ from medusa import (
     MedusaOutput,
     save_heads,
 )
+from medusa.decoding.steps import decode_in_steps
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.protocol import StaticDrafter
 from medusa.drafters.registry import draft_sources
+from medusa.drafters.suffix import SuffixDrafter
+from medusa.drafters.union import UnionDrafter
 from medusa.trees.tuned_trees import TunedTree
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -352,6 +359,56 @@ def test_a_named_drafter_stands_aside_for_as_many_rows_as_it_does_not_pay():
         out = idle.generate(rows, **GREEDY, drafter="dynamic-heads", return_dict_in_generate=True)
         assert torch.equal(out.sequences, model.generate(rows, **GREEDY))
         assert len(out.statistics.accepted_histogram) == num_depths
+
+
+def drafters_of(model, monkeypatch, **options):
+    """What the loop is given for a call with these ``options``."""
+    given = []
+
+    def noting(step, runners, drafter, *rest):
+        given.append(drafter)
+        return decode_in_steps(step, runners, drafter, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa.model.decode_in_steps", noting)
+        model.generate(PROMPT, **options)
+    return given
+
+
+def test_the_fastest_drafter_is_the_default(model, monkeypatch):
+    (drafter,) = drafters_of(model, monkeypatch, **GREEDY)
+    assert isinstance(drafter, UnionDrafter)
+    heads, suffix = drafter.drafters
+    assert type(heads) is DynamicHeadsDrafter and heads.tree == TREE and type(suffix) is SuffixDrafter
+    expected = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
+    assert torch.equal(model.generate(PROMPT, **SAMPLED), expected)
+
+
+def test_a_tree_alone_means_the_heads_in_that_tree(model, monkeypatch):
+    (drafter,) = drafters_of(model, monkeypatch, **GREEDY, tree=CandidateTree.chain(2))
+    assert type(drafter) is HeadsDrafter and drafter.tree == CandidateTree.chain(2)
+
+
+def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
+    (drafter,) = drafters_of(model, monkeypatch, **GREEDY, step="static")
+    assert isinstance(drafter, StaticDrafter)
+    assert isinstance(drafter, (HeadsDrafter, UnionDrafter))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "tree"), [("typical", TREE), ("traversal", TREE), ("block", CandidateTree.chain(3))]
+)
+def test_where_drafts_decide_the_text_the_heads_alone_draft(model, monkeypatch, acceptance, tree):
+    (drafter,) = drafters_of(model, monkeypatch, **SAMPLED, acceptance=acceptance)
+    assert type(drafter) is HeadsDrafter and drafter.tree == tree
+
+
+def test_a_tree_tuned_to_be_the_root_alone_decodes_plainly(model, monkeypatch):
+    tuned = [TunedTree(model.runtime, 1, CandidateTree.chain(0))]
+    idle = MedusaModel(model.base, random_heads(), TREE, tuned=tuned)
+    for options in (GREEDY, {**GREEDY, "step": "static"}, {**SAMPLED, "acceptance": "block"}):
+        (drafter,) = drafters_of(idle, monkeypatch, **options)
+        assert type(drafter) is PlainDrafter
 
 
 def test_without_heads_decoding_is_plain_and_without_a_tree_it_is_a_chain():

@@ -104,7 +104,7 @@ class TextStream:
 class ChatSession:
     """Question and answer, with everything said so far as context.
 
-    ``drafter`` guesses ahead in place of the model's heads.
+    ``drafter`` guesses ahead in place of the one that the model chooses.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -132,7 +132,7 @@ class ChatSession:
     @property
     def max_depth(self) -> int:
         """Depth of the deepest guess of a step."""
-        return self.model.tree.depth if self.drafter is None else self.drafter.max_depth
+        return (self.drafter or self.model.drafter_for(1)).max_depth
 
     @property
     def statistics(self) -> DecodingStatistics:

@@ -27,7 +27,7 @@ from medusa.cli.options import (
 from medusa.cli.reporting import counted
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.registry import DrafterSettings, default_drafter, draft_with_heads, drafter_named
+from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
@@ -140,13 +140,9 @@ def load_for_replies(options: AnsweringOptions) -> MedusaModel:
 
 
 def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:
-    """The drafter asked for; None leaves it to the model: its heads in their tuned tree, or nothing."""
+    """The drafter asked for; None leaves the choice to the model."""
     name = options.replies.drafter
-    if name is None:
-        name = default_drafter(model) if model.step == "general" else "heads"
-    if options.replies.plain or name == "heads":
-        return None
-    return drafter_named(name, model, drafter_settings(options.drafters))
+    return None if name is None else drafter_named(name, model, drafter_settings(options.drafters))
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:
@@ -203,8 +199,9 @@ def reply_sampling(options: AnsweringOptions) -> dict[str, Any]:
 def decode_prompt(
     model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions
 ) -> tuple[list[int], DecodingStatistics]:
-    """Prompt and answer as one list of tokens, and how its decoding went."""
+    """Prompt and answer as one list of tokens, and how its decoding with the heads alone went."""
     arguments = {**generation_arguments(options), "seed": options.seed, "return_dict_in_generate": True}
+    arguments["tree"] = model.tree
     output: Any = model.generate(**inputs, **arguments)
     return output.sequences[0].tolist(), output.statistics
 

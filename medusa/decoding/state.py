@@ -74,6 +74,11 @@ class DecodeRequest:
             return None
         return rule_named(self.acceptance)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the text is the same whatever is drafted."""
+        return self.acceptance != "typical" and self.rule is None
+
 
 @dataclass
 class DecodeState:

@@ -311,20 +311,8 @@ def print_tables(report: Mapping[str, Any], console: Console) -> None:
         print_speeds(setting, console)
     print_splits(report["by_setting"], console)
     first = report["by_setting"][0]
-    if len(first["by_category"]) > 1 and HEADS in first["milliseconds_per_token"]:
-        entries = {**first["by_category"], "all": first}
-        gains = ("speedup_vs_plain", "speedup_vs_transformers")
-        rows = [
-            [
-                name,
-                number(entry["tokens_per_step"]),
-                number(entry["overhead"]),
-                *(times(entry[gain]) for gain in gains),
-            ]
-            for name, entry in entries.items()
-        ]
-        headers = ["category", "tokens/step", "overhead", "x plain", "x transformers"]
-        print_table(console, "Heads, by category", headers, rows, styles={len(rows) - 1: "bold"})
+    if len(first["by_category"]) > 1:
+        print_categories(first, console)
     for name, reason in report["skipped"].items():
         console.print(f"{name} did not take part: {reason}", style="yellow", markup=False)
     rates = report["device_rates"]
@@ -333,6 +321,26 @@ def print_tables(report: Mapping[str, Any], console: Console) -> None:
         f"read, {rates['operations_per_second'] / 1e9:.0f} GFLOP/s multiplied",
         style="dim",
     )
+
+
+def print_categories(setting: Mapping[str, Any], console: Console) -> None:
+    """By category of prompts: the heads' steps, and how fast each contender was against plain decoding."""
+    entries = {**setting["by_category"], "all": setting}
+    if HEADS in setting["milliseconds_per_token"]:
+        rows = [
+            [name, number(entry["tokens_per_step"]), number(entry["overhead"])]
+            + [times(entry[gain]) for gain in ("speedup_vs_plain", "speedup_vs_transformers")]
+            for name, entry in entries.items()
+        ]
+        headers = ["category", "tokens/step", "overhead", "x plain", "x transformers"]
+        print_table(console, "Heads, by category", headers, rows, styles={len(rows) - 1: "bold"})
+    names = [name for name in setting["speedup_over_plain"] if name != PLAIN]
+    rows = [
+        [category, *(times(entry["speedup_over_plain"].get(name)) for name in names)]
+        for category, entry in entries.items()
+    ]
+    title = "Times as fast as plain, by category"
+    print_table(console, title, ["category", *names], rows, styles={len(rows) - 1: "bold"})
 
 
 def in_words(setting: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ from medusa.base.causal_lm import CausalLM
 from medusa.drafters.registry import (
     DRAFTERS,
     DrafterSettings,
-    default_drafter,
     draft_sources,
     draft_with_heads,
     part_names,
@@ -34,7 +33,8 @@ TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (
     "assisted",
 )
 THEIRS = (TRANSFORMERS, STATIC, LOOKUP, ASSISTED)
-PLAIN, HEADS = "plain", "heads"
+PLAIN, HEADS, DEFAULT = "plain", "heads", "default"
+"""The heads in their tuned tree; "default" is ``generate`` with neither a tree nor a drafter named."""
 LOOKUP_TOKENS = 10
 """What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
 COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -66,33 +66,35 @@ class Contender:
 
 def contender_names() -> tuple[str, ...]:
     """Every name but unions."""
-    return (*THEIRS, *DRAFTERS)
+    return (*THEIRS, DEFAULT, *DRAFTERS)
 
 
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError when a name is none of :func:`contender_names`, nor a union of drafters."""
     for name in names:
-        if name not in THEIRS:
+        if name not in (*THEIRS, DEFAULT):
             try:
                 part_names(name)
             except ValueError as error:
                 raise ValueError(
-                    f"contender {name!r} is not one of {', '.join(THEIRS)}, and {error}"
+                    f"contender {name!r} is not one of {', '.join((*THEIRS, DEFAULT))}, and {error}"
                 ) from error
 
 
 def default_names(model: MedusaModel) -> list[str]:
-    """Those that a user would ask about: ``transformers``' own, plain decoding, the heads, chat's drafter.
+    """Those that a user would ask about: ``transformers``' own, plain decoding, the heads, our default.
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
     theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*theirs, PLAIN, *([HEADS, default_drafter(model)] if model.heads is not None else [])]
+    return [*theirs, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:
     """Whether to load heads for these contenders; by default they take part."""
-    return names is None or any(name not in THEIRS and draft_with_heads(name) for name in names)
+    return names is None or any(
+        name == DEFAULT or (name not in THEIRS and draft_with_heads(name)) for name in names
+    )
 
 
 def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
@@ -120,9 +122,7 @@ def make_contenders(
     names = list(dict.fromkeys(names))
     check_names(names)
     skipped = {name: reason for name in names if (reason := missing(name, model, settings))}
-    drafters = [name for name in names if name not in (*THEIRS, PLAIN, HEADS)]
-    parts = draft_sources([HEADS] if HEADS in names else [], model, settings)
-    parts |= draft_sources(drafters, model, settings)
+    parts = draft_sources([name for name in names if name not in (*THEIRS, DEFAULT)], model, settings)
     made = {}
     for name in names:
         if name in skipped:
@@ -132,6 +132,8 @@ def make_contenders(
         elif name == PLAIN:
             made[name] = Contender(name, ours(model, seed, tree=CandidateTree.chain(0)))
         elif name == HEADS:
+            made[name] = Contender(name, heads_alone(model, seed))
+        elif name == DEFAULT:
             made[name] = Contender(name, ours(model, seed))
         else:
             source = source_named(name, parts)
@@ -140,8 +142,17 @@ def make_contenders(
 
 
 def ours(model: MedusaModel, seed: int, **choice: Any) -> Answer:
-    """Our ``generate``, with the tree of the batch size where ``choice`` names no other."""
+    """Our ``generate``, with ``choice`` of its tree or drafter."""
     return lambda **call: model.generate(seed=seed, **choice, **call)
+
+
+def heads_alone(model: MedusaModel, seed: int) -> Answer:
+    """Our ``generate`` with the heads in the tree of the batch size."""
+
+    def answer(input_ids: Tensor, **call: Any) -> Any:
+        return model.generate(seed=seed, tree=model.tree_for(len(input_ids)), input_ids=input_ids, **call)
+
+    return answer
 
 
 def drafted(model: MedusaModel, seed: int, source: Any) -> Answer:

@@ -34,6 +34,7 @@ class ScriptedModel:
         model = chat_model(context=max_context)
         self.base, self.tokenizer, self.tree, self.device = model.base, TOKENIZER, wide_tree(), model.device
         self.heads = SimpleNamespace(num_heads=2)
+        self.drafter_for = model.drafter_for
         self.answers = list(answers)
         self.calls = []
 
@@ -331,7 +332,8 @@ def test_answers_say_why_they_were_cut():
 
 def test_tokens_are_coloured_by_the_depth_that_guessed_them():
     terminal, printed = scripted("abc", color_depth=True)
-    assert "depth 3" in printed()
+    deepest = terminal.session.max_depth
+    assert f"depth {deepest}" in printed() and f"depth {deepest + 1}" not in printed()
     terminal.ask("Hi")
     green = "\x1b[32m"
     assert f"{green}b\x1b[0m" in printed()

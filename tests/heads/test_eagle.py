@@ -174,7 +174,8 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
         for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
             arguments = {**batch, **options, "max_new_tokens": 12}
             plain = model.generate(**arguments, tree=CandidateTree.chain(0))
-            result = model.generate(**arguments, return_dict_in_generate=True)
+            assert model.generate(**arguments).tolist() == plain.tolist()
+            result = model.generate(**arguments, tree=TREE, return_dict_in_generate=True)
             assert result.sequences.tolist() == plain.tolist()
             by_name = model.generate(**arguments, drafter=named, return_dict_in_generate=True)
             assert by_name.sequences.tolist() == plain.tolist()

@@ -10,7 +10,7 @@ from medusa.measurement.contenders import THEIRS, check_names, default_names, ma
 def test_every_contender_gives_the_same_tokens():
     model = chat_model()
     settings = DrafterSettings(draft_model=model.base)
-    names = ["transformers", "prompt-lookup", "assisted", "plain", "heads", "suffix", "heads+suffix"]
+    names = ["transformers", "prompt-lookup", "assisted", "plain", "heads", "default", "heads+suffix"]
     contenders, skipped = make_contenders(names, model, settings, seed=0)
     assert skipped == {}
     inputs = model.tokenizer("once upon a time, once upon a", return_tensors="pt")
@@ -29,10 +29,10 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
     assert "give --draft-model" in skipped["assisted"]
 
 
-def test_by_default_the_drafter_of_chat_takes_part_and_nothing_compiles_on_a_processor():
+def test_by_default_our_default_takes_part_and_nothing_compiles_on_a_processor():
     model = chat_model()
     theirs = ["transformers", "prompt-lookup", "assisted"]
-    assert default_names(model) == [*theirs, "plain", "heads", "dynamic-heads+suffix"]
+    assert default_names(model) == [*theirs, "plain", "heads", "default"]
     model.heads = None
     assert default_names(model) == [*theirs, "plain"]
 
