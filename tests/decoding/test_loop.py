@@ -132,12 +132,12 @@ def test_any_tree_and_any_drafter_give_plain_output(
 @given(tree=trees(), seed=st.integers(0, 1000), temperature=st.sampled_from([0.0, 0.7, 1.3]))
 def test_random_heads_give_plain_output(tree, seed, temperature):
     base = tiny_model("llama")
-    model = MedusaModel(base, random_heads(base, seed=seed), tree=tree)
+    model = MedusaModel(base, random_heads(base, seed=seed))
     options = {"do_sample": temperature > 0, "max_new_tokens": 12, "seed": seed}
     if temperature:
         options |= {"temperature": temperature, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
     prompts = random_prompts(3, 9, seed=seed)
-    with_heads = model.generate(prompts, **options)
+    with_heads = model.generate(prompts, **options, tree=tree)
     assert with_heads.tolist() == model.generate(prompts, **options, tree=PLAIN).tolist()
 
 
@@ -162,7 +162,7 @@ def test_every_kind_of_heads_gives_plain_output(unembedding, reading):
     )
     prompts = random_prompts(2, 11)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 1.1, "seed": 3}):
-        with_heads = model.generate(prompts, max_new_tokens=15, **options)
+        with_heads = model.generate(prompts, max_new_tokens=15, tree=model.tree, **options)
         assert (
             with_heads.tolist() == model.generate(prompts, max_new_tokens=15, tree=PLAIN, **options).tolist()
         )
@@ -176,8 +176,8 @@ def test_heads_that_read_their_path_know_what_follows_it():
     for depth, rows in enumerate(heads.paths, start=1):
         rows.data[:, (depth - 1) * size :] = 1000 * torch.eye(size).roll(1, dims=0)
     tree = CandidateTree.from_paths([(), (0,), (1,), (1, 0), (0, 0), (0, 0, 0)])
-    out = MedusaModel(base, heads, tree=tree).generate(
-        torch.tensor([[5]]), max_new_tokens=33, do_sample=False, return_dict_in_generate=True
+    out = MedusaModel(base, heads).generate(
+        torch.tensor([[5]]), tree=tree, max_new_tokens=33, do_sample=False, return_dict_in_generate=True
     )
     assert out.sequences[0].tolist() == [(5 + i) % size for i in range(34)]
     assert out.statistics.acceptance_rate == [1.0, 1.0, 1.0]
@@ -189,8 +189,8 @@ def test_heads_that_fuse_a_layer_read_it_at_the_state_that_chose_the_root():
     heads = MedusaHeads(HeadsConfig(size, size, num_heads=1, fused_layers=(1,)))
     heads.fusion.weight.data = 1000 * torch.eye(size).roll(1, dims=0)
     tree = CandidateTree.from_paths([(), (0,), (1,)])
-    out = MedusaModel(counting_model(size), heads, tree=tree).generate(
-        torch.tensor([[5], [9]]), max_new_tokens=33, do_sample=False, return_dict_in_generate=True
+    out = MedusaModel(counting_model(size), heads).generate(
+        torch.tensor([[5], [9]]), tree=tree, max_new_tokens=33, do_sample=False, return_dict_in_generate=True
     )
     for row, first in zip(out.sequences.tolist(), (5, 9), strict=True):
         assert row == [(first + i) % size for i in range(34)]
@@ -206,7 +206,7 @@ def test_heads_that_fuse_layers_give_plain_output_on_every_architecture(architec
         torch.nn.init.normal_(parameter, std=0.1)
     model = MedusaModel(base, heads, tree=BUSHY.subtree(3), engine=engine)
     batch, options = left_padded(random_prompts(2, 11), [11, 6]), {"max_new_tokens": 15, "do_sample": False}
-    with_heads = model.generate(**batch, **options)
+    with_heads = model.generate(**batch, **options, tree=model.tree)
     assert with_heads.tolist() == model.generate(**batch, **options, tree=PLAIN).tolist()
 
 
@@ -217,9 +217,12 @@ def test_heads_that_know_the_future_are_right_at_every_depth():
     heads = MedusaHeads(HeadsConfig(size, size, num_heads=3, unembedding="full"))
     for d, rows in enumerate(heads.unembed, start=1):
         rows.data = torch.eye(size).roll(1 + d, dims=0)
-    model = MedusaModel(base, heads, tree=CandidateTree.chain(3))
-    out = model.generate(
-        torch.tensor([[5]]), max_new_tokens=33, do_sample=False, return_dict_in_generate=True
+    out = MedusaModel(base, heads).generate(
+        torch.tensor([[5]]),
+        tree=CandidateTree.chain(3),
+        max_new_tokens=33,
+        do_sample=False,
+        return_dict_in_generate=True,
     )
     assert out.sequences[0].tolist() == [(5 + i) % size for i in range(34)]
     assert out.statistics.acceptance_rate == [1.0, 1.0, 1.0]

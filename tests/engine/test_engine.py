@@ -273,7 +273,7 @@ def test_int8_decoding_with_heads_is_token_identical_to_int8_decoding_without(te
         options["temperature"] = temperature
     batch = left_padded(random_prompts(3, 14), [14, 2, 9])
     plain = model.generate(**batch, **options, tree=CandidateTree.chain(0))
-    assert model.generate(**batch, **options).tolist() == plain.tolist()
+    assert model.generate(**batch, **options, tree=model.tree).tolist() == plain.tolist()
 
 
 @needs_int8

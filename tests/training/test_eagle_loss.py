@@ -182,7 +182,7 @@ def test_a_trained_head_is_accepted_more_than_half_the_time_live(counted):
     model = MedusaModel.from_pretrained(trainer.base, trainer.run.heads)
     prompts = torch.tensor([[3, 4, 5, 6], [20, 21, 22, 23]])
     arguments = {"do_sample": False, "max_new_tokens": 21}
-    out = model.generate(prompts, **arguments, return_dict_in_generate=True)
+    out = model.generate(prompts, **arguments, tree=tree, return_dict_in_generate=True)
     plain = model.generate(prompts, **arguments, tree=CandidateTree.chain(0))
     assert out.sequences.tolist() == plain.tolist()
     assert min(out.statistics.acceptance_rate) > 0.5
