@@ -17,6 +17,7 @@ from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, outpu
 from medusa.base.requirements import check_is_model
 from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
+from medusa.decoding.pausing import DraftCost, Pausing
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
@@ -99,6 +100,7 @@ class MedusaModel:
         """The base model as the engine runs it; ``base`` itself when eager."""
         check_step(self.step, self.runner)
         self._runners, self._drafters = StepRunners(self.runner), DraftersByName(self)
+        self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and, roughly, rows
         taken = [] if self.runner is base else [base]
         self.drafting_heads: Heads | None = None
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
@@ -244,6 +246,7 @@ class MedusaModel:
             ValueError: the heads cannot fill it.
         """
         self._default_tree, self.tuned = self._checked_tree(tree), ()
+        self._draft_costs.clear()
 
     def generate(
         self,
@@ -270,6 +273,8 @@ class MedusaModel:
             drafter: another source of candidates than :meth:`drafter_for` so many rows; its name will do
                 ("suffix"). Where the text depends on what is drafted (``acceptance``), the heads alone draft
                 by default, in :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains.
+                Where neither tree nor drafter is named and the base is float32, guessing pauses for as long
+                as it does not pay (:mod:`medusa.decoding.pausing`).
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.
@@ -342,7 +347,10 @@ class MedusaModel:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
         drafter = self._drafter(options, request)
-        return decode_in_steps(options.step or self.step, self._runners, drafter, request, statistics)
+        pausing = self._pausing(options, request, drafter)
+        return decode_in_steps(
+            options.step or self.step, self._runners, drafter, request, statistics, pausing
+        )
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -387,6 +395,19 @@ class MedusaModel:
         tree = self.tree_for(num_rows, options.step)
         only_chain = request.rule is not None and request.rule.only_chains
         return self._heads_in(CandidateTree.chain(tree.depth) if only_chain else tree)
+
+    def _pausing(self, options: _Options, request: DecodeRequest, drafter: Drafter) -> Pausing | None:
+        """What pauses guessing in this call; None where it must not.
+
+        A tree or a drafter that the caller has named is asked at every step. In lower precision a pass over
+        several nodes rounds differently, and the text must not depend on how long steps took.
+        """
+        is_named = options.tree is not None or options.drafter is not None
+        is_same_text = request.is_exact and self.base.dtype == torch.float32
+        if is_named or not is_same_text or drafter.max_depth == 0:
+            return None
+        key = (options.step or self.step, len(request.tokens).bit_length())
+        return Pausing(self._draft_costs.setdefault(key, DraftCost()))
 
     def _heads_in(self, tree: CandidateTree) -> Drafter:
         """The heads in ``tree``; nothing where there are none, or ``tree`` is the root alone."""

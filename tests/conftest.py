@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import importlib.util
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,17 @@ class OracleDrafter(StatelessDrafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         self.answers = [self.answers[row] for row in rows.tolist()]
+
+
+class RandomPausing:
+    """Lets a drafter take part in half of the steps, in stretches of any length."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.drafts = self.random.random() < 0.5
+
+    def record(self, tokens_per_row: float, seconds: float | None, num_steps: int = 1) -> None:
+        self.drafts = self.random.random() < 0.5
 
 
 def program(path: str) -> ModuleType:

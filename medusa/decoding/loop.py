@@ -21,8 +21,10 @@ from medusa.acceptance.sampling import NodePaths, choose, process_node_logits
 from medusa.acceptance.typical import accept_typical
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
 from medusa.decoding.in_step import accept_in_step
+from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
+from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.validation import DraftValidator
 from medusa.trees.candidate_tree import TreeTopology
@@ -45,11 +47,19 @@ def decode(
     drafter: Drafter,
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
+    pausing: Pausing | None = None,
 ) -> Iterator[StepResult]:
-    """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes."""
+    """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes.
+
+    ``pausing`` decides which steps draft; without, every one. Only an exact request has the same text then.
+    """
     statistics = DecodingStatistics() if statistics is None else statistics
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
-    clock, validator = PhaseClock(statistics), DraftValidator(drafter, vocab_size(base))
+    clock, validator, plain = (
+        PhaseClock(statistics),
+        DraftValidator(drafter, vocab_size(base)),
+        PlainDrafter(),
+    )
 
     state, first = begin(base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
@@ -57,8 +67,10 @@ def decode(
 
     while state.rows:
         clock.start()
-        context = draft_context(state, drafter, base)
-        draft = drafter.draft(context)
+        drafts = pausing is None or pausing.drafts
+        guessing = drafter if drafts else plain
+        context = draft_context(state, guessing, base)
+        draft = guessing.draft(context)
         validator.check(draft, context)
         clock.lap("draft")
         hidden, logits = verify(base, draft.tokens, draft.topology, state.cache, layers=drafter.reads_layers)
@@ -70,7 +82,9 @@ def decode(
         result = finish_step(state, drafter, answers, new_tokens, depths, False)
         clock.lap("commit")
         kept = [len(new) - 1 for new in result.tokens if new]
-        statistics.record_step(kept, draft.topology.max_depth)
+        statistics.record_step(kept, draft.topology.max_depth, is_paused=not drafts)
+        if pausing is not None:
+            pausing.record(1 + sum(kept) / len(kept), clock.step_seconds)
         yield result
 
 

@@ -14,6 +14,7 @@ import torch
 
 from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult, begin, depths_of, finish_step
+from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_step import STATIC_DRAFT_RULES, StaticState
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
@@ -36,16 +37,18 @@ def decode_static(
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
     host_sync_interval: int | None = None,
+    pausing: Pausing | None = None,
 ) -> Iterator[StepResult]:
     """Decode ``request`` in ``step`` "static", "compiled" or "captured".
 
-    The host reads the results every ``host_sync_interval`` steps.
+    The host reads the results every ``host_sync_interval`` steps. ``pausing`` decides which of these draft;
+    without, all of them.
     """
     if host_sync_interval is None:
         device = request.lengths.device.type
         host_sync_interval = HOST_SYNC_INTERVALS.get(device, DEFAULT_HOST_SYNC_INTERVAL)
     statistics = DecodingStatistics() if statistics is None else statistics
-    return _decode(step, runners, drafter, request, statistics, host_sync_interval)
+    return _decode(step, runners, drafter, request, statistics, host_sync_interval, pausing)
 
 
 @torch.no_grad()
@@ -56,6 +59,7 @@ def _decode(
     request: DecodeRequest,
     statistics: DecodingStatistics,
     host_sync_interval: int,
+    pausing: Pausing | None,
 ) -> Iterator[StepResult]:
     clock = PhaseClock(statistics)
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
@@ -76,14 +80,19 @@ def _decode(
         while view.most_left:
             num_steps = min(host_sync_interval, view.most_left)
             state.reserve(view.slots_needed(num_steps, drafter.max_depth + 1, drafter.num_nodes))
-            setup_seconds = runner.run(num_steps)
+            drafts = pausing is None or pausing.drafts
+            setup_seconds = runner.run(num_steps, drafts)
             if not is_medusas_own(drafter):
                 raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
             results = view.read(state, num_steps)
             clock.lap_whole(setup_seconds)
+            tokens_per_row = 0.0
             for result in results:
                 kept = [len(new) - 1 for new in result.tokens if new]
-                statistics.record_step(kept, drafter.max_depth)
+                statistics.record_step(kept, drafter.max_depth if drafts else 0, is_paused=not drafts)
+                tokens_per_row += 1 + sum(kept) / len(kept)
+            if pausing is not None:
+                pausing.record(tokens_per_row, None if setup_seconds else clock.step_seconds, num_steps)
             yield from results
             clock.start()
 

@@ -19,6 +19,10 @@ class DecodingStatistics:
 
     A *step* is one forward pass of one row. It emits its accepted draft tokens and one token of the
     base model's own. Tokens cut off by the end of an answer are not counted as accepted.
+
+    Steps in which guessing paused (:mod:`medusa.decoding.pausing`) are steps that accepted nothing, so they
+    lower ``tokens_per_step``, which is about speed. The acceptance rates, which are about guesses, leave them
+    out.
     """
 
     num_rows: int = 0
@@ -26,8 +30,10 @@ class DecodingStatistics:
     """Steps after the prefill, which emits each row's first token."""
     num_passes: int = 0
     """Forward passes after the prefill, each a step of every row that still decoded."""
+    num_paused: int = 0
+    """Steps in which guessing paused."""
     accepted_histogram: list[int] = field(default_factory=list)
-    """[a]: steps that accepted a draft tokens."""
+    """[a]: steps that accepted a draft tokens; those that paused accepted none."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -52,8 +58,8 @@ class DecodingStatistics:
 
     @property
     def acceptance_rate(self) -> list[float]:
-        """[d-1] = P(accepted >= d), for each depth d of the tree."""
-        return [self._reached(d) / self.num_steps for d in self._depths()] if self.num_steps else []
+        """[d-1] = P(accepted >= d), for each depth d of the tree, of the steps that guessed."""
+        return [self._reached(d) / self._reached(0) for d in self._depths()] if self._reached(0) else []
 
     @property
     def conditional_acceptance_rate(self) -> list[float]:
@@ -62,13 +68,14 @@ class DecodingStatistics:
             self._reached(d) / self._reached(d - 1) if self._reached(d - 1) else 0.0 for d in self._depths()
         ]
 
-    def record_step(self, num_accepted: Sequence[int], max_depth: int) -> None:
+    def record_step(self, num_accepted: Sequence[int], max_depth: int, is_paused: bool = False) -> None:
         """Count one step of each row, given its accepted draft tokens."""
         missing = max_depth + 1 - len(self.accepted_histogram)
         self.accepted_histogram += [0] * max(0, missing)
         for accepted in num_accepted:
             self.accepted_histogram[accepted] += 1
         self.num_steps += len(num_accepted)
+        self.num_paused += len(num_accepted) if is_paused else 0
         self.num_passes += 1
 
     def __add__(self, other: DecodingStatistics) -> DecodingStatistics:
@@ -77,6 +84,7 @@ class DecodingStatistics:
             num_rows=self.num_rows + other.num_rows,
             num_steps=self.num_steps + other.num_steps,
             num_passes=self.num_passes + other.num_passes,
+            num_paused=self.num_paused + other.num_paused,
             accepted_histogram=[a + b for a, b in histograms],
             prefill_seconds=self.prefill_seconds + other.prefill_seconds,
             decode_seconds=self.decode_seconds + other.decode_seconds,
@@ -90,6 +98,7 @@ class DecodingStatistics:
             "num_rows": self.num_rows,
             "num_steps": self.num_steps,
             "num_passes": self.num_passes,
+            "num_paused": self.num_paused,
             "num_tokens": self.num_tokens,
             "tokens_per_step": self.tokens_per_step,
             "acceptance_rate": self.acceptance_rate,
@@ -102,7 +111,8 @@ class DecodingStatistics:
         }
 
     def _reached(self, depth: int) -> int:
-        return sum(self.accepted_histogram[depth:])
+        """Steps that guessed and accepted at least ``depth`` draft tokens."""
+        return sum(self.accepted_histogram[depth:]) - (self.num_paused if depth == 0 else 0)
 
     def _depths(self) -> range:
         return range(1, len(self.accepted_histogram))
@@ -120,10 +130,15 @@ class PhaseClock:
 
     def __init__(self, statistics: DecodingStatistics, now: Callable[[], float] = time.perf_counter):
         self.statistics, self.now = statistics, now
-        self.last = now()
+        self.began = self.last = now()
 
     def start(self) -> None:
-        self.last = self.now()
+        self.began = self.last = self.now()
+
+    @property
+    def step_seconds(self) -> float:
+        """From the last start to the last lap."""
+        return self.last - self.began
 
     def lap(self, phase: str) -> None:
         elapsed, self.last = self.now() - self.last, self.now()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +21,7 @@ from medusa.base.causal_lm import CausalLM, seen_hidden
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticState, static_step
+from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import StaticDrafter
 from medusa.engine.views import copy_sharing_parameters
 
@@ -34,17 +36,19 @@ class StepRunner:
 
     def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int):
         self.base, self.drafter = base, drafter
+        self.plain = PlainDrafter(drafter.reads_layers)
         self.state = StaticState.like(rows, host_sync_interval)
 
-    def run(self, num_steps: int) -> float:
-        """That many steps; the seconds that were spent on setting up."""
-        self._run(static_step, num_steps)
+    def run(self, num_steps: int, drafts: bool = True) -> float:
+        """That many steps, which draft or do not; the seconds that were spent on setting up."""
+        self._run(static_step, num_steps, drafts)
         return 0.0
 
-    def _run(self, step: Callable[..., None], num_steps: int) -> None:
-        with seen_hidden(self.base, layers=self.drafter.reads_layers) as seen:
+    def _run(self, step: Callable[..., None], num_steps: int, drafts: bool) -> None:
+        drafter = self.drafter if drafts else self.plain
+        with seen_hidden(self.base, layers=drafter.reads_layers) as seen:
             for _ in range(num_steps):
-                step(self.base, self.drafter, self.state, seen)
+                step(self.base, drafter, self.state, seen)
 
 
 class CompiledStepRunner(StepRunner):
@@ -60,22 +64,23 @@ class CompiledStepRunner(StepRunner):
         drafter: StaticDrafter,
         rows: DecodeState,
         host_sync_interval: int,
-        step: Callable[..., None],
+        compiled: Callable[[StaticDrafter], Callable[..., None]],
         lock: threading.Lock,
     ):
         super().__init__(base, drafter, rows, host_sync_interval)
-        self._step, self._lock = step, lock
+        self._compiled, self._lock = compiled, lock
 
-    def run(self, num_steps: int) -> float:
+    def run(self, num_steps: int, drafts: bool = True) -> float:
         with self._lock:
-            return self._run_compiled(num_steps)
+            return self._run_compiled(num_steps, drafts)
 
-    def _run_compiled(self, num_steps: int) -> float:
+    def _run_compiled(self, num_steps: int, drafts: bool) -> float:
+        step = self._compiled(self.drafter if drafts else self.plain)
         num_compiled, began = _num_compiled(), time.perf_counter()
-        self._run(self._step, 1)
+        self._run(step, 1, drafts)
         elapsed = time.perf_counter() - began
         setup_seconds = elapsed if _num_compiled() > num_compiled else 0.0
-        self._run(self._step, num_steps - 1)
+        self._run(step, num_steps - 1, drafts)
         return setup_seconds
 
 
@@ -96,41 +101,41 @@ def _num_compiled() -> int:
 
 
 class CapturedStepRunner(StepRunner):
-    """Replays them as CUDA graphs, one for each number of slots that a pass reads."""
+    """Replays them as CUDA graphs, one for each number of slots that a pass reads, with drafts or without."""
 
     def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int):
         super().__init__(base, drafter, rows, host_sync_interval)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
 
-    def run(self, num_steps: int) -> float:
+    def run(self, num_steps: int, drafts: bool = True) -> float:
         addresses = self._tensor_addresses()
         if addresses != self._addresses:  # a graph reads and writes where things were when it was captured
             self._graphs, self._addresses = {}, addresses
-        setup_seconds, num_slots = 0.0, self.state.cache.num_slots
-        if num_slots not in self._graphs:
+        setup_seconds, graph = 0.0, (drafts, self.state.cache.num_slots)
+        if graph not in self._graphs:
             began = time.perf_counter()
             num_warm = min(num_steps, WARM_UP_STEPS)
-            self._warm_up(num_warm)
+            self._warm_up(num_warm, drafts)
             num_steps -= num_warm
             if num_steps:
-                self._graphs[num_slots] = self._captured()
+                self._graphs[graph] = self._captured(drafts)
             torch.cuda.synchronize(self.base.device)
             setup_seconds = time.perf_counter() - began
         for _ in range(num_steps):
-            self._graphs[num_slots].replay()
+            self._graphs[graph].replay()
         return setup_seconds
 
-    def _warm_up(self, num_steps: int) -> None:
+    def _warm_up(self, num_steps: int, drafts: bool) -> None:
         """Steps like any other, on a stream of their own, as torch asks for before a capture."""
         with torch.cuda.device(self.base.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._run(static_step, num_steps)
+                self._run(static_step, num_steps, drafts)
             torch.cuda.current_stream().wait_stream(side)
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph:
         """The graph of one step; capturing runs nothing.
 
         Graphs share one pool of memory: nothing in it outlives a replay, what does is in ``state``.
@@ -140,7 +145,7 @@ class CapturedStepRunner(StepRunner):
             torch.cuda.device(self.base.device),
             torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
         ):
-            self._run(static_step, 1)
+            self._run(static_step, 1, drafts)
         return graph
 
     def _tensor_addresses(self) -> list[int]:
@@ -168,20 +173,26 @@ class StepRunners:
     ) -> Iterator[StepRunner]:
         """A runner for rows like these, for the caller alone until the context ends."""
         given = (self.base, drafter, rows, host_sync_interval)
-        settings = (drafter.static_key, host_sync_interval, _settings(rows))
+        asked = (host_sync_interval, _settings(rows))
         if step == "static":
             yield StepRunner(*given)
         elif step == "compiled":
-            compiled = self._compiled.pop(settings, None) or compiled_step(self.backend)
-            _keep(self._compiled, settings, compiled)
+            compiled = partial(self._compiled_for, asked)
             yield CompiledStepRunner(self._base_to_compile(), *given[1:], compiled, self._compile_lock)
         else:
-            key = (len(rows.rows), settings)
+            key = (len(rows.rows), drafter.static_key, asked)
             runner = self._captured.pop(key, None) or CapturedStepRunner(*given)
             try:
                 yield runner
             finally:
                 _keep(self._captured, key, runner)
+
+    def _compiled_for(self, asked: Hashable, drafter: StaticDrafter) -> Callable[..., None]:
+        """The compiled step of such rows with ``drafter``."""
+        settings = (drafter.static_key, asked)
+        compiled = self._compiled.pop(settings, None) or compiled_step(self.backend)
+        _keep(self._compiled, settings, compiled)
+        return compiled
 
     def _base_to_compile(self) -> CausalLM:
         """The base's own parameters and buffers under modules that nobody else runs."""

@@ -15,7 +15,8 @@ The tokens are the same. Models sharded over devices (``device_map``) run ``gene
 Compiling takes minutes for a large model, once for each tree and sampling setting, once more when the cache
 first outgrows its slots and when the number of rows first changes; what Inductor has compiled is kept on disk
 (``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes as long as a
-few steps, once for each batch size, tree, sampling setting and number of slots.
+few steps, once for each batch size, tree, sampling setting and number of slots. Where guessing may pause
+(``pausing.py``), the step that does not draft is made too.
 ``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
 settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
 """
@@ -29,6 +30,7 @@ from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import CausalLM
 from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult, decode
+from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_loop import decode_static
 from medusa.decoding.statistics import DecodingStatistics
@@ -43,16 +45,20 @@ def decode_in_steps(
     drafter: Drafter,
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
+    pausing: Pausing | None = None,
 ) -> Iterator[StepResult]:
     """Decode ``request`` on the base of ``runners``, one :class:`StepResult` per forward pass.
+
+    ``pausing`` decides which steps draft; without, every one.
 
     Raises:
         ValueError: such steps do not run on this base, or cannot decode this request.
     """
     check_step(step, runners.base)
     if step == "general":
-        return decode(runners.base, drafter, request, statistics)
-    return decode_static(step, runners, static_drafter(step, drafter, request), request, statistics)
+        return decode(runners.base, drafter, request, statistics, pausing)
+    checked = static_drafter(step, drafter, request)
+    return decode_static(step, runners, checked, request, statistics, pausing=pausing)
 
 
 def check_step(step: str, base: CausalLM) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
@@ -10,11 +12,18 @@ from medusa.trees.candidate_tree import TreeTopology
 
 
 class PlainDrafter(StatelessDrafter):
-    """Proposes nothing."""
+    """Proposes nothing. ``reads_layers`` are those of the drafter in whose place it stands for some steps."""
 
     max_depth = 0
-    static_key = ()
     num_nodes = 1
+
+    def __init__(self, reads_layers: tuple[int, ...] = ()):
+        self.reads_layers = reads_layers
+
+    @property
+    def static_key(self) -> Hashable:
+        """See :class:`medusa.drafters.protocol.StaticDrafter`."""
+        return self.reads_layers
 
     def tensors(self) -> list[Tensor]:
         return []

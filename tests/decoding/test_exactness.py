@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
+from conftest import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    OracleDrafter,
+    RandomPausing,
+    left_padded,
+    random_prompts,
+    tiny_model,
+)
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from static_oracle import StaticOracle
@@ -52,6 +60,8 @@ class Case:
     options: dict
     reads: str
     """What processors and criteria read: a name of :data:`READING`."""
+    pauses: bool
+    """Whether the drafter is left out at random steps."""
     answers: list[list[int]] = field(default_factory=list)
     """Prompt and plain answer of every row, for drafters that know them."""
 
@@ -222,6 +232,7 @@ def cases(draw, reads: str, step: str = "general") -> Case:
         seed=draw(st.integers(0, 1000)),
         options=options,
         reads=reads,
+        pauses=draw(st.booleans()),
     )
 
 
@@ -246,6 +257,8 @@ def holds(case: Case) -> None:
     width = max(case.lengths)
     case.answers = [row[width - n :].tolist() for row, n in zip(expected, case.lengths, strict=True)]
     drafter, model = DRAFTERS[case.drafter](case), MedusaModel(case.base, step=case.step)
+    if case.pauses:
+        model._pausing = lambda *_: RandomPausing(case.seed)
     assert model.generate(**case.batch, **case.options, drafter=drafter).tolist() == expected.tolist()
     if not case.options["do_sample"]:
         assert MedusaModel(case.base).generate(**case.batch, **case.options).tolist() == expected.tolist()

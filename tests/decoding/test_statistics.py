@@ -119,6 +119,22 @@ def test_tokens_cut_off_by_the_end_of_an_answer_are_not_counted(max_new_tokens):
     assert (statistics.accepted_histogram or [0, 0, 0, 0]) == expected
 
 
+def test_steps_that_paused_count_as_steps_and_not_as_guesses():
+    statistics = statistics_of([4, 3, 0, 1], num_rows=1)
+    statistics.record_step([0, 0], max_depth=0, is_paused=True)
+    assert (statistics.num_steps, statistics.num_paused, statistics.num_tokens) == (10, 2, 1 + 10 + 6)
+    assert statistics.accepted_histogram == [6, 3, 0, 1]
+    assert statistics.tokens_per_step == 1.6
+    assert statistics.acceptance_rate == [0.5, 0.125, 0.125]
+    assert statistics.conditional_acceptance_rate == [0.5, 0.25, 1.0]
+    twice = statistics + statistics
+    assert twice.num_paused == 4 and twice.acceptance_rate == statistics.acceptance_rate
+    assert twice.as_dict()["num_paused"] == 4
+    only = DecodingStatistics()
+    only.record_step([0], max_depth=0, is_paused=True)
+    assert only.acceptance_rate == only.conditional_acceptance_rate == [] and only.tokens_per_step == 1.0
+
+
 def test_rows_that_end_at_different_steps_are_counted_until_their_end():
     model = MedusaModel(tiny_model("llama"))
     prompts = random_prompts(3, 8)

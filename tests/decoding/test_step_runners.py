@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from conftest import ARCHITECTURES, VOCAB_SIZE, RandomPausing, left_padded, random_prompts, tiny_model
 from test_static_step import KINDS, TREE, drafter_of, prefilled, sampling
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
@@ -117,7 +117,7 @@ def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_
         )
         rows, _ = begin(base, drafter, request)
         with runners.acquire("compiled", drafter, rows, 1) as runner:
-            return runner._step
+            return runner._compiled(drafter)
 
     first = step_for(1, 0.5)
     assert step_for(2, 0.5) is first is not step_for(1, 0.6)
@@ -126,6 +126,19 @@ def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_
         step_for(1, 1.0 + number)
     assert len(runners._compiled) == MAX_KEPT
     assert [step_for(1, 1.0 + number) for number in range(MAX_KEPT)] and step_for(1, 0.5) is not first
+
+
+def test_steps_that_do_not_draft_are_compiled_once_beside_those_that_do():
+    base = tiny_model("llama")
+    runners, drafter = StepRunners(base, backend="eager"), drafter_of("heads", base)
+    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 20)
+    expected = tokens_of_one_row(decode(base, drafter, request))
+    torch._dynamo.reset()
+    num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        results = decode_static("compiled", runners, drafter, request, pausing=RandomPausing(1))
+        assert tokens_of_one_row(results) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_before + 2
 
 
 @pytest.mark.slow

@@ -1,0 +1,314 @@
+"""Guessing pauses where it does not pay, goes on where it does, and never changes the text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, RandomPausing, counting_model, random_prompts, tiny_model
+
+import medusa.decoding.loop
+import medusa.decoding.static_loop
+import medusa.decoding.step_runners
+from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.decoding.pausing import FIRST_INTERVAL, LAST_INTERVAL, STAKE, DraftCost, Pausing
+from medusa.decoding.state import DecodeRequest
+from medusa.decoding.static_loop import decode_static
+from medusa.decoding.statistics import PhaseClock
+from medusa.decoding.step_runners import StepRunners
+from medusa.decoding.steps import decode_in_steps
+from medusa.drafters.draft_model import DraftModelDrafter
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.eagle import EagleDrafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
+from medusa.drafters.suffix import SuffixDrafter
+from medusa.drafters.union import UnionDrafter
+from medusa.heads.eagle import EagleConfig, EagleHead
+
+CHAIN = CandidateTree.chain(3)
+Tokens = Callable[[int], int]
+"""What a drafted step emits where the answer has so many tokens."""
+
+
+class Answer:
+    """One answer on a clock of its own: a plain step takes 1, a drafted one ``price``, give or take noise."""
+
+    def __init__(self, tokens: Tokens, length: int, price: float, cost: DraftCost, noise: float = 0.0):
+        self.seconds, self.is_drafted = 0.0, list[bool]()
+        self.length, num_tokens = length, 0
+        clock, pausing = random.Random(length), Pausing(cost)
+        while num_tokens < length:
+            drafts = pausing.drafts
+            new = tokens(num_tokens) if drafts else 1
+            seconds = (price if drafts else 1.0) * clock.lognormvariate(0, noise)
+            pausing.record(new, seconds)
+            self.seconds, num_tokens = self.seconds + seconds, num_tokens + new
+            self.is_drafted.append(drafts)
+
+    @property
+    def speed(self) -> float:
+        """Times that of plain decoding."""
+        return self.length / self.seconds
+
+
+def known(price: float) -> DraftCost:
+    """What a model knows after some requests."""
+    cost = DraftCost()
+    for _ in range(5):
+        cost.learn(price, 1.0)
+    return cost
+
+
+@pytest.mark.parametrize("price", [1.15, 1.5])
+@pytest.mark.parametrize(("length", "least"), [(128, 0.97), (1000, 0.985), (10_000, 0.993)])
+def test_guesses_that_are_always_wrong_cost_little(price, length, least):
+    assert Answer(lambda _: 1, length, price, known(price)).speed > least
+
+
+def test_guesses_that_pay_lose_next_to_nothing():
+    rolls = random.Random(3)
+    answer = Answer(lambda _: rolls.choice([1, 2, 3, 4]), 2000, 1.2, known(1.2), noise=0.1)
+    assert answer.is_drafted.count(False) < 0.04 * len(answer.is_drafted)
+    assert answer.speed > 0.97 * 2.5 / 1.2
+
+
+def test_a_first_request_learns_what_a_draft_costs_and_the_next_know():
+    cost = DraftCost()
+    assert cost.plain_steps is None
+    first = Answer(lambda _: 3, 60, 1.4, cost)
+    assert cost.plain_steps == pytest.approx(1.4)
+    assert first.is_drafted[:8] == [True, True, False, True, False, True, False, True]
+    assert all(Answer(lambda _: 3, 60, 1.4, cost).is_drafted)
+    assert all(Answer(lambda _: 1, 60, 0.9, known(0.9)).is_drafted[:20]), (
+        "it costs nothing, so it loses nothing"
+    )
+
+
+def test_a_pause_ends_soon_after_the_text_has_become_easy():
+    answer = Answer(lambda at: 1 if at < 500 else 4, 1500, 1.5, known(1.5))
+    resumed = next(
+        at for at in range(len(answer.is_drafted)) if all(answer.is_drafted[at : at + 10])
+    )  # steps before it give one token each
+    assert 500 <= resumed < 500 + LAST_INTERVAL
+    hard = Answer(lambda at: 4 if at < 500 else 1, 1500, 1.5, known(1.5)).is_drafted
+    assert all(hard[:100])
+    assert sum(hard[125:]) < 0.04 * len(hard[125:])
+
+
+def test_probes_become_rarer_while_they_lose():
+    drafted = Answer(lambda _: 1, 700, 1 + STAKE, known(1 + STAKE)).is_drafted
+    at = [step for step, is_drafted in enumerate(drafted) if is_drafted]
+    gaps = [later - earlier - 1 for earlier, later in pairwise(at)]
+    assert gaps[:4] == [FIRST_INTERVAL * 2**n for n in range(4)]
+    assert max(gaps) == LAST_INTERVAL
+
+
+def test_a_step_that_also_compiled_teaches_nothing():
+    cost = DraftCost()
+    pausing = Pausing(cost)
+    for _ in range(20):
+        pausing.record(1, 100.0 if pausing.drafts else None)
+    assert cost.plain_steps is None
+    pausing = Pausing(cost)
+    for _ in range(20):
+        pausing.record(1, None if pausing.drafts else 1.0)
+    assert cost.plain_steps is None
+
+
+def test_the_first_draft_of_a_request_has_a_prompt_to_read_and_is_not_timed():
+    cost = DraftCost()
+    for _ in range(9):
+        pausing = Pausing(cost)
+        for seconds in (50.0, 1.5):
+            pausing.record(3, seconds)
+        if not pausing.drafts:
+            pausing.record(1, 1.0)
+    assert cost.plain_steps == 1.5
+
+
+def test_steps_that_come_several_at_a_time_are_priced_one_by_one():
+    cost = DraftCost()
+    pausing = Pausing(cost)
+    for _ in range(12):
+        pausing.record(8.0, 12.0 if pausing.drafts else 8.0, num_steps=8)
+    assert cost.plain_steps == 1.5
+    assert not pausing.drafts, "eight steps without a hit lose more than the stake"
+
+
+# ------------------------------------------------------------------ in the loops
+
+
+def random_heads(num_heads: int = 3) -> MedusaHeads:
+    torch.manual_seed(2)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads
+
+
+def eagle(base) -> EagleDrafter:
+    torch.manual_seed(3)
+    head = EagleHead(EagleConfig(32, VOCAB_SIZE, num_attention_heads=4, max_depth=3)).eval()
+    return EagleDrafter(head, base, CHAIN)
+
+
+def union(base) -> UnionDrafter:
+    dynamic = DynamicHeadsDrafter(random_heads(), base.get_output_embeddings(), CHAIN)
+    return UnionDrafter([eagle(base), dynamic, SuffixDrafter(min_match=1)])
+
+
+DRAFTERS = {
+    "heads": lambda base: HeadsDrafter(random_heads(), base.get_output_embeddings(), CHAIN),
+    "suffix": lambda base: SuffixDrafter(min_match=1),
+    "eagle": eagle,
+    "draft model": lambda base: DraftModelDrafter(tiny_model("llama"), VOCAB_SIZE, CHAIN),
+    "early exit": lambda base: SelfDrafter(early_exit(base, 1), CHAIN),
+    "low precision": lambda base: LowPrecisionDrafter(low_precision(base), CHAIN),
+    "union": union,
+}
+
+
+def request_of(prompts: torch.Tensor, max_new_tokens: int, **more) -> DecodeRequest:
+    lengths = torch.full((len(prompts),), prompts.shape[1])
+    return DecodeRequest(tokens=prompts, lengths=lengths, max_new_tokens=max_new_tokens, **more)
+
+
+def drafts_by_length(base, drafter, request, pausing) -> tuple[list[int], dict[int, list[int]]]:
+    """The text, and [length of the text] = what was drafted after it."""
+    drafts, draft = {}, drafter.draft
+
+    def noting(context):
+        made = draft(context)
+        drafts[int(context.lengths)] = made.tokens[0].tolist()
+        return made
+
+    drafter.draft = noting
+    steps = decode_in_steps("general", StepRunners(base), drafter, request, None, pausing)
+    return [token for step in steps for token in step.tokens[0]], drafts
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_that_was_left_out_for_some_steps_drafts_as_if_it_had_been_asked(name):
+    base, request = tiny_model("qwen3"), request_of(random_prompts(1, 9), 40)
+    text, always = drafts_by_length(base, DRAFTERS[name](base), request, None)
+    for seed in range(3):
+        paused_text, drafts = drafts_by_length(base, DRAFTERS[name](base), request, RandomPausing(seed))
+        assert paused_text == text
+        both = always.keys() & drafts.keys()
+        assert len(both) > 1
+        assert {at: drafts[at] for at in both} == {at: always[at] for at in both}
+
+
+def rows_of(steps) -> list[list[int]]:
+    """The tokens of each row."""
+    return [list(chain.from_iterable(row)) for row in zip(*(step.tokens for step in steps), strict=True)]
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("seeds", [None, torch.tensor([3, 4, 5])])
+def test_static_steps_that_pause_give_the_text_and_count_the_pauses(interval, seeds):
+    base, heads = tiny_model("llama"), random_heads()
+    drafter = HeadsDrafter(heads, base.get_output_embeddings(), CHAIN)
+    request = request_of(random_prompts(3, 7), 30, seeds=seeds)
+    expected = rows_of(decode_in_steps("general", StepRunners(base), drafter, request))
+    counted = DecodingStatistics()
+    steps = decode_static(
+        "static", StepRunners(base), drafter, request, counted, interval, RandomPausing(interval)
+    )
+    assert rows_of(steps) == expected
+    assert 0 < counted.num_paused < counted.num_steps
+    assert counted.num_tokens == 3 * 30
+
+
+class FakeClock:
+    """Stands still but for what :meth:`taking` says."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+    def taking(self, seconds: float, call: Callable) -> Callable:
+        def slow(*args, **kwargs):
+            self.time += seconds
+            return call(*args, **kwargs)
+
+        return slow
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    """A pass of the base takes a second, and so does a draft of heads."""
+    clock = FakeClock()
+    for loop in (medusa.decoding.loop, medusa.decoding.static_loop):
+        monkeypatch.setattr(loop, "PhaseClock", partial(PhaseClock, now=clock))
+    passes = ((medusa.decoding.loop, "verify"), (medusa.decoding.step_runners, "static_step"))
+    drafts = ((HeadsDrafter, "_ranked"), (DynamicHeadsDrafter, "_ranked"))
+    for owner, name in (*passes, *drafts):
+        monkeypatch.setattr(owner, name, clock.taking(1.0, getattr(owner, name)))
+    return clock
+
+
+def counting(is_right: bool, dtype: torch.dtype = torch.float32, size: int = 304) -> MedusaModel:
+    """A base that counts, and heads whose head d adds d + 1, or goes back."""
+    heads = MedusaHeads(HeadsConfig(size, size, num_heads=3, unembedding="full"))
+    for depth, rows in enumerate(heads.unembed, start=1):
+        rows.data = torch.eye(size).roll(1 + depth if is_right else -1, dims=0)
+    return MedusaModel(counting_model(size).to(dtype), heads.to(dtype), CHAIN)
+
+
+def counted(model: MedusaModel, **options) -> DecodingStatistics:
+    """How the model counts from 5 to 204."""
+    options = {"max_new_tokens": 200, "do_sample": False, "return_dict_in_generate": True, **options}
+    out = model.generate(torch.tensor([[5]]), **options)
+    assert out.sequences[0].tolist() == list(range(5, 206))
+    return out.statistics
+
+
+@pytest.mark.parametrize("step", ["general", "static"])
+def test_heads_that_are_always_wrong_pause_and_heads_that_are_right_do_not(clock, step):
+    wrong = counting(is_right=False)
+    statistics = counted(wrong, step=step)
+    assert statistics.num_steps == 199 and statistics.num_paused > 180
+    assert statistics.tokens_per_step == 1.0 and statistics.acceptance_rate == [0.0] * 3
+    assert statistics.decode_seconds < 1.05 * 199, "the first request learns what a draft costs"
+    assert counted(wrong, step=step).decode_seconds < 1.03 * 199
+    right = counting(is_right=True)
+    statistics = counted(right, step=step)
+    assert statistics.num_paused == 3, "plain steps that were taken to be timed"
+    assert statistics.acceptance_rate[:2] == [1.0, 1.0]
+    assert counted(right, step=step).num_paused == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tree": CHAIN}, {"drafter": "dynamic-heads+suffix"}, {"drafter": "heads", "step": "static"}],
+    ids=["tree", "drafter", "static drafter"],
+)
+def test_what_the_caller_names_is_asked_at_every_step(clock, options):
+    assert counted(counting(is_right=False), **options).num_paused == 0
+
+
+@pytest.mark.parametrize("options", [{"acceptance": "typical"}, {"acceptance": "block", "do_sample": True}])
+def test_nothing_pauses_where_drafts_decide_the_text(clock, options):
+    model = counting(is_right=False)
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True, **options}
+    assert model.generate(torch.tensor([[5]]), **options).statistics.num_paused == 0
+
+
+def test_nothing_pauses_in_a_precision_where_plain_steps_round_differently(clock):
+    assert counted(counting(is_right=False, dtype=torch.bfloat16)).num_paused == 0
+
+
+def test_a_batch_pauses_as_a_whole_and_counts_every_row(clock):
+    model = counting(is_right=False)
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    statistics = model.generate(torch.tensor([[5], [9], [30]]), **options).statistics
+    assert statistics.num_passes == 59 and statistics.num_steps == 3 * 59
+    assert statistics.num_paused > 3 * 45 and statistics.num_paused % 3 == 0
