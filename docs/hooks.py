@@ -40,10 +40,18 @@ ROOMS = (
     "trees",
     "training",
     "measurement",
+    "interop",
 )
 REST = "rest"
 """The page of the modules that stand in no room."""
-COMMANDS = ("medusa chat", "medusa generate", "medusa info")
+COMMANDS = (
+    "medusa chat",
+    "medusa generate",
+    "medusa info",
+    "medusa export",
+    "medusa check",
+    "medusa import",
+)
 PROGRAM_FOLDERS = ("train", "inference", "scripts")
 HELP_SECONDS = 300
 

@@ -16,7 +16,7 @@ PROGRAM_NAMES = {path.stem for path in PROGRAMS} | {"train", "inference", "scrip
 EXTRAS = {"accelerate", "datasets", "deepspeed", "gguf", "httpx", "matplotlib", "peft", "torchao", "wandb"}
 FLOORS = (
     ("cli",),
-    ("measurement", "training"),
+    ("measurement", "training", "interop"),
     ("model",),
     ("decoding",),
     ("drafters",),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import tyro
 
+from medusa.choices import Dtype, ForeignName
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -13,6 +16,7 @@ from medusa.cli.options import (
     PromptOptions,
     ReportOptions,
     check_above,
+    check_at_least,
 )
 
 
@@ -109,3 +113,89 @@ class InfoOptions:
     """One line of JSON instead of a table."""
     traceback: bool = False
     """Show where in the code an error arose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write heads as another project reads them: its files, its tensor names, its flags.
+
+    What the format has no place for is listed. Heads that it cannot hold are refused, with what to train
+    instead.
+
+        medusa export runs/mine/heads --to vllm-medusa --output exports/vllm
+        medusa export runs/mine/heads --to tgi --output exports/tgi --dtype bfloat16
+    """
+
+    heads: tyro.conf.Positional[str]
+    """A heads directory, a hub id, or the name of heads that ship."""
+    to: ForeignName
+    """Who reads the result: vllm-medusa is vLLM's medusa method, tgi is Text Generation Inference."""
+    output: Path
+    """Directory to write."""
+    base: str | None = None
+    """The base model, a directory or a hub id; none is the one that the heads were trained on. The result
+    names it as it is given here."""
+    dtype: Dtype = "float32"
+    """Precision of the tensors that are written."""
+    overwrite: bool = False
+    """Replace what the output directory holds."""
+    report: ReportOptions = ReportOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Read heads that another project trained, and write them as a heads directory.
+
+    Read are heads of FasterDecoding/Medusa (medusa_lm_head.pt or .safetensors), its Medusa-2 models, and
+    heads for vLLM and for Text Generation Inference. Afterwards they decode as heads trained here do.
+
+        medusa import FasterDecoding/medusa-vicuna-7b-v1.3 --output runs/vicuna/heads --trust-tensors
+        medusa import exports/vllm --base models/smollm2-135m-instruct --output runs/back/heads
+        medusa import path/to/medusa-2-model --output runs/zephyr/heads --base-output runs/zephyr/base
+    """
+
+    source: tyro.conf.Positional[str]
+    """A directory or a hub id."""
+    output: Path
+    """Directory to write the heads to."""
+    base: str | None = None
+    """The base model that the heads belong to, a directory or a hub id; none is the one that the source
+    names, or, for a Medusa-2 model, the source itself."""
+    base_output: Path | None = None
+    """For a Medusa-2 model: also write the base alone, without heads, to this directory."""
+    trust_tensors: bool = False
+    """Where config.json contradicts the tensors, go by the tensors. Some published heads say 2 and hold 5."""
+    overwrite: bool = False
+    """Replace what the output directories hold."""
+    report: ReportOptions = ReportOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Read an export as its consumer does, and measure what it will accept, before it is deployed.
+
+    The names, shapes and flags are held to the consumer's rules. Then the heads answer a few prompts
+    greedily in a chain of each head's best guess, as consumers verify them, and are held against untrained
+    heads.
+
+        medusa check exports/vllm --as vllm-medusa
+        medusa check exports/tgi --as tgi --base models/smollm2-135m-instruct --prompts FILE --limit 20
+    """
+
+    directory: tyro.conf.Positional[str]
+    """The directory that the consumer is to read."""
+    as_: Annotated[ForeignName, tyro.conf.arg(name="as")]
+    """Whose rules to read it by."""
+    base: str | None = None
+    """The base model that is served, a directory or a hub id; none is the one that the directory names."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
+    dtype: Dtype | None = None
+    """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere."""
+    prompts: PromptOptions = PromptOptions(limit=8)
+    max_new_tokens: int = 64
+    """Longest answer, in tokens."""
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_new_tokens")

@@ -1,4 +1,5 @@
-"""The ``medusa`` command: chat with a model, answer one prompt, look into a heads directory.
+"""The ``medusa`` command: chat with a model, answer one prompt, look into heads, carry them to others and
+back.
 
 What needs torch is imported when a subcommand runs: help, the version and mistakes are answered at once.
 """
@@ -11,7 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import medusa
-from medusa.cli.commands import ChatOptions, GenerateOptions, InfoOptions
+from medusa.cli.commands import (
+    ChatOptions,
+    CheckOptions,
+    ExportOptions,
+    GenerateOptions,
+    ImportOptions,
+    InfoOptions,
+)
 from medusa.cli.options import parse
 from medusa.cli.reporting import exit_status
 
@@ -22,6 +30,9 @@ Medusa heads: several tokens per forward pass, the same text.
     medusa chat          talk with a model
     medusa generate      answer one prompt
     medusa info          look into a heads directory
+    medusa export        write heads for vLLM or Text Generation Inference
+    medusa check         hold an export to the rules of who will serve it
+    medusa import        read heads that others trained
 
 medusa COMMAND --help lists the flags of a command.
 """
@@ -64,10 +75,31 @@ def _info(options: InfoOptions) -> None:
     info(options)
 
 
+def _export(options: ExportOptions) -> None:
+    from medusa.cli.interop import export
+
+    export(options)
+
+
+def _import(options: ImportOptions) -> None:
+    from medusa.cli.interop import import_foreign
+
+    import_foreign(options)
+
+
+def _check(options: CheckOptions) -> None:
+    from medusa.cli.interop import check
+
+    check(options)
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "chat": (ChatOptions, _chat),
     "generate": (GenerateOptions, _generate),
     "info": (InfoOptions, _info),
+    "export": (ExportOptions, _export),
+    "check": (CheckOptions, _check),
+    "import": (ImportOptions, _import),
 }
 """Subcommand -> its options and what it does with them."""
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import medusa
-from medusa.base.causal_lm import context_length
+from medusa.base.causal_lm import CausalLM, context_length
 from medusa.base.loading import base_place, load_base
+from medusa.choices import Dtype
 from medusa.cli.commands import AnsweringOptions
 from medusa.cli.options import (
     EMBEDDED_BASE,
@@ -47,20 +49,11 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         FileNotFoundError: heads or base are not there; for the defaults the message says what makes them.
         ValueError: there is no such device here, or the base is no causal language model.
     """
-    log = log_console()
-    log.print(
-        f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}",
-        style="dim",
-        soft_wrap=not log.is_terminal,
-    )
-    if not log.is_terminal:
-        disable_progress_bar()
+    log = log_version()
     device = chosen_device(options.device)
     checkpoint = load_heads(options.heads)
-    name = options.base or _recorded_base(checkpoint, options.heads)
-    dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
-    base: Any = load_base(name, dtype=dtype)
-    base.to(device)
+    name = options.base or recorded_base(checkpoint, options.heads)
+    base = load_base_on(device, name, options.dtype)
     if checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
     model = MedusaModel.from_pretrained(
@@ -80,6 +73,30 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
     return model
 
 
+def log_version() -> Console:
+    """Say first which medusa is running; where programs talk."""
+    log = log_console()
+    log.print(
+        f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}",
+        style="dim",
+        soft_wrap=not log.is_terminal,
+    )
+    if not log.is_terminal:
+        disable_progress_bar()
+    return log
+
+
+def load_base_on(device: torch.device, name: str, dtype: Dtype | None) -> CausalLM:
+    """The base model called ``name``; in float32 on a CPU and in its own type elsewhere, unless told
+    otherwise.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_base`.
+    """
+    base: Any = load_base(name, dtype=dtype or ("float32" if device.type == "cpu" else "auto"))
+    return base.to(device)
+
+
 def chosen_device(name: str) -> torch.device:
     """The device called ``name``.
 
@@ -96,7 +113,7 @@ def chosen_device(name: str) -> torch.device:
         ) from error
 
 
-def _recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
+def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     """The base that ``heads`` were trained on.
 
     Raises:

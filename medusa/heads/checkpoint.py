@@ -102,7 +102,7 @@ def save_heads(
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().contiguous()
         for name, tensor in checkpoint.heads.state_dict().items()
     }
-    _check_finite(state, "the heads to save")
+    check_finite(state, "the heads to save")
     with replaced_directory(directory, overwrite) as partial:
         config = {
             "format_version": FORMAT_VERSION,
@@ -185,20 +185,32 @@ def check_tree_fits(tree: CandidateTree, heads: Heads | None) -> None:
 
 
 def _local_directory(source: str | Path) -> Path:
-    path, shipped = Path(source), shipped_heads()
+    shipped = shipped_heads()
+    if not Path(source).is_dir() and str(source) in shipped:
+        return shipped[str(source)]
+    files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
+    advice = "train one with train/train_heads.py, or give a hub id of the form owner/name, or one of those "
+    return hub_directory(source, files, f"{advice}that ship: {', '.join(shipped)}")
+
+
+def hub_directory(source: str | Path, files: Sequence[str], advice: str) -> Path:
+    """The directory ``source``, or the copy of a hub repository of that name.
+
+    Args:
+        files: patterns of the repository's files to download.
+        advice: what to do where there is neither, for the message.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    path = Path(source)
     if path.is_dir():
         return path
-    if str(source) in shipped:
-        return shipped[str(source)]
     looks_like_path = path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1
     if looks_like_path:
-        raise FileNotFoundError(
-            f"no heads directory at {str(source)!r}; train one with train/train_heads.py, or give a hub id "
-            f"of the form owner/name, or one of those that ship: {', '.join(shipped)}"
-        )
-    files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
+        raise FileNotFoundError(f"no heads directory at {str(source)!r}; {advice}")
     try:
-        return Path(snapshot_download(str(source), allow_patterns=files))
+        return Path(snapshot_download(str(source), allow_patterns=list(files)))
     except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"no heads directory at {str(source)!r}, and the hub gives no repository of that name "
@@ -290,11 +302,11 @@ def _read_weights(path: Path, device: str) -> dict[str, Tensor]:
         weights = load_file(path, device=device)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
-    _check_finite(weights, str(path))
+    check_finite(weights, str(path))
     return weights
 
 
-def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
+def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
     """Raise ValueError unless every weight is finite in float32: NaN puts guesses in no order."""
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not tensor.float().isfinite().all():

@@ -1,0 +1,208 @@
+"""``medusa export``, ``medusa import`` and ``medusa check``: heads for other projects, and from them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from medusa.base.loading import base_place, load_base
+from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions
+from medusa.cli.program import (
+    chosen_device,
+    encode_prompts,
+    load_base_on,
+    load_prompts,
+    log_version,
+    recorded_base,
+)
+from medusa.cli.reporting import counted, report_json, table_console
+from medusa.files import check_writable_target
+from medusa.heads.checkpoint import load_heads
+from medusa.heads.eagle import Heads
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.interop.checking import ChainCheck, check_chain
+from medusa.interop.conversion import export_heads, foreign_directory, import_heads, save_base
+from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
+from medusa.interop.registry import FORMATS, format_of
+from medusa.model import MedusaModel
+from medusa.progress import track
+from medusa.tables import percent, print_table
+from medusa.trees.candidate_tree import CandidateTree
+
+
+def export(options: ExportOptions) -> None:
+    """Write heads for another project; say what it does otherwise, and what to do next."""
+    log, foreign = log_version(), FORMATS[options.to]
+    if not options.overwrite:
+        check_writable_target(options.output)
+    checkpoint = load_heads(options.heads)
+    name = options.base or recorded_base(checkpoint, options.heads)
+    dtype = getattr(torch, options.dtype)
+    request = ToExport(options.heads, checkpoint, lambda: load_base(name, dtype="auto"), name, dtype)
+    files = export_heads(request, options.to, options.output, options.overwrite)
+    size = sum(path.stat().st_size for path in options.output.iterdir())
+    log.print(f"{options.output}: {files.weights_file} and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
+    _list(log, f"what {foreign.consumer} does otherwise:", files.changes)
+    check = shlex.join(["medusa", "check", str(options.output), "--as", options.to, "--base", name])
+    serve = _serve(foreign, str(options.output), name, checkpoint.heads)
+    _list(log, "next:", [check, serve])
+    report_json(
+        {
+            "output": str(options.output),
+            "format": options.to,
+            "base": name,
+            "bytes": size,
+            "changes": files.changes,
+            "serve": serve,
+        },
+        options.report,
+    )
+
+
+def import_foreign(options: ImportOptions) -> None:
+    """Read heads of another project into a heads directory; say what was found, and what to do next."""
+    log = log_version()
+    outputs = [path for path in (options.output, options.base_output) if path is not None]
+    if not options.overwrite:
+        for path in outputs:
+            check_writable_target(path)
+    directory = foreign_directory(options.source)
+    foreign = format_of(directory)
+    is_whole = foreign.name == "medusa-full"
+    if options.base_output is not None and not is_whole:
+        raise ValueError(
+            f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
+            "holds "
+            "heads alone"
+        )
+    name = options.base or foreign.base_of(directory)
+    if name is None:
+        raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
+    base = load_base(name, dtype="auto")
+    own_name = str(options.base_output or name)
+    request = ReadRequest(directory, base, options.trust_tensors)
+    checkpoint, read = import_heads(
+        request,
+        foreign,
+        options.output,
+        source=options.source,
+        base_name=own_name,
+        overwrite=options.overwrite,
+    )
+    if options.base_output is not None:
+        tokenizer = AutoTokenizer.from_pretrained(base_place(name))
+        save_base(base, tokenizer, options.base_output, options.overwrite)
+    heads = checkpoint.heads
+    assert isinstance(heads, MedusaHeads), "the formats that are read hold no others"
+    layers = counted(heads.config.num_layers, "layer")
+    log.print(
+        f"{options.output}: {counted(heads.num_heads, 'head')} of {layers} in {foreign.consumer}'s format, "
+        "unembedding "
+        f"{heads.config.unembedding}, for {own_name}",
+        soft_wrap=True,
+    )
+    _list(log, "decided:", read.notes)
+    use = shlex.join(["--base", own_name, "--heads", str(options.output)])
+    tune = f"python inference/tune_tree.py {use}  # the tree that is fastest here; without it, a chain"
+    _list(log, "next:", [f"medusa chat {use}", tune])
+    report_json(
+        {
+            "output": str(options.output),
+            "format": foreign.name,
+            "base": own_name,
+            "num_heads": heads.num_heads,
+            "num_layers": heads.config.num_layers,
+            "unembedding": heads.config.unembedding,
+            "notes": read.notes,
+        },
+        options.report,
+    )
+
+
+def check(options: CheckOptions) -> None:
+    """Hold a directory to its consumer's rules, and measure its heads in a chain.
+
+    Raises:
+        ValueError: a rule is broken, or the heads guess no better than untrained ones.
+    """
+    log, foreign = log_version(), FORMATS[options.as_]
+    directory, device = Path(options.directory), chosen_device(options.device)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no directory at {options.directory!r}; give one that `medusa export` wrote")
+    prompts = load_prompts(options.prompts)
+    name = options.base or foreign.base_of(directory)
+    if name is None:
+        raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
+    base = load_base_on(device, name, options.dtype)
+    heads = foreign.read(ReadRequest(directory, base)).heads
+    log.print(f"{directory}: {foreign.consumer} loads {counted(heads.num_heads, 'head')}", soft_wrap=True)
+    tokenizer = AutoTokenizer.from_pretrained(base_place(name))
+    chain = CandidateTree.chain(heads.num_heads)
+    model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
+    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    result = check_chain(model, track(encoded, "answering"), options.max_new_tokens)
+    print_check(result, table_console())
+    serve = _serve(foreign, options.directory, name, heads)
+    report_json(check_report(options, name, result, serve), options.report)
+    if not result.is_trained:
+        raise ValueError(
+            f"the first head of {directory} is right for {result.top1[0]:.1%} of the tokens, an untrained "
+            "one for "
+            f"{result.untrained_top1[0]:.1%}: these heads would slow {foreign.consumer} down. Do they "
+            "belong to the "
+            f"base {name!r}, and do they decode better here before the export?"
+        )
+    _list(log, "next:", [serve])
+
+
+def check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> dict[str, Any]:
+    """A check in plain values, for JSON."""
+    return {
+        "format": options.as_,
+        "directory": options.directory,
+        "base": base,
+        "num_tokens": result.statistics.num_tokens,
+        "num_steps": result.statistics.num_steps,
+        "tokens_per_step": result.statistics.tokens_per_step,
+        "acceptance_rate": result.statistics.acceptance_rate,
+        "top1": result.top1,
+        "untrained_top1": result.untrained_top1,
+        "serve": serve,
+    }
+
+
+def print_check(result: ChainCheck, console: Console) -> None:
+    """Acceptance by position, beside what untrained heads guess."""
+    statistics = result.statistics
+    rates = (statistics.acceptance_rate, statistics.conditional_acceptance_rate)
+    rows = [
+        [str(depth), *map(percent, each)]
+        for depth, each in enumerate(zip(*rates, result.top1, result.untrained_top1, strict=True), start=1)
+    ]
+    title = (
+        f"A chain of {len(rows)} guesses, greedily: {statistics.tokens_per_step:.2f} tokens per step over "
+        f"{statistics.num_steps} steps"
+    )
+    note = (
+        "accepted: of all steps, the consumer's acceptance per position; reached: of the steps that "
+        "accepted the "
+        "position before. top 1: the head's best guess is right (teacher-forced)."
+    )
+    print_table(console, title, ["position", "accepted", "reached", "top 1", "untrained"], rows, note=note)
+
+
+def _serve(foreign: ForeignFormat, directory: str, base: str, heads: Heads) -> str:
+    assert foreign.serve is not None, "formats that are written say how they are served"
+    return foreign.serve(directory, base, heads.num_heads)
+
+
+def _list(log: Console, title: str, lines: Sequence[str]) -> None:
+    """Print ``lines`` under ``title``; nothing where there are none."""
+    for line in [title, *(f"  {line}" for line in lines)] if lines else []:
+        log.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,12 @@
+"""Heads in the formats of other projects: written for those that serve them, read from those that made them.
+
+    name          written by             read by                    files
+    vllm-medusa   medusa export          vLLM                       config.json, model.safetensors
+    tgi           medusa export          Text Generation Inference  config.json, medusa_lm_head.safetensors
+    medusa        FasterDecoding/Medusa  medusa import, and others  config.json, medusa_lm_head.pt
+    medusa-full   FasterDecoding/Medusa  medusa import              a whole model with medusa_head.* in it
+
+All four hold plain Medusa heads (arXiv 2401.10774): each reads the base's last hidden state and nothing else.
+A format is one file here and a line in :mod:`medusa.interop.registry`. One strict reader of each format
+serves ``medusa import`` and ``medusa check``, so what passes the check is what the other project loads.
+"""

@@ -1,0 +1,414 @@
+"""Plain Medusa heads as tensors, whatever a format calls them.
+
+Head k of K: L residual blocks x + SiLU(W x + b), then rows that score the vocabulary (arXiv 2401.10774). The
+counts K and L, the hidden size D and the vocabulary V are read from names and shapes; what a config.json says
+of them is compared, and never used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
+
+PARTS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a format calls the tensors of plain heads."""
+
+    block: str
+    """Of a block's linear layer, with {head}, {layer} and {part}, which is weight or bias."""
+    unembedding: str
+    """Of a head's own rows (V, D), with {head} and perhaps {layer}, which is then L."""
+    shared: str | None = None
+    """Of rows that all heads share; None where the format has none."""
+    prefix: str = ""
+    """Of all names."""
+
+    def block_name(self, head: int, layer: int, part: str) -> str:
+        return self.prefix + self.block.format(head=head, layer=layer, part=part)
+
+    def unembedding_name(self, head: int, num_layers: int) -> str:
+        return self.prefix + self.unembedding.format(head=head, layer=num_layers)
+
+    @property
+    def shared_name(self) -> str | None:
+        return None if self.shared is None else self.prefix + self.shared
+
+    @cached_property
+    def block_pattern(self) -> re.Pattern[str]:
+        return self._pattern(self.block)
+
+    @cached_property
+    def unembedding_pattern(self) -> re.Pattern[str]:
+        return self._pattern(self.unembedding)
+
+    def _pattern(self, template: str) -> re.Pattern[str]:
+        groups = {"head": r"(?P<head>\d+)", "layer": r"(?P<layer>\d+)", "part": "(?P<part>weight|bias)"}
+        return re.compile(re.escape(self.prefix) + template.replace(".", r"\.").format(**groups))
+
+
+@dataclass(frozen=True)
+class PlainHeads:
+    """The tensors of plain Medusa heads."""
+
+    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
+    """[head][layer] = weight (D, D) and bias (D,); no bias is a bias of zero."""
+    own_rows: tuple[Tensor, ...] = ()
+    """Rows (V, D) of each head; none where all heads share some."""
+    shared_rows: Tensor | None = None
+    """Rows (V, D) of all heads; None where they have their own, or read the base's output embedding."""
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks[0])
+
+    @property
+    def hidden_size(self) -> int:
+        return (self.blocks[0][0][0] if self.num_layers else self.rows[0]).shape[-1]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """None where the heads read the base's output embedding."""
+        return self.rows[0].shape[0] if self.rows else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all tensors; float32 where they differ."""
+        blocks = [tensor for layers in self.blocks for block in layers for tensor in block]
+        found = {tensor.dtype for tensor in (*blocks, *self.rows) if tensor is not None}
+        return found.pop() if len(found) == 1 else torch.float32
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """All rows that the heads hold."""
+        return self.own_rows if self.shared_rows is None else (self.shared_rows,)
+
+
+# ------------------------------------------------------------------ names to heads
+
+
+def collected(
+    tensors: Mapping[str, Tensor], names: TensorNames, where: Path
+) -> tuple[PlainHeads, tuple[str, ...]]:
+    """The heads that ``tensors`` are under ``names``, and what was decided on the way.
+
+    A checkpoint of the reference code may hold one block for several layers: that code puts one block into a
+    head several times, and safetensors writes it once.
+
+    Raises:
+        ValueError: a tensor is missing, left over or of another shape; the message names ``where`` and it.
+    """
+    blocks: dict[tuple[int, int, str], Tensor] = {}
+    own: dict[int, tuple[int | None, Tensor]] = {}
+    shared, extra = None, []
+    for name, tensor in tensors.items():
+        if match := names.block_pattern.fullmatch(name):
+            blocks[int(match["head"]), int(match["layer"]), match["part"]] = tensor
+        elif match := names.unembedding_pattern.fullmatch(name):
+            layer = match.groupdict().get("layer")
+            own[int(match["head"])] = (None if layer is None else int(layer), tensor)
+        elif name == names.shared_name:
+            shared = tensor
+        else:
+            extra.append(name)
+    if extra:
+        raise ValueError(
+            f"{where} holds tensors that are no part of plain Medusa heads: {_listed(extra)}; they would be "
+            "left out. Is it a checkpoint of another kind?"
+        )
+    num_heads = 1 + max([*(head for head, _, _ in blocks), *own], default=-1)
+    num_layers, notes = _num_layers(blocks, own, where), []
+    if num_heads == 0:
+        raise ValueError(
+            f"{where} holds no tensor of Medusa heads, such as {names.block_name(0, 0, 'weight')}; is it the "
+            "file of the heads?"
+        )
+    if is_repeated := _holds_one_block_a_head(blocks, num_heads, num_layers):
+        blocks |= _repeated(blocks, num_layers)
+        notes.append(f"{where.name} holds one block for the {num_layers} layers of each head: they share it")
+    has_bias = any(part == "bias" for _, _, part in blocks)
+    parts = PARTS if has_bias else PARTS[:1]
+    wanted = [(k, layer, part) for k in range(num_heads) for layer in range(num_layers) for part in parts]
+    missing = [names.block_name(*key) for key in wanted if key not in blocks]
+    if own:
+        missing += [names.unembedding_name(k, num_layers) for k in range(num_heads) if k not in own]
+    if missing and not is_repeated:
+        raise ValueError(
+            f"{where} lacks {_listed(missing)}, of {num_heads} heads with {num_layers} layers; the file is "
+            "incomplete, get it again"
+        )
+    if own and shared is not None:
+        raise ValueError(f"{where} holds both {names.shared_name} and rows of each head; only one is used")
+    plain = PlainHeads(
+        tuple(
+            tuple((blocks[k, layer, "weight"], blocks.get((k, layer, "bias"))) for layer in range(num_layers))
+            for k in range(num_heads)
+        ),
+        tuple(own[k][1] for k in range(num_heads)) if own else (),
+        shared,
+    )
+    _check_shapes(plain, names, where)
+    return plain, tuple(notes)
+
+
+def named(plain: PlainHeads, names: TensorNames, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of ``plain`` under ``names``, in ``dtype``, none of them sharing memory."""
+    tensors: dict[str, Tensor] = {}
+    for k, layers in enumerate(plain.blocks):
+        for layer, block in enumerate(layers):
+            for part, tensor in zip(PARTS, block, strict=True):
+                if tensor is not None:
+                    tensors[names.block_name(k, layer, part)] = tensor
+    own = plain.own_rows
+    if plain.shared_rows is not None:
+        if names.shared_name is not None:
+            tensors[names.shared_name] = plain.shared_rows
+        else:
+            own = (plain.shared_rows,) * plain.num_heads
+    for k, rows in enumerate(own):
+        tensors[names.unembedding_name(k, plain.num_layers)] = rows
+    return {name: each.detach().cpu().to(dtype, copy=True).contiguous() for name, each in tensors.items()}
+
+
+def _num_layers(
+    blocks: Mapping[tuple[int, int, str], Tensor], own: Mapping[int, tuple[int | None, Tensor]], where: Path
+) -> int:
+    """L: where the rows stand in the reference code's sequence of layers, else one more than the last
+    block."""
+    places = {layer for layer, _ in own.values() if layer is not None}
+    if len(places) > 1:
+        raise ValueError(
+            f"{where} holds heads of {' and '.join(map(str, sorted(places)))} layers; all heads must have as "
+            "many"
+        )
+    last = 1 + max((layer for _, layer, _ in blocks), default=-1)
+    if places and last > min(places):
+        raise ValueError(
+            f"{where} holds a block at layer {last - 1}, where the rows of the vocabulary say that heads "
+            "have "
+            f"{min(places)} layers; the file is of another kind"
+        )
+    return places.pop() if places else last
+
+
+def _holds_one_block_a_head(
+    blocks: Mapping[tuple[int, int, str], Tensor], num_heads: int, num_layers: int
+) -> bool:
+    held = {(head, layer) for head, layer, _ in blocks}
+    return num_layers > 1 and sorted(head for head, _ in held) == list(range(num_heads))
+
+
+def _repeated(
+    blocks: Mapping[tuple[int, int, str], Tensor], num_layers: int
+) -> dict[tuple[int, int, str], Tensor]:
+    return {
+        (head, layer, part): tensor
+        for (head, _, part), tensor in blocks.items()
+        for layer in range(num_layers)
+    }
+
+
+def _check_shapes(plain: PlainHeads, names: TensorNames, where: Path) -> None:
+    """Raise ValueError unless all tensors have the sizes of the first one."""
+    tensors = {
+        names.block_name(k, layer, part): (part, tensor)
+        for k, layers in enumerate(plain.blocks)
+        for layer, block in enumerate(layers)
+        for part, tensor in zip(PARTS, block, strict=True)
+        if tensor is not None
+    }
+    for k, rows in enumerate(plain.rows):
+        is_own = plain.shared_rows is None
+        name = names.unembedding_name(k, plain.num_layers) if is_own else names.shared_name
+        tensors[str(name)] = ("rows", rows)
+    num_dims = {"weight": 2, "bias": 1, "rows": 2}
+    for name, (part, tensor) in tensors.items():
+        if tensor.dim() != num_dims[part]:
+            raise ValueError(
+                f"{where}: tensor {name!r} must have {num_dims[part]} dimensions, got {tuple(tensor.shape)}; "
+                "the file is of another kind"
+            )
+    size = plain.hidden_size
+    shapes = {"weight": (size, size), "bias": (size,), "rows": (plain.vocab_size, size)}
+    for name, (part, tensor) in tensors.items():
+        if tuple(tensor.shape) != shapes[part]:
+            raise ValueError(
+                f"{where}: tensor {name!r} must have shape {shapes[part]}, as the first tensors say, got "
+                f"{tuple(tensor.shape)}; the file is damaged or of another kind"
+            )
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+# ------------------------------------------------------------------ contradictions
+
+
+def checked_against_config(
+    config: Mapping[str, Any],
+    held: Mapping[str, Any],
+    config_path: Path,
+    where: Path,
+    trust: bool,
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
+    """Notes of what config.json says otherwise than the tensors, which hold ``held``, by key.
+
+    A key of which the tensors say nothing (None) is no contradiction, nor one that is absent, unless
+    ``defaults`` has what it is then taken for.
+
+    Raises:
+        ValueError: there is one, and the tensors are not trusted.
+    """
+    notes = []
+    for key, value in held.items():
+        said = {**(defaults or {}), **config}.get(key)
+        if value is None or said is None or said == value:
+            continue
+        says = (
+            f"says {key}={said!r}" if key in config else f"leaves out {key}, which is then taken for {said!r}"
+        )
+        text = f"{config_path} {says}, and {where.name} holds {value!r}"
+        if not trust:
+            raise ValueError(
+                f"{text}; mend the file that is wrong, or import by the tensors: --trust-tensors"
+            )
+        notes.append(f"{text}: the tensors are right")
+    return tuple(notes)
+
+
+def check_fits(plain: PlainHeads, base: CausalLM, where: Path) -> None:
+    """Raise ValueError unless heads of these sizes can sit on ``base``."""
+    for name, theirs, ours in (
+        ("hidden_size", plain.hidden_size, hidden_size(base)),
+        ("vocab_size", plain.vocab_size, vocab_size(base)),
+    ):
+        if theirs is not None and theirs != ours:
+            raise ValueError(
+                f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
+                "give the base that they were trained on: --base"
+            )
+
+
+# ------------------------------------------------------------------ our module and back
+
+
+def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHeads:
+    """Our module with these tensors, in float32, which guesses what they guess on ``base``.
+
+    Rows that are the base's are not kept: the heads then read its output embedding, or, where
+    :func:`expanded_rows` made the rows, score a token map.
+
+    Raises:
+        ValueError: the sizes are not the base's; or rows that all heads share are not the base's: the heads
+            belong to another base.
+    """
+    check_fits(plain, base, where)
+    kind, token_map = _unembedding_of(plain, base, where)
+    num_layers = max(1, plain.num_layers)
+    config = HeadsConfig(
+        hidden_size(base),
+        vocab_size(base),
+        plain.num_heads,
+        num_layers,
+        kind,
+        None if token_map is None else len(token_map),
+    )
+    state: dict[str, Tensor] = {} if token_map is None else {"token_map": token_map}
+    zeros = torch.zeros(plain.hidden_size, plain.hidden_size)
+    for k, layers in enumerate(plain.blocks):
+        # A block of zeros is the identity: so a head of no blocks is one of ours.
+        for layer, (weight, bias) in enumerate(layers or ((zeros, None),)):
+            at = f"blocks.{k}.{layer}.linear"
+            state[f"{at}.weight"] = weight.to(torch.float32, copy=True)
+            state[f"{at}.bias"] = (zeros[0] if bias is None else bias).to(torch.float32, copy=True)
+        if kind == "full":
+            state[f"unembed.{k}"] = (plain.own_rows or plain.rows * plain.num_heads)[k].to(
+                torch.float32, copy=True
+            )
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    heads.load_state_dict(state, assign=True)
+    return heads.eval()
+
+
+def as_plain_heads(heads: MedusaHeads, rows: Tensor | None) -> PlainHeads:
+    """The tensors of ``heads``; ``rows`` (V, D) are those of the base's output embedding, for heads that
+    score with them, or None where the format leaves them to the base. A token map is expanded to V rows."""
+    blocks = tuple(
+        tuple(
+            (heads.get_parameter(f"{at}.weight"), heads.get_parameter(f"{at}.bias"))
+            for at in (f"blocks.{k}.{layer}.linear" for layer in range(heads.config.num_layers))
+        )
+        for k in range(heads.num_heads)
+    )
+    if heads.config.unembedding == "full":
+        return PlainHeads(blocks, tuple(heads.unembed))
+    if rows is None or heads.token_map is None:
+        return PlainHeads(blocks, shared_rows=rows)
+    return PlainHeads(blocks, shared_rows=expanded_rows(rows, heads.token_map))
+
+
+def expanded_rows(rows: Tensor, token_map: Tensor) -> Tensor:
+    """Rows (V, D) that guess what the rows of ``token_map`` (V',) guess among ``rows`` (V, D).
+
+    A token outside the map gets the mean of the mapped rows. Its logit is the mean of the mapped logits,
+    which is never above the highest of them: it is never guessed first.
+    """
+    mapped = rows[token_map]
+    expanded = mapped.mean(dim=0).expand_as(rows).clone()
+    expanded[token_map] = mapped
+    return expanded
+
+
+def _unembedding_of(plain: PlainHeads, base: CausalLM, where: Path) -> tuple[Unembedding, Tensor | None]:
+    """What the rows of ``plain`` are on ``base``, and the token map that they score."""
+    if not plain.rows:
+        return "shared", None
+    embedding = output_embedding(base)
+    if getattr(embedding, "bias", None) is not None:  # which the rows go without
+        return "full", None
+    ours, first = embedding_weight(embedding).detach(), plain.rows[0]
+    if all(torch.equal(first, each) for each in plain.rows[1:]):
+        is_base_row = _equal_rows(first, ours)
+        rest = first[~is_base_row]
+        if len(rest) == 0:
+            return "shared", None
+        if len(rest) < len(first) and bool((rest == rest[0]).all()):
+            return "token_map", is_base_row.nonzero().flatten()
+    if plain.own_rows:
+        return "full", None
+    distance = float((first.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-12))
+    if distance > TOLERANCE:
+        raise ValueError(
+            f"{where} holds rows of the vocabulary for all heads, {distance:.1%} away from the output "
+            "embedding "
+            f"of the base model {base.name_or_path!r}; the heads belong to another base: give that one, "
+            "--base"
+        )
+    return "shared", None
+
+
+def _equal_rows(theirs: Tensor, ours: Tensor) -> Tensor:
+    """(V,) bool: the rows that are the same in the coarser of the two types."""
+    cast_ours = (theirs == ours.to(theirs.dtype)).all(dim=1)
+    return cast_ours | (theirs.to(ours.dtype) == ours).all(dim=1)

@@ -1,0 +1,159 @@
+"""Reading tensors that others wrote: safetensors and ``torch.save`` files, whole models in shards.
+
+``torch.save`` files are pickles. They are read with ``weights_only=True``, which builds tensors and nothing
+else: a file cannot run code.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from medusa.files import read_json
+from medusa.heads.checkpoint import check_finite
+
+Wanted = Callable[[str], bool]
+"""Whether the tensor of a name is to be read."""
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+UNPICKLING_ERRORS = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What ``torch.load`` raises on bytes that are no pickle, or half of one, depending on the bytes."""
+WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def read_tensors(path: Path, wanted: Wanted = lambda name: True) -> dict[str, Tensor]:
+    """The tensors of a file whose names are ``wanted``, on the CPU.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is damaged or cut short, holds anything but tensors by name, or a wanted tensor is no
+            float tensor or not finite. The message names the file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; the directory is incomplete, download it again")
+    read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+    tensors = read(path, wanted)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{path}: tensor {name!r} must hold floats, got {tensor.dtype}; quantised heads cannot be "
+                "read, "
+                "get them in float16, bfloat16 or float32"
+            )
+    check_finite(tensors, str(path))
+    return tensors
+
+
+def read_model_tensors(directory: Path, wanted: Wanted) -> dict[str, tuple[Path, Tensor]]:
+    """The tensors of a model directory, in one file or in shards, whose names are ``wanted``; the file of
+    each.
+
+    Raises:
+        FileNotFoundError: there is no weights file, or a shard is missing.
+        ValueError: as :func:`read_tensors`, or a shard lacks a tensor that the index says it holds.
+    """
+    by_file = model_files(directory)
+    found: dict[str, tuple[Path, Tensor]] = {}
+    for path, names in by_file.items():
+        listed = None if names is None else {name for name in names if wanted(name)}
+        if listed is not None and not listed:
+            continue
+        tensors = read_tensors(path, wanted if listed is None else listed.__contains__)
+        if listed is not None and (missing := sorted(listed - tensors.keys())):
+            raise ValueError(f"{path} lacks {missing}, which the index says it holds; download it again")
+        found |= {name: (path, tensor) for name, tensor in tensors.items()}
+    return found
+
+
+def model_files(directory: Path) -> dict[Path, list[str] | None]:
+    """The weight files of a model directory, each with the names it holds; None where there is no index.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: the index cannot be read.
+    """
+    for name in INDEXES:
+        if (index := directory / name).exists():
+            return _indexed_files(index)
+    for name in WHOLE_FILES:
+        if (directory / name).exists():
+            return {directory / name: None}
+    raise FileNotFoundError(
+        f"{directory} holds none of {', '.join((*INDEXES, *WHOLE_FILES))}; the directory is incomplete"
+    )
+
+
+def _indexed_files(index: Path) -> dict[Path, list[str] | None]:
+    said = read_json(index).get("weight_map")
+    if not isinstance(said, dict) or not all(isinstance(each, str) for each in said.values()):
+        raise ValueError(f"{index} must hold weight_map, from tensor names to files; download it again")
+    files: dict[Path, list[str] | None] = {}
+    for shard in dict.fromkeys(said.values()):
+        if Path(shard).name != shard:
+            raise ValueError(f"{index} names the file {shard!r}, which must stand in the same directory")
+        files[index.parent / shard] = [name for name, file in said.items() if file == shard]
+    return files
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of the tensors in a safetensors file.
+
+    Raises:
+        ValueError: it is damaged or cut short.
+    """
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def _read_safetensors(path: Path, wanted: Wanted) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def _read_pickle(path: Path, wanted: Wanted) -> dict[str, Tensor]:
+    try:
+        held: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Weights only load failed" in str(error) and "GLOBAL" in str(error):
+            raise ValueError(
+                f"{path} holds pickled Python objects beside tensors, which could run any code when they are "
+                "read; they are not. Write its tensors to a safetensors file where you trust it"
+            ) from error
+        raise _damaged(path, error) from error
+    except UNPICKLING_ERRORS as error:
+        raise _damaged(path, error) from error
+    if not isinstance(held, Mapping):
+        raise ValueError(f"{path} must hold tensors by name, got {type(held).__name__}")
+    for name, value in held.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"{path} must hold tensors by name, got {type(value).__name__} at {name!r}; save the "
+                "state_dict of the heads alone"
+            )
+    return {name: value for name, value in held.items() if wanted(name)}
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return ValueError(f"{path} is damaged or cut short ({first_line[:200]}); download or copy it again")

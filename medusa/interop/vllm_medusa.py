@@ -1,0 +1,161 @@
+"""What vLLM's ``medusa`` method reads: config.json and model.safetensors, as of vLLM 0.32.
+
+    config.json         model_type "medusa", hidden_size, vocab_size, num_heads, num_hidden_layers,
+                        medusa_fc_bias (without it vLLM leaves the biases out and says nothing),
+                        original_lm_head (one lm_head.weight for all heads), truncated_vocab_size
+    model.safetensors   blocks.{head}.layers.{layer}.weight and .bias, and lm_heads.{head}.weight (V, D) or
+                        lm_head.weight; the names of the reference code are read too
+
+vLLM raises where a tensor is missing, ignores those that it does not know, and takes any key with "num" and
+"heads" or "layers" in it for the count. A token_map, for which its code has a place, does not load. It
+verifies a chain of each head's best guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medusa.files import read_json
+from medusa.interop.medusa_reference import CONFIG_FILE, named_base
+from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
+from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes
+from medusa.interop.plain_heads import (
+    PlainHeads,
+    TensorNames,
+    as_medusa_heads,
+    as_plain_heads,
+    checked_against_config,
+    collected,
+    named,
+)
+from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
+from medusa.interop.tensor_files import names_in, read_tensors
+
+WEIGHTS_FILE = "model.safetensors"
+ARCHITECTURE = "MedusaModel"
+NAMES = TensorNames("blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight", "lm_head.weight")
+OLD_PREFIX, TOKEN_MAP = "medusa_heads.", "token_map"
+DEFAULTS = {"hidden_size": 4096, "num_heads": 5, "num_hidden_layers": 1}
+"""What vLLM takes for a key that is not there."""
+FLAGS = ("medusa_fc_bias", "original_lm_head")
+"""Keys that are false where they are not there."""
+
+
+def export(request: ToExport) -> ExportedFiles:
+    """Plain heads as vLLM reads them."""
+    heads = checked_plain(request, "vLLM")
+    plain = as_plain_heads(heads, None if heads.config.unembedding == "full" else base_rows(request, "vLLM"))
+    is_shared = plain.shared_rows is not None
+    config = {
+        "model_type": "medusa",
+        "architectures": [ARCHITECTURE],
+        "base_model_name_or_path": request.base_name,
+        "hidden_size": heads.config.hidden_size,
+        "vocab_size": heads.config.vocab_size,
+        "truncated_vocab_size": heads.config.vocab_size,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.config.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": is_shared,
+    }
+    changes = [*tree_changes(request, "vLLM"), *row_changes(request, copies=int(is_shared))]
+    return ExportedFiles(config, WEIGHTS_FILE, named(plain, NAMES, request.dtype), tuple(changes))
+
+
+def read(request: ReadRequest) -> ForeignHeads:
+    """The heads that vLLM makes of a directory.
+
+    Raises:
+        FileNotFoundError: config.json or the weights are missing.
+        ValueError: vLLM would not load them, or would load something else than the file holds.
+    """
+    config_path = request.directory / CONFIG_FILE
+    config = read_json(config_path)
+    _check_architecture(config, config_path)
+    path = _weights_file(request.directory)
+    if TOKEN_MAP in names_in(path):
+        raise ValueError(
+            f"{path} holds {TOKEN_MAP!r}, with which vLLM 0.32 does not load ('weights were not "
+            "initialized'); "
+            "write the file without it, with rows for the whole vocabulary"
+        )
+    tensors = {name.replace(OLD_PREFIX, ""): tensor for name, tensor in read_tensors(path).items()}
+    is_reference = any(REFERENCE_NAMES.block_pattern.fullmatch(name) for name in tensors)
+    plain, notes = collected(tensors, REFERENCE_NAMES if is_reference else NAMES, path)
+    if not plain.rows:
+        raise ValueError(
+            f"{path} holds neither {NAMES.unembedding_name(0, 0)} nor {NAMES.shared_name}, the rows that "
+            "score "
+            "the vocabulary, and vLLM does not take the base's; `medusa import` reads such heads, and "
+            "`medusa export --to vllm-medusa` writes them with the rows"
+        )
+    notes += checked_against_config(
+        config, _held(plain, config), config_path, path, request.trust_tensors, _defaults(config)
+    )
+    return ForeignHeads(as_medusa_heads(plain, request.base, path), plain.dtype, notes)
+
+
+def is_vllm_directory(directory: Path) -> bool:
+    """Whether ``directory`` says that it is for vLLM."""
+    path = directory / CONFIG_FILE
+    if not path.exists():
+        return False
+    config = read_json(path)
+    return config.get("model_type") == "medusa" or config.get("architectures") == [ARCHITECTURE]
+
+
+def serve(directory: str, base: str, num_heads: int) -> str:
+    """The command that serves an export."""
+    return (
+        f"vllm serve {base} --speculative-config "
+        f'\'{{"method": "medusa", "model": "{directory}", "num_speculative_tokens": {num_heads}}}\''
+    )
+
+
+def _weights_file(directory: Path) -> Path:
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    found = ", ".join(file.name for file in files) or "none"
+    raise FileNotFoundError(f"{directory} must hold one safetensors file for vLLM, got {found}")
+
+
+def _check_architecture(config: Mapping[str, Any], path: Path) -> None:
+    said = config.get("architectures", [ARCHITECTURE])
+    if said != [ARCHITECTURE]:
+        raise ValueError(
+            f"{path} says architectures={said!r}, and vLLM loads Medusa heads for [{ARCHITECTURE!r}] or "
+            "where "
+            "the key is not there; mend it"
+        )
+
+
+def _held(plain: PlainHeads, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tensors hold, under the keys by which ``config`` says it."""
+    counts = {"heads": ("num_heads", plain.num_heads), "layers": ("num_hidden_layers", plain.num_layers)}
+    held: dict[str, Any] = {
+        "hidden_size": plain.hidden_size,
+        "vocab_size": plain.vocab_size,
+        "truncated_vocab_size": plain.vocab_size,
+        "medusa_fc_bias": any(bias is not None for layers in plain.blocks for _, bias in layers),
+        "original_lm_head": plain.shared_rows is not None,
+    }
+    for word, (key, count) in counts.items():
+        said = [each for each in config if "num" in each and word in each]
+        held |= dict.fromkeys(said or [key], count)
+    return held
+
+
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {"num_heads": "heads", "num_hidden_layers": "layers"}
+    defaults: dict[str, Any] = dict.fromkeys(FLAGS, False)
+    for key, value in DEFAULTS.items():
+        word = counts.get(key)
+        if word is None or not any("num" in each and word in each for each in config):
+            defaults[key] = value
+    return defaults
+
+
+VLLM_MEDUSA = ForeignFormat("vllm-medusa", "vLLM", read, named_base, is_vllm_directory, export, serve)

@@ -1,0 +1,169 @@
+"""An export that its consumer would misread, or whose heads guess nothing, is caught before it is
+deployed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import counting_model
+from foreign_heads import edit_config
+from safetensors.torch import load_file, save_file
+from tiny_chat import chat_tokenizer
+
+from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
+from medusa.cli.main import main
+
+SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
+WEIGHTS = {"vllm-medusa": "model.safetensors", "tgi": "medusa_lm_head.safetensors"}
+
+
+def counting_heads(is_trained: bool = True) -> MedusaHeads:
+    """Heads that know how the counting base goes on; untrained, they say its next number again."""
+    heads = MedusaHeads(HeadsConfig(SIZE, SIZE, num_heads=3))
+    if is_trained:
+        for depth, (block,) in enumerate(heads.blocks, start=1):
+            block.linear.weight.data.copy_(40 * torch.eye(SIZE).roll(depth, dims=0))
+            block.linear.bias.data.fill_(-20)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base that counts, on disk, and exports of heads that count with it."""
+    directory = tmp_path_factory.mktemp("counting")
+    base = directory / "base"
+    counting_model(SIZE).save_pretrained(base)
+    chat_tokenizer().save_pretrained(base)
+    (directory / "prompts.jsonl").write_text('{"prompt": "One"}\n{"prompt": "Two"}\n')
+    for name in ("trained", "untrained"):
+        heads = HeadsCheckpoint(counting_heads(name == "trained"), str(base))
+        save_heads(heads, directory / name)
+        for to in WEIGHTS:
+            words = ["export", str(directory / name), "--to", to, "--output", str(directory / f"{name}-{to}")]
+            assert main(words) == 0
+    return directory
+
+
+def check(directory, made, to, *words):
+    prompts = ["--prompts", str(made / "prompts.jsonl"), "--max-new-tokens", "24"]
+    return main(["check", str(directory), "--as", to, *prompts, *words])
+
+
+@pytest.mark.parametrize("to", WEIGHTS)
+def test_heads_that_guess_right_are_accepted_whole(to, made, tmp_path, capsys):
+    assert check(made / f"trained-{to}", made, to, "--json", str(tmp_path / "report.json")) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["acceptance_rate"] == [1.0, 1.0, 1.0] and report["top1"] == [1.0, 1.0, 1.0]
+    assert report["untrained_top1"] == [0.0, 0.0, 0.0]
+    assert report["num_tokens"] == 48 and 3.5 < report["tokens_per_step"] <= 4
+    printed = capsys.readouterr()
+    assert "100.0%" in printed.out and report["serve"] in printed.err
+
+
+@pytest.mark.parametrize("to", WEIGHTS)
+def test_heads_that_guess_no_better_than_untrained_ones_are_refused(to, made, capsys):
+    assert check(made / f"untrained-{to}", made, to) == 1
+    assert re.search(r"is right for 0.0% of the tokens, an untrained one for 0.0%", capsys.readouterr().err)
+
+
+def drop_tensor(name):
+    def change(directory):
+        file = next(directory.glob("*.safetensors"))
+        tensors = load_file(file)
+        del tensors[name]
+        save_file(tensors, file)
+
+    return change
+
+
+def add_tensor(name, tensor):
+    def change(directory):
+        file = next(directory.glob("*.safetensors"))
+        save_file({**load_file(file), name: tensor}, file)
+
+    return change
+
+
+def config(drop="", **changes):
+    return lambda directory: edit_config(directory, drop, **changes)
+
+
+VLLM, TGI = "vllm-medusa", "tgi"
+BROKEN = {
+    "biases that vLLM would drop": (
+        VLLM,
+        config(drop="medusa_fc_bias"),
+        "config.json leaves out medusa_fc_bias, which is then taken for False, and model.safetensors holds "
+        "True",
+    ),
+    "an LM head that vLLM would not share": (
+        VLLM,
+        config(original_lm_head=False),
+        "says original_lm_head=False, and model.safetensors holds True",
+    ),
+    "a size that vLLM guesses": (
+        VLLM,
+        config(drop="hidden_size"),
+        f"leaves out hidden_size, which is then taken for 4096, and model.safetensors holds {SIZE}",
+    ),
+    "a count under any name": (
+        VLLM,
+        config(medusa_num_heads=2),
+        "says medusa_num_heads=2, and model.safetensors holds 3",
+    ),
+    "a count that vLLM guesses": (VLLM, config(drop="num_heads"), "leaves out num_heads, .* taken for 5"),
+    "a cut vocabulary": (VLLM, config(truncated_vocab_size=9), "says truncated_vocab_size=9"),
+    "another architecture": (VLLM, config(architectures=["LlamaForCausalLM"]), "vLLM loads Medusa heads for"),
+    "a token map": (
+        VLLM,
+        add_tensor("token_map", torch.arange(9)),
+        "holds 'token_map', with which vLLM 0.32",
+    ),
+    "a missing tensor": (VLLM, drop_tensor("blocks.1.layers.0.weight"), "lacks blocks.1.layers.0.weight"),
+    "no rows": (VLLM, drop_tensor("lm_head.weight"), "holds neither lm_heads.0.weight nor lm_head.weight"),
+    "a tensor that vLLM ignores": (
+        VLLM,
+        add_tensor("head.weight", torch.zeros(3)),
+        "no part .*: head.weight",
+    ),
+    "two files": (
+        VLLM,
+        lambda directory: save_file({"x": torch.zeros(1)}, directory / "y.safetensors"),
+        "must hold one safetensors file for vLLM, got model.safetensors, y.safetensors",
+    ),
+    "heads that TGI leaves out": (
+        TGI,
+        config(architectures=["MedusaModel"]),
+        r"says architectures=\['MedusaModel'\], and Text Generation Inference loads Medusa heads only",
+    ),
+    "no count for TGI": (TGI, config(drop="medusa_num_heads"), "config.json must say medusa_num_heads"),
+    "no base for TGI": (TGI, config(drop="base_model_name_or_path"), "must say base_model_name_or_path"),
+    "a wrong count for TGI": (TGI, config(medusa_num_heads=4), "says medusa_num_heads=4, .* holds 3"),
+    "layers without rows": (TGI, config(medusa_num_layers=2), "scores with the base's LM head only where"),
+    "a lost file": (
+        TGI,
+        lambda directory: (directory / WEIGHTS[TGI]).unlink(),
+        "medusa_lm_head.safetensors does not exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_the_consumer_would_misread_is_named(what, made, tmp_path, capsys):
+    to, spoil, message = BROKEN[what]
+    directory = tmp_path / "export"
+    directory.mkdir()
+    for path in (made / f"trained-{to}").iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    spoil(directory)
+    assert check(directory, made, to, "--base", str(made / "base")) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {directory}") and re.search(message, error), error
+
+
+def test_a_directory_that_is_not_there_is_refused(made, capsys):
+    assert check("nowhere", made, VLLM) == 1
+    assert "no directory at 'nowhere'; give one that `medusa export` wrote" in capsys.readouterr().err

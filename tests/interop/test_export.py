@@ -1,0 +1,245 @@
+"""Heads for others: complete, under their names, with their flags; and back again to the bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from foreign_heads import VllmMedusa, reference_heads, reference_logits
+from safetensors.torch import load_file
+from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, wide_tree
+from transformers import PhiConfig, PhiForCausalLM
+
+import medusa.interop.conversion
+from medusa import Adapter, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
+from medusa.choices import ForeignName
+from medusa.cli.main import main
+from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.fingerprint import BaseFingerprint
+from medusa.interop.plain_heads import expanded_rows
+from medusa.interop.registry import FORMATS
+from medusa.trees.tuned_trees import Runtime, TunedTree
+
+BASE = chat_base()
+MAP = [200, 3, 97, 41, 255, 12]
+KINDS = [("shared", 1), ("shared", 2), ("full", 1), ("full", 2), ("token_map", 1), ("token_map", 2)]
+
+
+def plain_heads(unembedding: str = "shared", num_layers: int = 1, **reading) -> MedusaHeads:
+    token_map = MAP if unembedding == "token_map" else None
+    torch.manual_seed(3)
+    sizes = {"num_heads": 3, "num_layers": num_layers, "token_map_size": token_map and len(MAP)}
+    config = HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, unembedding=unembedding, **sizes, **reading)
+    heads = MedusaHeads(config, token_map)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return heads.eval()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("chat") / "base"
+    BASE.save_pretrained(directory)
+    chat_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def saved(directory: Path, base: str, heads, **parts) -> str:
+    parts = {"fingerprint": BaseFingerprint.of(BASE)} | parts
+    return str(save_heads(HeadsCheckpoint(heads, base, **parts), directory / "heads"))
+
+
+def exported(to: str, heads: str, directory: Path, *words: str) -> tuple[dict, dict]:
+    """config.json and the tensors of an export."""
+    output = directory / to
+    assert main(["export", heads, "--to", to, "--output", str(output), *words]) == 0
+    file = {"vllm-medusa": "model.safetensors", "tgi": "medusa_lm_head.safetensors"}[to]
+    assert sorted(path.name for path in output.iterdir()) == sorted(["config.json", file])
+    return json.loads((output / "config.json").read_text()), load_file(output / file)
+
+
+def hidden_states() -> torch.Tensor:
+    return torch.randn(40, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def guesses(logits: torch.Tensor, heads: MedusaHeads) -> torch.Tensor:
+    """The best token of each head."""
+    return heads.token_ids(logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
+def test_what_vllm_makes_of_an_export_guesses_the_same(unembedding, num_layers, base, tmp_path):
+    heads = plain_heads(unembedding, num_layers)
+    config, tensors = exported("vllm-medusa", saved(tmp_path, base, heads), tmp_path)
+    assert config == {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": base,
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "truncated_vocab_size": VOCAB_SIZE,
+        "num_heads": 3,
+        "num_hidden_layers": num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": unembedding != "full",
+    }
+    assert not [key for key in config if "num" in key and key not in ("num_heads", "num_hidden_layers")]
+    theirs = VllmMedusa(config)
+    theirs.load_state_dict(tensors, strict=True)
+    with torch.no_grad():
+        ours = heads(hidden_states(), BASE.lm_head)
+        logits = theirs(hidden_states())
+    assert torch.equal(logits.argmax(dim=-1), guesses(ours, heads))
+    if unembedding != "token_map":
+        assert torch.equal(logits, ours)
+
+
+@pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
+def test_what_tgi_makes_of_an_export_guesses_the_same(unembedding, num_layers, base, tmp_path):
+    heads = plain_heads(unembedding, num_layers)
+    config, tensors = exported("tgi", saved(tmp_path, base, heads), tmp_path)
+    has_rows = (unembedding, num_layers) != ("shared", 1)
+    assert config == {
+        "base_model_name_or_path": base,
+        "medusa_num_heads": 3,
+        "medusa_num_layers": num_layers,
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "version": "1" if has_rows else "2",
+    }
+    theirs = reference_heads(BASE, 3, num_layers)
+    if not has_rows:
+        tensors |= {f"{k}.1.weight": BASE.lm_head.weight for k in range(3)}
+    theirs.load_state_dict(tensors, strict=True)
+    with torch.no_grad():
+        ours = heads(hidden_states(), BASE.lm_head)
+        logits = reference_logits(theirs, hidden_states())
+    assert torch.equal(logits.argmax(dim=-1), guesses(ours, heads))
+
+
+@pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
+@pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
+def test_an_export_comes_back_to_the_bit(unembedding, num_layers, to, base, tmp_path):
+    heads = plain_heads(unembedding, num_layers)
+    exported(to, saved(tmp_path, base, heads), tmp_path)
+    assert main(["import", str(tmp_path / to), "--base", base, "--output", str(tmp_path / "back")]) == 0
+    back = load_heads(tmp_path / "back").heads
+    assert back.config == heads.config
+    before, after = heads.state_dict(), back.state_dict()
+    if unembedding == "token_map":
+        assert after.pop("token_map").tolist() == sorted(before.pop("token_map").tolist()) == sorted(MAP)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_token_outside_the_map_is_never_guessed_first():
+    rows = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) - 3  # most logits are negative
+    token_map = torch.tensor([40, 7, 23])
+    expanded = expanded_rows(rows, token_map)
+    features = torch.randn(2000, 8, generator=torch.Generator().manual_seed(1))
+    best = token_map[(features @ rows[token_map].T).argmax(dim=-1)]
+    assert torch.equal((features @ expanded.T).argmax(dim=-1), best)
+
+
+def test_what_is_lost_and_what_to_do_next_is_said(base, tmp_path, capsys):
+    tuned = (TunedTree(Runtime("cpu", "float32", "eager"), 1, wide_tree()),)
+    heads = saved(tmp_path, base, plain_heads("token_map"), tree=wide_tree(), tuned=tuned)
+    exported("vllm-medusa", heads, tmp_path, "--json", str(tmp_path / "report.json"))
+    said = capsys.readouterr().err
+    nodes = wide_tree().num_nodes
+    assert f"the candidate tree of {nodes} nodes is left out: vLLM verifies a chain of the 3 best" in said
+    assert "the trees tuned for 1 runtimes are left out" in said
+    size = VOCAB_SIZE * HIDDEN_SIZE * 4 / 1e6
+    assert f"the token map of 6 tokens is expanded to {VOCAB_SIZE} rows, {size:.1f} MB" in said
+    assert f"medusa check {tmp_path / 'vllm-medusa'} --as vllm-medusa --base {base}" in said
+    assert f'"model": "{tmp_path / "vllm-medusa"}", "num_speculative_tokens": 3' in said
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["changes"]) == 3 and report["format"] == "vllm-medusa"
+
+
+def test_the_type_of_the_tensors_is_chosen(base, tmp_path):
+    heads = saved(tmp_path, base, plain_heads())
+    _, tensors = exported("vllm-medusa", heads, tmp_path, "--dtype", "bfloat16")
+    assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
+
+
+def refused(heads: str, tmp_path: Path, capsys, message: str, *words: str, to: str = "vllm-medusa") -> None:
+    before = sorted(tmp_path.iterdir())
+    assert main(["export", heads, "--to", to, "--output", str(tmp_path / "out"), *words]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(message, error), error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("to", get_args(ForeignName))
+def test_the_heads_that_ship_are_refused_with_what_to_train(to, tmp_path, capsys):
+    message = r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads .* with --reads-path false"
+    words = ("--base", "no/such/base")  # which is not asked for
+    refused("smollm2-135m-instruct", tmp_path, capsys, message, *words, to=to)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"reads_path": True}, "reads_path is true"), ({"fused_layers": (1,)}, r"fused_layers is \[1\]")],
+)
+def test_heads_that_read_more_than_the_last_state_are_refused(config, message, base, tmp_path, capsys):
+    heads = saved(tmp_path, base, plain_heads(**config))
+    refused(heads, tmp_path, capsys, f"{message}: .*Train heads for vLLM with --reads-path false")
+
+
+def test_an_eagle_head_and_an_adapter_are_refused(base, tmp_path, capsys):
+    eagle = saved(tmp_path, base, EagleHead(EagleConfig(HIDDEN_SIZE, VOCAB_SIZE)))
+    refused(eagle, tmp_path, capsys, "is an EAGLE-style head, .*--head-kind medusa --reads-path false")
+    adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
+    joint = str(save_heads(HeadsCheckpoint(plain_heads(), base, adapter=adapter), tmp_path / "joint"))
+    refused(joint, tmp_path, capsys, "was trained with a LoRA adapter.*vLLM would run the base without it")
+
+
+def test_another_base_is_refused(base, tmp_path, capsys):
+    chat_base(seed=9).save_pretrained(tmp_path / "other")
+    heads = saved(tmp_path, base, plain_heads())
+    message = "was trained on another model .* than the base .*other': its output embedding is .* away"
+    refused(heads, tmp_path, capsys, message, "--base", str(tmp_path / "other"))
+
+
+def test_a_base_whose_output_embedding_has_a_bias_takes_full_heads_only(tmp_path, capsys):
+    sizes = {"hidden_size": HIDDEN_SIZE, "vocab_size": VOCAB_SIZE, "intermediate_size": 8}
+    phi = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1, num_attention_heads=4))
+    phi.save_pretrained(tmp_path / "phi")
+    shared = saved(tmp_path, str(tmp_path / "phi"), plain_heads(), fingerprint=None)
+    refused(shared, tmp_path, capsys, "the output embedding of .*phi' has a bias.*--unembedding full")
+    full = save_heads(HeadsCheckpoint(plain_heads("full"), str(tmp_path / "phi")), tmp_path / "full")
+    exported("vllm-medusa", str(full), tmp_path)
+
+
+def test_weights_too_large_for_the_type_are_refused(base, tmp_path, capsys):
+    heads = plain_heads()
+    heads.blocks[0][0].linear.weight.data.fill_(1e6)
+    message = r"tensor 'blocks.0.layers.0.weight' must hold finite numbers"
+    refused(saved(tmp_path, base, heads), tmp_path, capsys, message, "--dtype", "float16")
+
+
+def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
+    heads = saved(tmp_path, base, plain_heads())
+    exported("tgi", heads, tmp_path)
+    before = (tmp_path / "tgi" / "config.json").read_bytes()
+
+    def disk_full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(medusa.interop.conversion, "save_file", disk_full)
+    words = ["export", heads, "--to", "tgi", "--output", str(tmp_path / "tgi")]
+    assert main(words) == 1  # it holds something
+    assert main([*words, "--overwrite"]) == 1
+    assert (tmp_path / "tgi" / "config.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "tgi"]
+
+
+def test_the_flags_name_the_formats_that_are_written():
+    assert [name for name, each in FORMATS.items() if each.export is not None] == list(get_args(ForeignName))
+    assert all(each.serve is not None for each in FORMATS.values() if each.export is not None)
+    assert all(name == each.name for name, each in FORMATS.items())
