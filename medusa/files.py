@@ -64,7 +64,8 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         yield partial
-        partial.chmod(0o755)
+        for path in (partial, *partial.rglob("*")):  # mkdtemp and safetensors let nobody else read
+            path.chmod(0o755 if path.is_dir() else 0o644)
         _take_the_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -116,6 +116,7 @@ def test_shipped_heads_are_loaded_by_name_and_listed_where_a_name_is_unknown():
 def test_the_directory_holds_four_files_that_others_may_read(saved):
     assert sorted(contents(saved)) == ["config.json", "model.safetensors", "provenance.json", "tree.json"]
     assert saved.stat().st_mode & 0o055 == 0o055
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in saved.iterdir())
     assert sorted(path.name for path in saved.parent.iterdir()) == ["heads"]
 
 
