@@ -1,4 +1,5 @@
-"""How fast are these heads? Against plain decoding on the same engine, and every way transformers generates.
+"""How fast are these heads? Against plain decoding on the same engine, every way transformers generates, and
+llama.cpp where it is installed and has a GGUF file of the base.
 
 All contenders answer each batch of prompts one after the other, in an order that rotates, so that a
 machine that slows down does so for all; each warms up first. Times are medians over batches of seconds
@@ -14,6 +15,7 @@ Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing els
     python inference/benchmark.py --batch-sizes 1,2,4,8,16 --max-minutes 30
     python inference/benchmark.py --context-lengths 128,1024,4096 --contenders transformers heads
     python inference/benchmark.py --contenders heads heads+suffix suffix --temperature 0.7 --seed 3
+    python inference/benchmark.py --contenders heads llama.cpp-q8_0 --engine int8 --llama-cpp MODEL-q8_0.gguf
 """
 
 from __future__ import annotations
@@ -73,9 +75,13 @@ class BenchmarkOptions(ProgramOptions):
 
     drafters: DrafterOptions = DrafterOptions()
     contenders: tuple[str, ...] | None = None
-    """Of transformers, transformers-static, prompt-lookup, assisted, default (generate with nothing named),
-    the drafters, or a union such as heads+suffix; plain always takes part. None is transformers' own, plain,
-    heads and default; transformers-static, which compiles, not on a CPU."""
+    """Of transformers, transformers-static, prompt-lookup, assisted, llama.cpp, default (generate with
+    nothing named), the drafters, or a union such as heads+suffix; plain always takes part. None is
+    transformers' own, llama.cpp, plain, heads and default; transformers-static, which compiles, not on a
+    CPU."""
+    llama_cpp: tuple[Path, ...] | None = None
+    """GGUF files of the base for llama.cpp, each a contender: MODEL-q8_0.gguf is llama.cpp-q8_0. None is
+    those in the base's directory."""
     batch_sizes: GrowingInts = (1,)
     """Rows decoded together."""
     context_lengths: GrowingInts | None = None
@@ -144,7 +150,7 @@ def chosen_contenders(
     settings = drafter_settings(options.drafters)
     names = options.contenders or default_names(model)
     names = names if PLAIN in names else [PLAIN, *names]
-    return make_contenders(names, model, settings, options.answers.seed)
+    return make_contenders(names, model, settings, options.answers.seed, options.llama_cpp)
 
 
 def measured_setting(

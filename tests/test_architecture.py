@@ -13,7 +13,18 @@ PROGRAMS = sorted(
     path for folder in ("train", "inference", "scripts") for path in (ROOT / folder).glob("*.py")
 )
 PROGRAM_NAMES = {path.stem for path in PROGRAMS} | {"train", "inference", "scripts", "tests"}
-EXTRAS = {"accelerate", "datasets", "deepspeed", "gguf", "httpx", "matplotlib", "peft", "torchao", "wandb"}
+EXTRAS = {
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "gguf",
+    "httpx",
+    "llama_cpp",
+    "matplotlib",
+    "peft",
+    "torchao",
+    "wandb",
+}
 FLOORS = (
     ("cli",),
     ("measurement", "training", "interop"),

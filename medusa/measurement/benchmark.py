@@ -7,26 +7,28 @@ batch of a setting, in turns (:mod:`medusa.measurement.timing`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.causal_lm import CausalLM
 from medusa.decoding.statistics import PHASES
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.bounds import best_expected_tokens, f_hw, total_divergence
-from medusa.measurement.contenders import HEADS, PLAIN, THEIRS, TRANSFORMERS, Contender
+from medusa.measurement.contenders import HEADS, PLAIN, TRANSFORMERS, Contender, ending_ids, is_ours
 from medusa.measurement.timing import (
     NUM_WARM_UPS,
     WARM_UP_TOKENS,
     Answer,
     Tokens,
     by_contender,
+    median_of,
     new_tokens,
     rows_said,
     seconds_per_token,
@@ -102,10 +104,8 @@ class Asking:
     @classmethod
     def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int) -> Asking:
         """With the tokens that end an answer of ``base``."""
-        config = base.generation_config
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        eos_ids = frozenset(token for token in ends if token is not None)
-        pad_id = config.pad_token_id if config.pad_token_id is not None else min(eos_ids, default=0)
+        eos_ids, pad_id = ending_ids(base), base.generation_config.pad_token_id
+        pad_id = pad_id if pad_id is not None else min(eos_ids, default=0)
         return cls(arguments, eos_ids, pad_id, repeats)
 
 
@@ -114,7 +114,7 @@ def able(
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders that can answer in this setting, warmed up, and why the others cannot.
 
-    Only those of ``transformers`` may fail; an error of ours is raised.
+    Only those of others may fail; an error of ours is raised.
     """
     longest = max(setting.batches(asking.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
@@ -123,7 +123,7 @@ def able(
         try:
             if reason is None:
                 _warm_up(contender, longest, asking)
-        # What transformers cannot do here must not cost the others their figures; the report says why.
+        # What others cannot do here must not cost the others their figures; the report says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if contender.is_ours:
                 raise
@@ -133,6 +133,22 @@ def able(
         else:
             reasons[name] = f"{reason} (at {setting.label})"
     return working, reasons
+
+
+class FirstTokenClock(BaseStreamer):
+    """Gets the prompt and then the tokens as they are written, and notes when the first one came."""
+
+    def __init__(self) -> None:
+        self.num_puts, self.began = 0, time.perf_counter()
+        self.first_token_seconds: float | None = None
+
+    def put(self, value: Tensor) -> None:
+        self.num_puts += 1
+        if self.num_puts == 2:
+            self.first_token_seconds = time.perf_counter() - self.began
+
+    def end(self) -> None:
+        pass
 
 
 def _warm_up(contender: Contender, inputs: Encoded, asking: Asking) -> None:
@@ -150,18 +166,23 @@ def measure(
 ) -> list[Answer]:
     """Every contender's answers to every batch, ``asking.repeats`` times, for about ``seconds``."""
     batches = setting.batches(asking.pad_id)
+    takes_streamer = setting.batch_size == 1
 
     def run(name: str, batch: int, repeat: int) -> Answer:
         inputs = batches[batch]
         prompt = inputs["input_ids"]
         wait_for(prompt.device)
-        began = time.perf_counter()
-        output = contenders[name].answer(**inputs, **asking.arguments, return_dict_in_generate=True)
+        clock = FirstTokenClock()
+        streamer = {"streamer": clock} if takes_streamer else {}
+        output = contenders[name].answer(
+            **inputs, **asking.arguments, **streamer, return_dict_in_generate=True
+        )
         wait_for(prompt.device)
-        taken = time.perf_counter() - began
+        taken = time.perf_counter() - clock.began
         tokens = new_tokens(output.sequences.tolist(), prompt.shape[1], asking.eos_ids)
         counted = getattr(output, "statistics", None)
-        return Answer(name, batch, tokens, taken, counted, setting.category(batch))
+        first = clock.first_token_seconds
+        return Answer(name, batch, tokens, taken, counted, setting.category(batch), first_token_seconds=first)
 
     return take_turns(
         list(contenders), len(batches), run, repeats=asking.repeats, seconds=seconds, label=label
@@ -193,7 +214,7 @@ def setting_report(
         )
         for (question, _, row), tokens in plain.items()
     )
-    checked = [name for name in given if name != PLAIN and (is_greedy or name not in THEIRS)]
+    checked = [name for name in given if name != PLAIN and (is_greedy or is_ours(name))]
     return {
         **speeds(answers),
         "identical": num_identical == len(plain) if is_exact else None,
@@ -213,7 +234,7 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
     """Speeds over some batches."""
     given = by_contender(answers)
     per_token = {name: seconds_per_token(each) for name, each in given.items()}
-    ours = {name: each for name, each in given.items() if name not in THEIRS}
+    ours = {name: each for name, each in given.items() if is_ours(name)}
     step = {name: step_seconds(each) for name, each in ours.items()}
     tokens_per_step = {name: total_statistics(each).tokens_per_step for name, each in ours.items()}
     against_plain = {name: speedup(each, given[PLAIN]) for name, each in given.items()}
@@ -227,11 +248,18 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
         "speedup_over_plain": {name: ratio["ratio"] for name, ratio in against_plain.items()},
         "speedup_interval": {name: [ratio["low"], ratio["high"]] for name, ratio in against_plain.items()},
         "milliseconds_per_token": {name: 1000 * seconds for name, seconds in per_token.items()},
+        "milliseconds_to_first_token": {name: first_token_milliseconds(each) for name, each in given.items()},
         "milliseconds_per_step": {
             name: None if seconds is None else 1000 * seconds for name, seconds in step.items()
         },
         "step_milliseconds": {name: step_split(each) for name, each in ours.items()},
     }
+
+
+def first_token_milliseconds(answers: Iterable[Answer]) -> float | None:
+    """Of one contender, the median over batches; None where nobody looked."""
+    seconds = median_of(answers, lambda answer: answer.first_token_seconds)
+    return None if seconds is None else 1000 * seconds
 
 
 def same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict[str, int]:
@@ -360,6 +388,7 @@ def print_speeds(setting: Mapping[str, Any], console: Console) -> None:
                 name,
                 f"{milliseconds:.1f}",
                 f"{1000 / milliseconds:.1f}",
+                number(setting["milliseconds_to_first_token"].get(name), ".0f"),
                 times(setting["speedup_over_plain"][name]),
                 number(setting["milliseconds_per_step"].get(name), ".1f"),
                 number(setting["tokens_per_step_of"].get(name)),
@@ -367,8 +396,21 @@ def print_speeds(setting: Mapping[str, Any], console: Console) -> None:
                 "-" if low is None or name == PLAIN else f"{low:.2f} to {high:.2f}",
             ]
         )
-    headers = ["contender", "ms/token", "tokens/s", "x plain", "ms/step", "tok/step", "same", "x plain, 95 %"]
-    note = "Medians over batches. same: tokens before the first that plain decoding did not say."
+    headers = [
+        "contender",
+        "ms/token",
+        "tokens/s",
+        "first",
+        "x plain",
+        "ms/step",
+        "tok/step",
+        "same",
+        "x plain, 95 %",
+    ]
+    note = (
+        "Medians over batches. first: ms until the first token is there. same: tokens before the first that "
+        "plain decoding did not say."
+    )
     print_table(console, f"Speed, {in_words(setting)}", headers, rows, note=note)
     style = "bold red" if setting["identical"] is False else "green"
     console.print(agreement(setting), style=style, markup=False)

@@ -81,6 +81,8 @@ class Answer:
     seed: int = 0
     drafts: DraftRecord | None = None
     """Where the drafter was watched."""
+    first_token_seconds: float | None = None
+    """Until the first new token was there; None where nobody looked."""
 
     @property
     def seconds_per_token(self) -> float:

@@ -1,5 +1,6 @@
 """Settings, warm-ups and what answers add up to, with stand-ins for contenders and made-up times."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,26 @@ def test_measuring_stops_between_rounds_when_the_time_is_up():
     setting = Setting(1, None, encoded(3, 4, 5), ["a"] * 3)
     answers = measure(both, setting, ASKING, seconds=0.0)
     assert [(t.contender, t.question) for t in answers] == [("plain", 0), ("heads", 0)], "one whole round"
+
+
+def test_the_time_to_the_first_token_is_taken_where_one_row_is_answered():
+    given = []
+
+    def answer(input_ids, attention_mask, streamer=None, **arguments):
+        given.append(streamer)
+        for tokens in (input_ids, torch.tensor([5]), torch.tensor([5])):
+            time.sleep(0.02)
+            if streamer is not None:
+                streamer.put(tokens)
+        return SimpleNamespace(sequences=torch.nn.functional.pad(input_ids, (0, 2), value=5))
+
+    contenders = {"plain": Contender("plain", answer)}
+    (one,) = measure(contenders, Setting(1, None, encoded(3), ["a"]), ASKING)
+    assert 0.04 <= one.first_token_seconds < one.seconds - 0.015, "the second put, not the prompt's"
+    report = setting_report([one], is_greedy=True)
+    assert report["milliseconds_to_first_token"] == {"plain": 1000 * one.first_token_seconds}
+    (two,) = measure(contenders, Setting(2, None, encoded(3, 3), ["a"] * 2), ASKING)
+    assert (two.first_token_seconds, given[1]) == (None, None)
 
 
 def test_everyone_warms_up_on_the_longest_prompts_three_short_times_or_one_full_one():

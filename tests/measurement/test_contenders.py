@@ -31,7 +31,7 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
 
 def test_by_default_our_default_takes_part_and_nothing_compiles_on_a_processor():
     model = chat_model()
-    theirs = ["transformers", "prompt-lookup", "assisted"]
+    theirs = ["transformers", "prompt-lookup", "assisted", "llama.cpp"]
     assert default_names(model) == [*theirs, "plain", "heads", "default"]
     model.heads = None
     assert default_names(model) == [*theirs, "plain"]
