@@ -99,7 +99,8 @@ class MedusaModel:
         self.runner = prepared_base(base if is_eager else folded(base), self.engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         check_step(self.step, self.runner)
-        self._runners, self._drafters = StepRunners(self.runner), DraftersByName(self)
+        layers = () if heads is None else heads.reads_layers
+        self._runners, self._drafters = StepRunners(self.runner, layers=layers), DraftersByName(self)
         self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and, roughly, rows
         taken = [] if self.runner is base else [base]
         self.drafting_heads: Heads | None = None

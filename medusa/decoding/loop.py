@@ -7,7 +7,7 @@ generation configurations or files; :class:`medusa.MedusaModel` prepares the req
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +48,13 @@ def decode(
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
     pausing: Pausing | None = None,
+    verify: Callable[..., tuple[Tensor, Tensor]] = verify,
 ) -> Iterator[StepResult]:
     """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes.
 
     ``pausing`` decides which steps draft; without, every one. Only an exact request has the same text then.
+    ``verify`` runs the tree's nodes: :func:`medusa.base.causal_lm.verify`, or that of a pass compiled for
+    ``base`` (:mod:`medusa.engine.compiled`).
     """
     statistics = DecodingStatistics() if statistics is None else statistics
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -23,6 +23,7 @@ from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticState, static_step
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import StaticDrafter
+from medusa.engine.compiled import CompiledPass, compiled_pass
 from medusa.engine.views import copy_sharing_parameters
 
 MAX_KEPT = 16
@@ -158,14 +159,25 @@ class CapturedStepRunner(StepRunner):
 class StepRunners:
     """The runners of one base; what they compiled or captured is kept for the calls to come."""
 
-    def __init__(self, base: CausalLM, backend: str = "inductor"):
+    def __init__(self, base: CausalLM, backend: str = "inductor", layers: Sequence[int] = ()):
         self.base = base
+        self.layers = frozenset(layers)
+        """Decoder layers that a compiled pass gives the states of, whatever else a drafter reads."""
         self.backend = backend
         """That of torch.compile."""
         self._captured: dict[Hashable, CapturedStepRunner] = {}
         self._compiled: dict[Hashable, Callable[..., None]] = {}
         self._compiled_base: CausalLM | None = None
         self._compile_lock = threading.Lock()
+        self._pass: CompiledPass | None = None
+
+    def compiled_pass(self, layers: Sequence[int] = ()) -> tuple[CompiledPass, float]:
+        """The base's pass with the states of ``layers``, and the seconds that getting it took."""
+        with self._compile_lock:
+            if self._pass is not None and self._pass.gives(layers):
+                return self._pass, 0.0
+            self._pass = compiled_pass(self.base, sorted(self.layers.union(layers)))
+            return self._pass, self._pass.setup_seconds
 
     @contextmanager
     def acquire(

@@ -36,6 +36,7 @@ from medusa.decoding.static_loop import decode_static
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.step_runners import StepRunners
 from medusa.drafters.protocol import Drafter, StaticDrafter
+from medusa.engine.compiled import missing_for_compiled_pass
 from medusa.engine.views import PackedProduct
 
 
@@ -57,6 +58,11 @@ def decode_in_steps(
     check_step(step, runners.base)
     if step == "general":
         return decode(runners.base, drafter, request, statistics, pausing)
+    if step == "compiled" and holds_packed_weights(runners.base):
+        statistics = DecodingStatistics() if statistics is None else statistics
+        compiled, setup_seconds = runners.compiled_pass(drafter.reads_layers)
+        statistics.setup_seconds += setup_seconds
+        return decode(runners.base, drafter, request, statistics, pausing, compiled.verify)
     checked = static_drafter(step, drafter, request)
     return decode_static(step, runners, checked, request, statistics, pausing=pausing)
 
@@ -74,9 +80,12 @@ def missing_for_compiled(base: CausalLM) -> str | None:
     """What a compiled step lacks on ``base``; None when nothing."""
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
-    if any(isinstance(module, PackedProduct) for module in base.modules()):
-        return "engine='eager', since torch.compile chooses the layout of weights itself"
-    return None
+    return missing_for_compiled_pass(base) if holds_packed_weights(base) else None
+
+
+def holds_packed_weights(base: CausalLM) -> bool:
+    """Whether ``base`` is a view whose pass is compiled alone; of all others the whole step is."""
+    return any(isinstance(module, PackedProduct) for module in base.modules())
 
 
 def missing_for_captured(base: CausalLM) -> str | None:

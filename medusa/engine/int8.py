@@ -30,8 +30,11 @@ from medusa.engine.views import PackedProduct, missing_for_plain_float32, takes_
 WEIGHT_STEPS = 127
 """Steps of a weight on either side of zero."""
 
-_TINY = torch.tensor(torch.finfo(torch.float32).tiny)
+_TINY = torch.finfo(torch.float32).tiny
 """Keeps the scale of a row of zeros above zero; it is too small to change any other scale."""
+
+DRAFT_DIGITS = 1
+"""Of the activations of heads: what they guess is verified."""
 
 
 def activation_steps() -> int:
@@ -85,29 +88,73 @@ class Int8Product(PackedProduct):
     Args:
         weight: (out, in); taken now, later changes do not count.
         bias: (out,), or None.
+        num_digits: int8 numbers that an activation is made of, 1 or 2.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        scales = weight.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / WEIGHT_STEPS
-        codes = (weight / scales[:, None]).round_().to(torch.int8)
+    def __init__(self, weight: Tensor, bias: Tensor | None, num_digits: int = 2):
+        codes, scales = quantised(weight)
         super().__init__(codes.T)
         self.bias = bias
-        self._steps = activation_steps()
-        self._scales = scales / self._steps
+        self._digits = Digits(num_digits)
+        self._scales = scales / self._digits.largest_code
         self._zeros = torch.zeros(len(scales), dtype=torch.long)
-        self._zero = self._steps + 1  # unsigned activations: oneDNN has no fast product for signed ones
-        self._rounded_zero = torch.tensor(self._zero + 0.5)
 
     def _in_own_layout(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight.T.contiguous(), None)  # it is (in, out), packed or not
 
     def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(dim=-1, keepdim=True).add_(_TINY)
-        codes = torch.addcdiv(self._rounded_zero, x, largest, value=self._steps).to(torch.uint8)  # cut off
-        out = torch.ops.onednn.qlinear_pointwise(
-            codes, 1.0, self._zero, self._packed, self._scales, self._zeros, *_PLAIN_FLOAT32_OUTPUT
-        )
-        return out.mul_(largest) if self.bias is None else torch.addcmul(self.bias, out, largest)
+        return int8_product(x, self._packed, self._scales, self._zeros, self.bias, self._digits)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Int8 codes (out, in) and scales (out,) of a weight (out, in): the product of both is near it."""
+    scales = weight.abs().amax(dim=1).clamp_(min=_TINY) / WEIGHT_STEPS
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
+def int8_product(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, digits: Digits
+) -> Tensor:
+    """Rows x (..., in) times a weight packed by oneDNN: (..., out).
+
+    ``scales`` (out,) are the weight's over :attr:`Digits.largest_code`, ``zeros`` (out,) are 0.
+    """
+    rows = x.flatten(0, -2)
+    codes, largest = digits.of(rows)
+    out = torch.ops.onednn.qlinear_pointwise(
+        codes, 1.0, digits.zero, packed, scales, zeros, *_PLAIN_FLOAT32_OUTPUT
+    )
+    if digits.number == 2:
+        high, low = out.unbind(0)
+        out = torch.add(low, high, alpha=digits.radix)
+    out = out * largest if bias is None else torch.addcmul(bias, out, largest)
+    return out.unflatten(0, x.shape[:-1])
+
+
+class Digits:
+    """Activations as int8: the value nearest to ``code / largest_code`` of the row's largest, in one digit or
+    in two of a code in base ``radix``.
+
+    A digit is stored with :attr:`zero` added, as an unsigned number: oneDNN has no fast product for signed
+    ones. With two, a product has twice the rows and reads the weight once all the same.
+    """
+
+    def __init__(self, number: int):
+        steps = activation_steps()
+        self.number, self.zero, self.radix = number, steps + 1, 2 * (steps + 1)
+        self.largest_code = steps if number == 1 else steps * self.radix
+        self._shifts = torch.tensor([[[self.radix.bit_length() - 1]], [[0]]], dtype=torch.int32)
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of rows (M, in): (M, in) uint8, or (2, M, in), high digits first; and the largest of each
+        row (M, 1)."""
+        largest = rows.abs().amax(dim=-1, keepdim=True) + _TINY
+        code = rows * (self.largest_code / largest)
+        if self.number == 1:
+            return (code + (self.zero + 0.5)).to(torch.uint8), largest  # cut off
+        code = (code + (self.zero * (self.radix + 1) + 0.5)).to(torch.int32)
+        digits = (code[None] >> self._shifts) & (self.radix - 1)
+        return digits.to(torch.uint8), largest
 
 
 class Int8Linear(Int8Product):
@@ -123,13 +170,14 @@ class Int8Linear(Int8Product):
 
     def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         """See :class:`medusa.engine.quick_heads.QuickProducts`."""
-        return Int8Product(weight, bias)
+        return Int8Product(weight, bias, DRAFT_DIGITS)
 
 
 def int8_scorer(output_embedding: nn.Module, token_ids: Tensor) -> Int8Product:
     """The rows of an output embedding for ``token_ids`` (V',) long alone, in int8."""
     weight, bias = embedding_weight(output_embedding).detach(), output_embedding.bias
-    return Int8Product(weight[token_ids], None if bias is None else cast(Tensor, bias).detach()[token_ids])
+    taken_bias = None if bias is None else cast(Tensor, bias).detach()[token_ids]
+    return Int8Product(weight[token_ids], taken_bias, DRAFT_DIGITS)
 
 
 _PLAIN_FLOAT32_OUTPUT: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")

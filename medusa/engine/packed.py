@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM
-from medusa.engine.int8 import Int8Product, has_int8_products, int8_scorer
+from medusa.engine.int8 import DRAFT_DIGITS, Int8Product, has_int8_products, int8_scorer
 from medusa.engine.views import PackedProduct, missing_for_plain_float32, view_of
 
 PACKED_ROWS = 16
@@ -67,4 +67,4 @@ class PackedLinear(Float32Product):
 
     def product_of(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
         """In int8, as :meth:`scorer_of`."""
-        return Int8Product(weight, bias) if has_int8_products() else None
+        return Int8Product(weight, bias, DRAFT_DIGITS) if has_int8_products() else None

@@ -15,7 +15,7 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.attention import FLOAT64_ATTENTION, GROUPED_ATTENTION
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import prepared_base
-from medusa.engine.int8 import Int8Linear, Int8Product, activation_steps, int8_view, missing_for_int8
+from medusa.engine.int8 import Digits, Int8Linear, Int8Product, int8_view, missing_for_int8
 from medusa.engine.joined_linears import JoinedLinear, joinable_linears, joined
 from medusa.engine.packed import Float32Product, PackedLinear, missing_for_packed, packed
 from medusa.engine.quick_heads import quick_heads
@@ -214,18 +214,27 @@ def test_an_unknown_engine_is_refused():
 
 @needs_int8
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_int8_layer_multiplies_integers_and_scales_the_sum(bias):
+@pytest.mark.parametrize("num_digits", [1, 2])
+def test_an_int8_product_multiplies_integers_and_scales_the_sum(bias, num_digits):
     torch.manual_seed(0)
     linear, x = torch.nn.Linear(40, 24, bias=bias), 5 * torch.randn(2, 3, 40)
-    steps = activation_steps()
+    steps = Digits(num_digits).largest_code
     with torch.no_grad():
         weight_scale = linear.weight.abs().amax(1, keepdim=True) / 127
         row_scale = x.abs().amax(-1, keepdim=True) / steps
         sums = (x / row_scale).round().double() @ (linear.weight / weight_scale).round().double().T
         expected = sums * row_scale * weight_scale.T + (linear.bias if bias else 0)
-        given = Int8Linear(linear)(x)
+        given = Int8Product(linear.weight, linear.bias, num_digits)(x)
         assert (given - linear(x)).abs().max() < 0.03 * linear(x).abs().max()
-    assert torch.allclose(given.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(given.double(), expected, rtol=1e-5, atol=1e-4 if num_digits == 2 else 1e-5)
+
+
+@needs_int8
+def test_two_digits_hold_an_activation_a_hundred_times_as_well_as_one():
+    torch.manual_seed(0)
+    weight, x = torch.eye(40), torch.randn(64, 40)
+    one, two = (float((Int8Product(weight, None, number)(x) - x).abs().max()) for number in (1, 2))
+    assert two < one / 100
 
 
 @needs_int8

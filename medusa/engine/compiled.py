@@ -1,0 +1,415 @@
+"""A view's forward pass over the nodes of a tree, compiled for this processor and kept on disk.
+
+Run as modules, a pass of a small model is thousands of operators, and calling them takes longer than what
+they compute. Here the pass of a view on a CPU (``packed`` or ``int8``) is exported, compiled by Inductor into
+one shared library with the weights inside, in the layout of its matrix kernels, and kept: compiling takes
+minutes, loading a second or two. One library serves every number of rows, nodes and slots.
+
+Attention is written as sums here, which Inductor turns into loops. A loop adds in the same order for any
+number of queries, rows and masked slots, so in int8 too a node's logits do not depend on the tree that it
+stands in, and float64 is not needed for it. The vector and the scalar form of a function such as exp differ
+in their last bit, so slots come in whole vectors, and int8 wants the model's widths to be whole vectors too.
+
+Prompts are read by the view's modules: long products are theirs to win.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from medusa.base.attention import (
+    FLOAT64_ATTENTION,
+    GROUPED_ATTENTION,
+    attention_windows,
+    node_positions,
+    tree_attention_masks,
+)
+from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import (
+    CausalLM,
+    context_length,
+    copy_sharing_parameters,
+    layers_of,
+    new_cache,
+    output_embedding,
+    prefill,
+    seen_hidden,
+    verify,
+    vocab_size,
+)
+from medusa.engine.int8 import Digits, Int8Linear, int8_product, quantised
+from medusa.engine.joined_linears import JoinedLinear
+from medusa.engine.packed import PackedLinear
+from medusa.files import replaced_file
+from medusa.hardware import device_name
+from medusa.progress import log_console
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
+
+LOOP_ATTENTION = "medusa_loop_sdpa"
+"""An attention implementation of ``transformers``: :func:`loop_attention`."""
+VERSION = 1
+"""Of what is compiled: raise it with every change of what a pass computes."""
+COMPILERS = ("g++", "clang++", "c++")
+VECTOR = 16
+"""Floats in the widest vector of a processor."""
+CHANGING_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose factors depend on how long the text is: a choice that no compiled pass can make."""
+INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+"""Weights become constants, and products Inductor's own kernels, which read few rows twice as fast as
+oneDNN's. Where it has none, oneDNN's remain."""
+TOLERANCE = 1e-2
+"""Largest difference of logits between the compiled pass and the view, over the largest logit: int8 rounds
+what differs in the last bit to another step."""
+
+
+def cache_home() -> Path:
+    """Where compiled passes are kept: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MEDUSA_CACHE") or Path(home) / "medusa") / "compiled"
+
+
+def missing_for_compiled_pass(view: CausalLM) -> str | None:
+    """What :func:`compiled_pass` lacks to compile the pass of ``view``; None when nothing."""
+    if not any(map(shutil.which, COMPILERS)):
+        return f"a C++ compiler ({', '.join(COMPILERS)}), and none is installed"
+    config = view.config.get_text_config(decoder=True)
+    if config._attn_implementation not in (GROUPED_ATTENTION, FLOAT64_ATTENTION):
+        return f"attn_implementation='sdpa', got {config._attn_implementation!r}"
+    given = getattr(config, "rope_parameters", None) or {}
+    for parameters in (given, *(each for each in given.values() if isinstance(each, dict))):
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind in CHANGING_ROPE:
+            return f"rotary embeddings that do not change with the length of the text, got {kind!r}"
+    odd = [width for width in _widths(view) if width % VECTOR] if _is_int8(view) else []
+    return f"widths that are multiples of {VECTOR} for engine='int8', got {odd[0]}" if odd else None
+
+
+def _widths(view: CausalLM) -> list[int]:
+    """Of what a row is while it passes through the model."""
+    config = view.config.get_text_config(decoder=True)
+    of_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = (
+        module for module in view.get_decoder().modules() if isinstance(module, (Int8Linear, JoinedLinear))
+    )
+    return [of_head, *(width for layer in layers for width in layer.weight.shape)]
+
+
+@dataclass(frozen=True)
+class CompiledPass:
+    """The forward pass of one view, in the place of :func:`medusa.base.causal_lm.verify`."""
+
+    base: CausalLM
+    """The view."""
+    layers: tuple[int, ...]
+    """Decoder layers whose states it gives beside the last (:func:`medusa.base.causal_lm.seen_hidden`)."""
+    library: Any
+    """Torch's runner of the shared library."""
+    setup_seconds: float
+    """What it took to compile or load."""
+
+    def gives(self, layers: Sequence[int]) -> bool:
+        """Whether it gives the states of all these layers."""
+        return set(layers) <= set(self.layers)
+
+    def verify(
+        self,
+        base: CausalLM,
+        tokens: Tensor,
+        topology: TreeTopology,
+        cache: TreeCache,
+        *,
+        layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`medusa.base.causal_lm.verify` of all nodes on ``base``, which must be the view."""
+        assert base is self.base, "compiled for another view"
+        cache.begin(tokens.shape[1])
+        num_slots = -(-cache.num_slots // VECTOR) * VECTOR
+        masks = _masks(base, cache.lengths, num_slots, topology)
+        positions = node_positions(cache.lengths, topology, cache.num_positions or context_length(base))
+        for layer in cache.tree_layers:
+            layer.reserve(num_slots)
+        keys, values = zip(*(layer.entries for layer in cache.tree_layers), strict=True)
+        positions = positions.expand(len(tokens), -1)
+        inputs = [tokens, positions, cache.slots, *masks.values(), *keys, *values]
+        hidden, logits = self.library.run([each.contiguous() for each in inputs])
+        return layers_of(hidden, self.layers, layers), logits
+
+
+def compiled_pass(view: CausalLM, layers: Sequence[int] = ()) -> CompiledPass:
+    """The pass of ``view``, from the cache directory, compiled first where it is not there.
+
+    Raises:
+        ValueError: the view cannot be exported, or what was compiled computes something else.
+    """
+    began, path = time.perf_counter(), library_path(view, layers)
+    if not path.exists():
+        _compile(view, tuple(layers), path)
+    library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+    return CompiledPass(view, tuple(layers), library, time.perf_counter() - began)
+
+
+def library_path(view: CausalLM, layers: Sequence[int] = ()) -> Path:
+    """Where the library of a view is kept: the name tells apart all that it depends on."""
+    digest = hashlib.sha256()
+    for name, tensor in view.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    runs_on = (device_name(view.device), platform.machine(), torch.backends.cpu.get_cpu_capability())
+    depends_on = (
+        view.config.to_json_string(),
+        type(view).__name__,
+        _is_int8(view),
+        tuple(layers),
+        torch.__version__,
+        torch.get_num_threads(),
+        runs_on,
+        VERSION,
+    )
+    digest.update(repr(depends_on).encode())
+    name = "int8" if _is_int8(view) else "float32"
+    return cache_home() / f"{view.config.model_type}-{name}-{digest.hexdigest()[:24]}.so"
+
+
+def _compile(view: CausalLM, layers: tuple[int, ...], path: Path) -> None:
+    """Export, compile, hold against ``view``, and keep as ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console = log_console()
+    text = f"compiling {type(view).__name__} for this processor: some minutes, once; kept in {path.parent}"
+    console.print(text, style="dim", soft_wrap=True)
+    with console.status("compiling", spinner="dots"), replaced_file(path) as partial:
+        package = partial.with_suffix(".pt2")
+        try:
+            _export(view, layers, package)
+            with zipfile.ZipFile(package) as archive:
+                (name,) = (each for each in archive.namelist() if each.endswith(".so"))
+                with archive.open(name) as source, partial.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+        finally:
+            package.unlink(missing_ok=True)
+        partial.chmod(0o755)
+        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(partial), 1)
+        _check_same(CompiledPass(view, layers, library, 0.0))
+
+
+@torch.no_grad()
+def _export(view: CausalLM, layers: tuple[int, ...], package: Path) -> None:
+    """Write the pass of ``view`` as a package of AOTInductor."""
+    _let_packing_be_traced()
+    rows, nodes, slots, capacity = (torch.export.Dim(name, min=1) for name in ("b", "n", "s", "c"))
+    cache = new_cache(view, 2)
+    prompts = torch.zeros(2, 200, dtype=torch.long)
+    prefill(view, prompts, torch.tensor([200, 190]), cache)
+    keys, values = (list(each) for each in zip(*(layer.entries for layer in cache.tree_layers), strict=True))
+    topology = CandidateTree.chain(3).topology("cpu")
+    cache.begin(4)
+    masks = _masks(view, cache.lengths, cache.num_slots, topology)
+    tokens, positions = torch.zeros(2, 4, dtype=torch.long), node_positions(cache.lengths, topology)
+    of_nodes, of_slots = {0: rows, 1: nodes}, {0: rows, 2: capacity}
+    exported = torch.export.export(
+        _ExportedPass(view, layers, list(masks)).eval(),
+        (tokens, positions, cache.slots, list(masks.values()), keys, values),
+        dynamic_shapes=(
+            of_nodes,
+            of_nodes,
+            of_nodes,
+            [{0: rows, 2: nodes, 3: slots}] * len(masks),
+            [of_slots] * len(keys),
+            [of_slots] * len(values),
+        ),
+        strict=False,
+    )
+    torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(package), inductor_configs=INDUCTOR_OPTIONS
+    )
+
+
+def _masks(view: CausalLM, lengths: Tensor, num_slots: int, topology: TreeTopology) -> dict[str, Tensor]:
+    """What is added to the scores of each type of layer, (B, 1, N, S)."""
+    windows = attention_windows(view)
+    masks = tree_attention_masks(lengths, num_slots, topology, windows, torch.float32)
+    return masks if isinstance(masks, dict) else {next(iter(windows)): masks}
+
+
+def _check_same(compiled: CompiledPass) -> None:
+    """Raise ValueError unless the compiled pass gives the logits of the view it was made of."""
+    view, tree = compiled.base, CandidateTree.from_paths([(0,), (1,), (0, 0)])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size(view), (2, 24), generator=generator)
+    given = []
+    for run in (verify, compiled.verify):
+        cache = new_cache(view, 2)
+        with torch.no_grad():
+            prefill(view, ids[:, :20], torch.tensor([20, 13]), cache)
+            given.append(run(view, ids[:, 20:], tree.topology("cpu"), cache)[1])
+    apart = float((given[0] - given[1]).abs().max() / given[0].abs().max())
+    if not apart <= TOLERANCE:
+        raise ValueError(
+            f"the compiled pass of {type(view).__name__} gives other logits than the model ({apart:.1e} of "
+            "the largest); use step='general'"
+        )
+
+
+class _ExportedPass(nn.Module):
+    """The pass as a function of tensors: (tokens, positions, slots, masks, keys, values) -> (hidden, logits).
+
+    Keys and values (B, heads, C, width) of each layer are written to in place.
+    """
+
+    def __init__(self, view: CausalLM, layers: tuple[int, ...], kinds: list[str]):
+        """``kinds`` are those of the masks, in order."""
+        super().__init__()
+        self.model, self.layers, self.kinds = _traceable(view), layers, kinds
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        masks: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        num_slots = masks[0].shape[3]
+        cache = Cache(
+            layers=[_Entries(key, value, slots, num_slots) for key, value in zip(keys, values, strict=True)]
+        )
+        with seen_hidden(self.model, layers=self.layers) as seen:
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=dict(zip(self.kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return seen.last, output.logits
+
+
+class _Entries(CacheLayerMixin):
+    """Keys and values of one layer while a pass is exported."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, num_slots: int):
+        super().__init__()
+        self.entries, self.slots, self.num_slots = (keys, values), slots, num_slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the entries are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write this pass's keys and values (B, heads, N, width); all that it may read."""
+        for entries, states in zip(self.entries, (key_states, value_states), strict=True):
+            _, heads, _, width = states.shape
+            entries.scatter_(2, self.slots[:, None, :, None].expand(-1, heads, -1, width), states)
+        keys, values = self.entries
+        return keys[:, :, : self.num_slots], values[:, :, : self.num_slots]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_slots, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _traceable(view: CausalLM) -> CausalLM:
+    """The modules of ``view``, with linear layers and attention that Inductor compiles."""
+    is_int8, model = _is_int8(view), copy_sharing_parameters(view)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (PackedLinear, Int8Linear, JoinedLinear)):
+                setattr(parent, name, (_Int8Linear if is_int8 else _Float32Linear)(child.weight, child.bias))
+    model.set_attn_implementation(LOOP_ATTENTION)
+    return model
+
+
+def _is_int8(view: CausalLM) -> bool:
+    return isinstance(output_embedding(view), Int8Linear)
+
+
+class _Float32Linear(nn.Module):
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class _Int8Linear(nn.Module):
+    """What :class:`medusa.engine.int8.Int8Linear` computes; Inductor packs the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.codes: Tensor
+        self.scales: Tensor
+        self.zeros: Tensor
+        codes, scales = quantised(weight.detach())
+        self.digits, self.weight, self.bias = Digits(2), weight, bias
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales / self.digits.largest_code)
+        self.register_buffer("zeros", torch.zeros(len(scales), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = torch.ops.onednn.qlinear_prepack(self.codes, None)
+        return int8_product(x, packed, self.scales, self.zeros, self.bias, self.digits)
+
+
+def _let_packing_be_traced() -> None:
+    """Tell torch the shape of what oneDNN packs, which it has no rule for."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("onednn::qlinear_prepack", "Meta"):
+
+        @torch.library.register_fake("onednn::qlinear_prepack")
+        def _shape(weight: Tensor, shape: Any) -> Tensor:
+            return weight.new_empty(weight.shape[1], weight.shape[0])
+
+
+def loop_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as sums of products, for Inductor: query (B, H, N, width), key and value (B, H', S, width),
+    attention_mask (B, 1, N, S) that is added -> (B, N, H, width).
+
+    Queries and exponentials are made to exist in memory: otherwise every loop computes them anew. Both sums
+    over slots go slot by slot, in vectors that run across something else: where an accepted node moves to
+    another slot, only zeros come between.
+    """
+    assert attention_mask is not None
+    batch, num_heads, num_nodes, width = query.shape
+    groups = (batch, key.shape[1], num_heads // key.shape[1], num_nodes)
+    queries = torch.ops._inductor_test.realize(query).reshape(*groups, 1, width)
+    scores = (queries * key[:, :, None, None]).sum(-1) * (width**-0.5 if scaling is None else scaling)
+    scores = scores + attention_mask[:, None]  # (B, H', G, N, S)
+    weights = torch.ops._inductor_test.realize((scores - scores.amax(-1, keepdim=True)).exp())[..., None]
+    some = value[:, :, None, None, :, :VECTOR]
+    total = (weights * (some == some)).sum(-2)[..., :1]  # of ones that Inductor does not know to be ones
+    output = (weights * value[:, :, None, None]).sum(-2) / total
+    return output.reshape(batch, num_heads, num_nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(LOOP_ATTENTION, loop_attention)
+AttentionMaskInterface.register(LOOP_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
