@@ -78,8 +78,7 @@ def import_foreign(options: ImportOptions) -> None:
     if options.base_output is not None and not is_whole:
         raise ValueError(
             f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
-            "holds "
-            "heads alone"
+            "holds heads alone"
         )
     name = options.base or foreign.base_of(directory)
     if name is None:
@@ -103,8 +102,7 @@ def import_foreign(options: ImportOptions) -> None:
     layers = counted(heads.config.num_layers, "layer")
     log.print(
         f"{options.output}: {counted(heads.num_heads, 'head')} of {layers} in {foreign.consumer}'s format, "
-        "unembedding "
-        f"{heads.config.unembedding}, for {own_name}",
+        f"unembedding {heads.config.unembedding}, for {own_name}",
         soft_wrap=True,
     )
     _list(log, "decided:", read.notes)
@@ -153,10 +151,8 @@ def check(options: CheckOptions) -> None:
     if not result.is_trained:
         raise ValueError(
             f"the first head of {directory} is right for {result.top1[0]:.1%} of the tokens, an untrained "
-            "one for "
-            f"{result.untrained_top1[0]:.1%}: these heads would slow {foreign.consumer} down. Do they "
-            "belong to the "
-            f"base {name!r}, and do they decode better here before the export?"
+            f"one for {result.untrained_top1[0]:.1%}: these heads would slow {foreign.consumer} down. Do "
+            f"they belong to the base {name!r}, and do they decode better here before the export?"
         )
     _list(log, "next:", [serve])
 
@@ -191,8 +187,7 @@ def print_check(result: ChainCheck, console: Console) -> None:
     )
     note = (
         "accepted: of all steps, the consumer's acceptance per position; reached: of the steps that "
-        "accepted the "
-        "position before. top 1: the head's best guess is right (teacher-forced)."
+        "accepted the position before. top 1: the head's best guess is right (teacher-forced)."
     )
     print_table(console, title, ["position", "accepted", "reached", "top 1", "untrained"], rows, note=note)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medusa.base.causal_lm import embedding_weight, output_embedding
+from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.files import read_json
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.interop.plain_heads import (
@@ -23,6 +23,7 @@ from medusa.interop.plain_heads import (
     as_medusa_heads,
     checked_against_config,
     collected,
+    distance_of_rows,
 )
 from medusa.interop.protocol import ForeignFormat, ForeignHeads, ReadRequest
 from medusa.interop.tensor_files import model_files, names_in, read_model_tensors, read_tensors
@@ -94,15 +95,13 @@ def read_whole_model(request: ReadRequest) -> ForeignHeads:
 
 
 def _check_same_base(request: ReadRequest, path: Path, rows: Tensor) -> None:
-    ours = embedding_weight(output_embedding(request.base)).detach().float()
-    if ours.shape == rows.shape:
-        distance = float((rows.float() - ours).norm() / ours.norm().clamp(min=1e-12))
-        if distance <= TOLERANCE:
-            return
+    sizes = (vocab_size(request.base), hidden_size(request.base))
+    if rows.shape == sizes and distance_of_rows(rows, request.base) <= TOLERANCE:
+        return
     raise ValueError(
         f"{path}: {LM_HEAD} is not the output embedding of the base model {request.base.name_or_path!r}; "
-        "Medusa-2 "
-        f"heads belong to the base in the same files: give --base {request.directory}, or leave --base out"
+        f"Medusa-2 heads belong to the base in the same files: give --base {request.directory}, or leave "
+        "--base out"
     )
 
 

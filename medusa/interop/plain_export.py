@@ -33,14 +33,12 @@ def checked_plain(request: ToExport, consumer: str) -> MedusaHeads:
         raise ValueError(
             f"{source} cannot be served by {consumer}, whose heads read the base's last hidden state and "
             f"nothing else. {'; '.join(more)}. Train heads for {consumer} with --reads-path false and "
-            "without "
-            "--fused-layers; they guess less well"
+            "without --fused-layers; they guess less well"
         )
     if checkpoint.adapter is not None:
         raise ValueError(
             f"{source} was trained with a LoRA adapter on the base (joint training), and {consumer} would "
-            "run "
-            "the base without it: other text, and fewer right guesses. Train heads without --joint"
+            "run the base without it: other text, and fewer right guesses. Train heads without --joint"
         )
     base = request.base
     sizes = embedding_weight(output_embedding(base)).shape
@@ -65,14 +63,12 @@ def base_rows(request: ToExport, consumer: str) -> Tensor:
     if getattr(embedding, "bias", None) is not None:
         raise ValueError(
             f"the output embedding of {request.base_name!r} has a bias, which {consumer}'s heads have no "
-            "place "
-            "for; train heads with --unembedding full, which hold rows of their own"
+            "place for; train heads with --unembedding full, which hold rows of their own"
         )
     if not rows.is_floating_point():
         raise ValueError(
             f"the output embedding of {request.base_name!r} is quantised ({rows.dtype}), and {consumer} "
-            "needs "
-            "its rows; give the base before it was quantised: --base"
+            "needs its rows; give the base before it was quantised: --base"
         )
     return rows
 
@@ -83,8 +79,7 @@ def tree_changes(request: ToExport, consumer: str) -> list[str]:
     if checkpoint.tree is not None:
         changes.append(
             f"the candidate tree of {checkpoint.tree.num_nodes} nodes is left out: {consumer} verifies a "
-            "chain of "
-            f"the {checkpoint.heads.num_heads} best guesses"
+            f"chain of the {checkpoint.heads.num_heads} best guesses"
         )
     if checkpoint.tuned:
         changes.append(f"the trees tuned for {len(checkpoint.tuned)} runtimes are left out")
@@ -104,8 +99,7 @@ def row_changes(request: ToExport, copies: int) -> list[str]:
         return [f"the base's output embedding is written into the file: {written}, {megabytes(size)}"]
     return [
         f"the token map of {config.token_map_size:,} tokens is expanded to {written}, {megabytes(size)}; "
-        "rows "
-        "outside the map are their mean, which is never guessed, and cost time"
+        "rows outside the map are their mean, which is never guessed, and cost time"
     ]
 
 

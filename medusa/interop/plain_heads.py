@@ -19,7 +19,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.heads.fingerprint import TOLERANCE
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
+from medusa.heads.medusa_heads import MAX_DEPTH, MAX_LAYERS, HeadsConfig, MedusaHeads, Unembedding
 
 PARTS = ("weight", "bias")
 
@@ -56,7 +56,11 @@ class TensorNames:
         return self._pattern(self.unembedding)
 
     def _pattern(self, template: str) -> re.Pattern[str]:
-        groups = {"head": r"(?P<head>\d+)", "layer": r"(?P<layer>\d+)", "part": "(?P<part>weight|bias)"}
+        groups = {
+            "head": r"(?P<head>\d{1,6})",
+            "layer": r"(?P<layer>\d{1,6})",
+            "part": "(?P<part>weight|bias)",
+        }
         return re.compile(re.escape(self.prefix) + template.replace(".", r"\.").format(**groups))
 
 
@@ -115,8 +119,56 @@ def collected(
     Raises:
         ValueError: a tensor is missing, left over or of another shape; the message names ``where`` and it.
     """
-    blocks: dict[tuple[int, int, str], Tensor] = {}
-    own: dict[int, tuple[int | None, Tensor]] = {}
+    blocks, own, shared = _by_place(tensors, names, where)
+    num_heads = 1 + max([*(head for head, _, _ in blocks), *own], default=-1)
+    if not 1 <= num_heads <= MAX_DEPTH:
+        raise ValueError(
+            f"{where} holds {num_heads or 'no'} Medusa heads, which are 1 to {MAX_DEPTH}, each of tensors "
+            f"such as {names.block_name(0, 0, 'weight')}; is it the file of the heads?"
+        )
+    num_layers, notes = _num_layers(blocks, own, where), ()
+    if _holds_one_block_a_head(blocks, num_heads, num_layers):
+        layers = range(num_layers)
+        blocks |= {(k, layer, part): each for (k, _, part), each in blocks.items() for layer in layers}
+        notes = (f"{where.name} holds one block for the {num_layers} layers of each head: they share it",)
+    parts = PARTS if any(part == "bias" for _, _, part in blocks) else PARTS[:1]
+    places = [(k, layer, part) for k in range(num_heads) for layer in range(num_layers) for part in parts]
+    missing = [names.block_name(*place) for place in places if place not in blocks]
+    if own:
+        missing += [names.unembedding_name(k, num_layers) for k in range(num_heads) if k not in own]
+    if missing:
+        raise ValueError(
+            f"{where} lacks {_listed(missing)}, of {num_heads} heads with {num_layers} layers; the file is "
+            "incomplete, get it again"
+        )
+    plain = PlainHeads(
+        tuple(
+            tuple((blocks[k, layer, "weight"], blocks.get((k, layer, "bias"))) for layer in range(num_layers))
+            for k in range(num_heads)
+        ),
+        tuple(own[k][1] for k in range(num_heads)) if own else (),
+        shared,
+    )
+    _check_shapes(plain, names, where)
+    return plain, notes
+
+
+Blocks = dict[tuple[int, int, str], Tensor]
+"""By head, layer and part."""
+OwnRows = dict[int, tuple[int | None, Tensor]]
+"""By head: the layer that the name says, and the rows."""
+
+
+def _by_place(
+    tensors: Mapping[str, Tensor], names: TensorNames, where: Path
+) -> tuple[Blocks, OwnRows, Tensor | None]:
+    """The blocks, the rows of each head, and those of all heads.
+
+    Raises:
+        ValueError: there are other tensors, or rows of both kinds.
+    """
+    blocks: Blocks = {}
+    own: OwnRows = {}
     shared, extra = None, []
     for name, tensor in tensors.items():
         if match := names.block_pattern.fullmatch(name):
@@ -133,39 +185,12 @@ def collected(
             f"{where} holds tensors that are no part of plain Medusa heads: {_listed(extra)}; they would be "
             "left out. Is it a checkpoint of another kind?"
         )
-    num_heads = 1 + max([*(head for head, _, _ in blocks), *own], default=-1)
-    num_layers, notes = _num_layers(blocks, own, where), []
-    if num_heads == 0:
-        raise ValueError(
-            f"{where} holds no tensor of Medusa heads, such as {names.block_name(0, 0, 'weight')}; is it the "
-            "file of the heads?"
-        )
-    if is_repeated := _holds_one_block_a_head(blocks, num_heads, num_layers):
-        blocks |= _repeated(blocks, num_layers)
-        notes.append(f"{where.name} holds one block for the {num_layers} layers of each head: they share it")
-    has_bias = any(part == "bias" for _, _, part in blocks)
-    parts = PARTS if has_bias else PARTS[:1]
-    wanted = [(k, layer, part) for k in range(num_heads) for layer in range(num_layers) for part in parts]
-    missing = [names.block_name(*key) for key in wanted if key not in blocks]
-    if own:
-        missing += [names.unembedding_name(k, num_layers) for k in range(num_heads) if k not in own]
-    if missing and not is_repeated:
-        raise ValueError(
-            f"{where} lacks {_listed(missing)}, of {num_heads} heads with {num_layers} layers; the file is "
-            "incomplete, get it again"
-        )
     if own and shared is not None:
-        raise ValueError(f"{where} holds both {names.shared_name} and rows of each head; only one is used")
-    plain = PlainHeads(
-        tuple(
-            tuple((blocks[k, layer, "weight"], blocks.get((k, layer, "bias"))) for layer in range(num_layers))
-            for k in range(num_heads)
-        ),
-        tuple(own[k][1] for k in range(num_heads)) if own else (),
-        shared,
-    )
-    _check_shapes(plain, names, where)
-    return plain, tuple(notes)
+        raise ValueError(
+            f"{where} holds {names.shared_name} for all heads and rows of each head; take out those that are "
+            "not meant"
+        )
+    return blocks, own, shared
 
 
 def named(plain: PlainHeads, names: TensorNames, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -187,42 +212,28 @@ def named(plain: PlainHeads, names: TensorNames, dtype: torch.dtype) -> dict[str
     return {name: each.detach().cpu().to(dtype, copy=True).contiguous() for name, each in tensors.items()}
 
 
-def _num_layers(
-    blocks: Mapping[tuple[int, int, str], Tensor], own: Mapping[int, tuple[int | None, Tensor]], where: Path
-) -> int:
-    """L: where the rows stand in the reference code's sequence of layers, else one more than the last
-    block."""
+def _num_layers(blocks: Blocks, own: OwnRows, where: Path) -> int:
+    """L: the place of the rows in the reference code's sequence of layers, else one after the last block."""
     places = {layer for layer, _ in own.values() if layer is not None}
-    if len(places) > 1:
+    if (most := max([*places, *(layer for _, layer, _ in blocks)], default=0)) > MAX_LAYERS:
         raise ValueError(
-            f"{where} holds heads of {' and '.join(map(str, sorted(places)))} layers; all heads must have as "
-            "many"
+            f"{where} speaks of layer {most}, and heads have at most {MAX_LAYERS}; it is damaged"
         )
+    if len(places) > 1:
+        found = " and ".join(map(str, sorted(places)))
+        raise ValueError(f"{where} holds heads of {found} layers; all heads must have as many")
     last = 1 + max((layer for _, layer, _ in blocks), default=-1)
     if places and last > min(places):
         raise ValueError(
             f"{where} holds a block at layer {last - 1}, where the rows of the vocabulary say that heads "
-            "have "
-            f"{min(places)} layers; the file is of another kind"
+            f"have {min(places)} layers; the file is of another kind"
         )
     return places.pop() if places else last
 
 
-def _holds_one_block_a_head(
-    blocks: Mapping[tuple[int, int, str], Tensor], num_heads: int, num_layers: int
-) -> bool:
+def _holds_one_block_a_head(blocks: Blocks, num_heads: int, num_layers: int) -> bool:
     held = {(head, layer) for head, layer, _ in blocks}
     return num_layers > 1 and sorted(head for head, _ in held) == list(range(num_heads))
-
-
-def _repeated(
-    blocks: Mapping[tuple[int, int, str], Tensor], num_layers: int
-) -> dict[tuple[int, int, str], Tensor]:
-    return {
-        (head, layer, part): tensor
-        for (head, _, part), tensor in blocks.items()
-        for layer in range(num_layers)
-    }
 
 
 def _check_shapes(plain: PlainHeads, names: TensorNames, where: Path) -> None:
@@ -397,15 +408,20 @@ def _unembedding_of(plain: PlainHeads, base: CausalLM, where: Path) -> tuple[Une
             return "token_map", is_base_row.nonzero().flatten()
     if plain.own_rows:
         return "full", None
-    distance = float((first.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-12))
+    distance = distance_of_rows(first, base)
     if distance > TOLERANCE:
         raise ValueError(
             f"{where} holds rows of the vocabulary for all heads, {distance:.1%} away from the output "
-            "embedding "
-            f"of the base model {base.name_or_path!r}; the heads belong to another base: give that one, "
-            "--base"
+            f"embedding of the base model {base.name_or_path!r}; the heads belong to another base: give "
+            "that one, --base"
         )
     return "shared", None
+
+
+def distance_of_rows(rows: Tensor, base: CausalLM) -> float:
+    """How far rows (V, D) are from those of the output embedding of ``base``, relative to their size."""
+    ours = embedding_weight(output_embedding(base)).detach().float()
+    return float((rows.float() - ours).norm() / ours.norm().clamp(min=1e-12))
 
 
 def _equal_rows(theirs: Tensor, ours: Tensor) -> Tensor:

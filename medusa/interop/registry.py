@@ -35,8 +35,6 @@ def format_of(directory: Path) -> ForeignFormat:
     held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
         f"{directory} holds no heads of a known format. Known are medusa_lm_head.pt and "
-        "medusa_lm_head.safetensors "
-        "(FasterDecoding/Medusa, Text Generation Inference), a config.json that says model_type 'medusa' "
-        "(vLLM), "
-        f"and a model with medusa_head.* among its weights; it holds {held}"
+        "medusa_lm_head.safetensors (FasterDecoding/Medusa, Text Generation Inference), a config.json that "
+        f"says model_type 'medusa' (vLLM), and a model with medusa_head.* among its weights; it holds {held}"
     )

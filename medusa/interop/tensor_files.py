@@ -52,8 +52,7 @@ def read_tensors(path: Path, wanted: Wanted = lambda name: True) -> dict[str, Te
         if not tensor.is_floating_point():
             raise ValueError(
                 f"{path}: tensor {name!r} must hold floats, got {tensor.dtype}; quantised heads cannot be "
-                "read, "
-                "get them in float16, bfloat16 or float32"
+                "read, get them in float16, bfloat16 or float32"
             )
     check_finite(tensors, str(path))
     return tensors

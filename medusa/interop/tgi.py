@@ -57,8 +57,7 @@ def read(request: ReadRequest) -> ForeignHeads:
     if "architectures" in config:
         raise ValueError(
             f"{config_path} says architectures={config['architectures']!r}, and {CONSUMER} loads Medusa "
-            "heads only "
-            "where that key is not there; take it out"
+            "heads only where that key is not there; take it out"
         )
     if missing := [key for key in NEEDED if key not in config]:
         raise ValueError(f"{config_path} must say {' and '.join(missing)}, which {CONSUMER} reads; add them")
@@ -67,8 +66,8 @@ def read(request: ReadRequest) -> ForeignHeads:
     if not has_rows and config["medusa_num_layers"] != 1:
         raise ValueError(
             f"{path} holds no {NAMES.unembedding_name(0, config['medusa_num_layers'])}, and {CONSUMER} "
-            "scores with "
-            f"the base's LM head only where medusa_num_layers is 1, got {config['medusa_num_layers']}"
+            "scores with the base's LM head only where medusa_num_layers is 1, got "
+            f"{config['medusa_num_layers']}"
         )
     return heads_of_tensors(request, path, tensors, NAMES)
 

@@ -78,8 +78,7 @@ def read(request: ReadRequest) -> ForeignHeads:
     if TOKEN_MAP in names_in(path):
         raise ValueError(
             f"{path} holds {TOKEN_MAP!r}, with which vLLM 0.32 does not load ('weights were not "
-            "initialized'); "
-            "write the file without it, with rows for the whole vocabulary"
+            "initialized'); write the file without it, with rows for the whole vocabulary"
         )
     tensors = {name.replace(OLD_PREFIX, ""): tensor for name, tensor in read_tensors(path).items()}
     is_reference = any(REFERENCE_NAMES.block_pattern.fullmatch(name) for name in tensors)
@@ -87,9 +86,8 @@ def read(request: ReadRequest) -> ForeignHeads:
     if not plain.rows:
         raise ValueError(
             f"{path} holds neither {NAMES.unembedding_name(0, 0)} nor {NAMES.shared_name}, the rows that "
-            "score "
-            "the vocabulary, and vLLM does not take the base's; `medusa import` reads such heads, and "
-            "`medusa export --to vllm-medusa` writes them with the rows"
+            "score the vocabulary, and vLLM does not take the base's; `medusa import` reads such heads, "
+            "and `medusa export --to vllm-medusa` writes them with the rows"
         )
     notes += checked_against_config(
         config, _held(plain, config), config_path, path, request.trust_tensors, _defaults(config)
@@ -127,8 +125,7 @@ def _check_architecture(config: Mapping[str, Any], path: Path) -> None:
     if said != [ARCHITECTURE]:
         raise ValueError(
             f"{path} says architectures={said!r}, and vLLM loads Medusa heads for [{ARCHITECTURE!r}] or "
-            "where "
-            "the key is not there; mend it"
+            "where the key is not there; mend it"
         )
 
 
