@@ -74,8 +74,7 @@ def import_foreign(options: ImportOptions) -> None:
             check_writable_target(path)
     directory = foreign_directory(options.source)
     foreign = format_of(directory)
-    is_whole = foreign.name == "medusa-full"
-    if options.base_output is not None and not is_whole:
+    if options.base_output is not None and not foreign.holds_base:
         raise ValueError(
             f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
             "holds heads alone"

@@ -129,4 +129,6 @@ def is_whole_model(directory: Path) -> bool:
 
 
 MEDUSA = ForeignFormat("medusa", "FasterDecoding/Medusa", read_heads, named_base, is_heads_directory)
-MEDUSA_FULL = ForeignFormat("medusa-full", "FasterDecoding/Medusa", read_whole_model, str, is_whole_model)
+MEDUSA_FULL = ForeignFormat(
+    "medusa-full", "FasterDecoding/Medusa", read_whole_model, str, is_whole_model, holds_base=True
+)

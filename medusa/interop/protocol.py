@@ -87,3 +87,5 @@ class ForeignFormat:
     """Heads as this format; a ValueError where it has no place for them. None: nothing is written in it."""
     serve: Callable[[str, str, int], str] | None = None
     """The command that serves (directory, base, number of heads)."""
+    holds_base: bool = False
+    """Whether the same files are the base too."""

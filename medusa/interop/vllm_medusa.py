@@ -4,7 +4,8 @@
                         medusa_fc_bias (without it vLLM leaves the biases out and says nothing),
                         original_lm_head (one lm_head.weight for all heads), truncated_vocab_size
     model.safetensors   blocks.{head}.layers.{layer}.weight and .bias, and lm_heads.{head}.weight (V, D) or
-                        lm_head.weight; the names of the reference code are read too
+                        lm_head.weight, for which lm_heads.0.weight alone will do; the names of the
+                        reference code are read too
 
 vLLM raises where a tensor is missing, ignores those that it does not know, and takes any key with "num" and
 "heads" or "layers" in it for the count. A token_map, for which its code has a place, does not load. It
@@ -37,10 +38,14 @@ WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "MedusaModel"
 NAMES = TensorNames("blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight", "lm_head.weight")
 OLD_PREFIX, TOKEN_MAP = "medusa_heads.", "token_map"
-DEFAULTS = {"hidden_size": 4096, "num_heads": 5, "num_hidden_layers": 1}
+DEFAULTS = {
+    "hidden_size": 4096,
+    "num_heads": 5,
+    "num_hidden_layers": 1,
+    "medusa_fc_bias": False,
+    "original_lm_head": False,
+}
 """What vLLM takes for a key that is not there."""
-FLAGS = ("medusa_fc_bias", "original_lm_head")
-"""Keys that are false where they are not there."""
 
 
 def export(request: ToExport) -> ExportedFiles:
@@ -81,6 +86,9 @@ def read(request: ReadRequest) -> ForeignHeads:
             "initialized'); write the file without it, with rows for the whole vocabulary"
         )
     tensors = {name.replace(OLD_PREFIX, ""): tensor for name, tensor in read_tensors(path).items()}
+    own_rows = [name for name in tensors if NAMES.unembedding_pattern.fullmatch(name)]
+    if config.get("original_lm_head") and own_rows == [first := NAMES.unembedding_name(0, 0)]:
+        tensors[str(NAMES.shared_name)] = tensors.pop(first)
     is_reference = any(REFERENCE_NAMES.block_pattern.fullmatch(name) for name in tensors)
     plain, notes = collected(tensors, REFERENCE_NAMES if is_reference else NAMES, path)
     if not plain.rows:
@@ -89,9 +97,9 @@ def read(request: ReadRequest) -> ForeignHeads:
             "score the vocabulary, and vLLM does not take the base's; `medusa import` reads such heads, "
             "and `medusa export --to vllm-medusa` writes them with the rows"
         )
-    notes += checked_against_config(
-        config, _held(plain, config), config_path, path, request.trust_tensors, _defaults(config)
-    )
+    held = _held(plain, config)  # whose keys are those of the config, where it has others for the counts
+    defaults = {key: value for key, value in DEFAULTS.items() if key in held}
+    notes += checked_against_config(config, held, config_path, path, request.trust_tensors, defaults)
     return ForeignHeads(as_medusa_heads(plain, request.base, path), plain.dtype, notes)
 
 
@@ -131,28 +139,22 @@ def _check_architecture(config: Mapping[str, Any], path: Path) -> None:
 
 def _held(plain: PlainHeads, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the tensors hold, under the keys by which ``config`` says it."""
-    counts = {"heads": ("num_heads", plain.num_heads), "layers": ("num_hidden_layers", plain.num_layers)}
-    held: dict[str, Any] = {
+    heads = _count_keys(config, "heads") or ["num_heads"]
+    layers = _count_keys(config, "layers") or ["num_hidden_layers"]
+    return {
         "hidden_size": plain.hidden_size,
         "vocab_size": plain.vocab_size,
         "truncated_vocab_size": plain.vocab_size,
-        "medusa_fc_bias": any(bias is not None for layers in plain.blocks for _, bias in layers),
+        "medusa_fc_bias": any(bias is not None for block in plain.blocks for _, bias in block),
         "original_lm_head": plain.shared_rows is not None,
+        **dict.fromkeys(heads, plain.num_heads),
+        **dict.fromkeys(layers, plain.num_layers),
     }
-    for word, (key, count) in counts.items():
-        said = [each for each in config if "num" in each and word in each]
-        held |= dict.fromkeys(said or [key], count)
-    return held
 
 
-def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {"num_heads": "heads", "num_hidden_layers": "layers"}
-    defaults: dict[str, Any] = dict.fromkeys(FLAGS, False)
-    for key, value in DEFAULTS.items():
-        word = counts.get(key)
-        if word is None or not any("num" in each and word in each for each in config):
-            defaults[key] = value
-    return defaults
+def _count_keys(config: Mapping[str, Any], word: str) -> list[str]:
+    """The keys that vLLM takes for the count of ``word``."""
+    return [key for key in config if "num" in key and word in key]
 
 
 VLLM_MEDUSA = ForeignFormat("vllm-medusa", "vLLM", read, named_base, is_vllm_directory, export, serve)

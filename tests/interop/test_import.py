@@ -97,6 +97,15 @@ def vllm(directory, base, **kwargs):
     return write_vllm_heads(directory, heads, config), heads
 
 
+def vllm_first_rows(directory, base):
+    """vLLM takes the first head's rows for all where ``original_lm_head`` is true."""
+    directory, heads = vllm(directory, base, is_shared=True)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, directory / "model.safetensors")
+    return directory, heads
+
+
 VARIANTS = {
     "v1": (v1, {}, "full"),
     "v1, two layers": (v1, {"num_layers": 2}, "full"),
@@ -114,6 +123,7 @@ VARIANTS = {
     "Medusa-2, pickled": (whole, {"layout": "pickle"}, "full"),
     "vLLM": (vllm, {"is_shared": False}, "full"),
     "vLLM, one LM head": (vllm, {"is_shared": True, "num_layers": 2}, "shared"),
+    "vLLM, the first head's rows": (vllm_first_rows, {}, "shared"),
     "TGI": (tgi, {}, "shared"),
 }
 
@@ -132,7 +142,7 @@ def test_heads_of_others_guess_here_what_they_guess_there_and_decode_exactly(var
 
     hidden = torch.randn(5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = theirs(hidden) if make is vllm else reference_logits(theirs, hidden)
+        expected = theirs(hidden) if variant.startswith("vLLM") else reference_logits(theirs, hidden)
         assert torch.equal(heads(hidden, BASE.lm_head), expected)
 
     model = MedusaModel.from_pretrained(BASE, checkpoint)
