@@ -27,7 +27,7 @@ from medusa.interop.registry import FORMATS
 from medusa.prompts import encode_messages
 
 PYTHON = os.environ.get("VLLM_PYTHON")
-NUM_HEADS, NUM_TOKENS = 4, 48
+NUM_HEADS, NUM_TOKENS = 4, 64
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "Write a short poem about a lighthouse in a storm.",
@@ -38,8 +38,8 @@ PROMPTS = (
 )
 
 
-def heads_that_know(base, answers: list[torch.Tensor], num_steps: int = 60) -> MedusaHeads:
-    """Plain heads over a token map, fitted to these very answers (1, T): many guesses are right."""
+def heads_that_know(base, answers: list[torch.Tensor], num_steps: int = 20) -> MedusaHeads:
+    """Plain heads over a token map, fitted a little to these very answers (1, T): many guesses are right, and many are not."""
     tokens = torch.cat(answers, dim=1).unique()
     config = HeadsConfig(
         hidden_size(base), vocab_size(base), NUM_HEADS, unembedding="token_map", token_map_size=len(tokens)
@@ -81,7 +81,7 @@ def test_vllm_writes_the_plain_text_and_accepts_what_our_chain_accepts(real_base
     drafts = theirs["num_drafts"]
     rates = [count / drafts for count in theirs["accepted_per_position"]]
     print(json.dumps({"vllm": theirs["version"], "drafts": drafts, "theirs": rates, "ours": ours}))
-    assert ours[0] > 0.5, "the heads know the answers"
+    assert ours[0] > 0.2, "the heads know the answers"
     for our_rate, their_rate in zip(ours, rates, strict=True):
         # vLLM also counts what it accepts past the end of an answer.
         error = (our_rate * (1 - our_rate) / drafts) ** 0.5
