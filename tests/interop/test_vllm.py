@@ -39,7 +39,8 @@ PROMPTS = (
 
 
 def heads_that_know(base, answers: list[torch.Tensor], num_steps: int = 20) -> MedusaHeads:
-    """Plain heads over a token map, fitted a little to these very answers (1, T): many guesses are right, and many are not."""
+    """Plain heads over a token map, fitted a little to these very answers (1, T): many guesses are right, and
+    many are not."""
     tokens = torch.cat(answers, dim=1).unique()
     config = HeadsConfig(
         hidden_size(base), vocab_size(base), NUM_HEADS, unembedding="token_map", token_map_size=len(tokens)
