@@ -126,7 +126,8 @@ def collected(
             f"{where} holds {num_heads or 'no'} Medusa heads, which are 1 to {MAX_DEPTH}, each of tensors "
             f"such as {names.block_name(0, 0, 'weight')}; is it the file of the heads?"
         )
-    num_layers, notes = _num_layers(blocks, own, where), ()
+    num_layers = _num_layers(blocks, own, where)
+    notes: tuple[str, ...] = ()
     if _holds_one_block_a_head(blocks, num_heads, num_layers):
         layers = range(num_layers)
         blocks |= {(k, layer, part): each for (k, _, part), each in blocks.items() for layer in layers}
