@@ -25,7 +25,7 @@ from medusa.decoding.step_runners import StepRunners
 from medusa.decoding.steps import check_step, decode_in_steps
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import Drafter, StaticDrafter
+from medusa.drafters.protocol import Drafter, host_bound_parts
 from medusa.drafters.registry import DraftersByName, default_drafter
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
@@ -236,7 +236,7 @@ class MedusaModel:
         tree = self.tree_for(batch_size, kind)
         if self.heads is not None and tree.depth:
             fastest = self._drafters.drafter(default_drafter(self), batch_size)
-            if fastest is not None and (kind == "general" or isinstance(fastest, StaticDrafter)):
+            if fastest is not None and (kind == "general" or not host_bound_parts(fastest)):
                 return fastest
         return self._heads_in(tree)
 

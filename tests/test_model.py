@@ -36,9 +36,7 @@ from medusa.decoding.steps import decode_in_steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import StaticDrafter
 from medusa.drafters.registry import draft_sources
-from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.trees.tuned_trees import TunedTree
 
@@ -278,7 +276,7 @@ def test_a_dictionary_is_returned_when_asked_for_with_the_statistics(model):
     assert torch.equal(out.sequences, model.generate(PROMPT, **GREEDY))
     assert out["sequences"] is out.sequences
     assert out.statistics.num_tokens == 14 and out.statistics.num_rows == 1
-    assert len(out.statistics.acceptance_rate) == TREE.depth
+    assert len(out.statistics.acceptance_rate) == model.drafter_for(1).max_depth == 8
 
 
 def test_several_return_sequences_are_the_repeated_batch(model):
@@ -377,9 +375,7 @@ def drafters_of(model, monkeypatch, **options):
 
 def test_the_fastest_drafter_is_the_default(model, monkeypatch):
     (drafter,) = drafters_of(model, monkeypatch, **GREEDY)
-    assert isinstance(drafter, UnionDrafter)
-    heads, suffix = drafter.drafters
-    assert type(heads) is DynamicHeadsDrafter and heads.tree == TREE and type(suffix) is SuffixDrafter
+    assert type(drafter) is DynamicHeadsDrafter and drafter.tree == TREE and drafter.suffix_length == 8
     expected = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
     assert torch.equal(model.generate(PROMPT, **SAMPLED), expected)
 
@@ -391,8 +387,11 @@ def test_a_tree_alone_means_the_heads_in_that_tree(model, monkeypatch):
 
 def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
     (drafter,) = drafters_of(model, monkeypatch, **GREEDY, step="static")
-    assert isinstance(drafter, StaticDrafter)
-    assert isinstance(drafter, (HeadsDrafter, UnionDrafter))
+    assert type(drafter) is DynamicHeadsDrafter and drafter.suffix_length == 8
+    host_bound = UnionDrafter([drafter, OracleDrafter([], TREE, hit_rate=1.0)])
+    monkeypatch.setattr(model._drafters, "drafter", lambda *_: host_bound)
+    assert model.drafter_for(1) is host_bound
+    assert type(model.drafter_for(1, "static")) is HeadsDrafter
 
 
 @pytest.mark.parametrize(

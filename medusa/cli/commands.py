@@ -30,8 +30,7 @@ class ReplyOptions:
     """Decode without heads: the same text, slower."""
     drafter: str | None = None
     """Who guesses ahead: heads, suffix, draft-model, ..., or a union such as heads+suffix; the text is the
-    same. None is dynamic-heads+suffix, the heads and what followed the same words before; and heads where
-    --step is not general, since they run in every kind of step."""
+    same. None is dynamic-heads+suffix, the heads and what followed the same words before."""
     repetition_penalty: float | None = None
     """Above 1 discourages repetition."""
 

@@ -3,9 +3,10 @@
     step      what runs                                            needs
     general   the loop of ``loop.py``, which reads the tokens of   nothing
               every step
-    static    one function over tensors that keep their place      the heads or plain decoding, acceptance
-              and shape, which never waits for the device          "exact", no stopping criteria, no logits
-                                                                   processor that reads the text
+    static    one function over tensors that keep their place      a drafter of heads, suffix match or both,
+              and shape, which never waits for the device          or plain decoding; acceptance "exact", no
+                                                                   stopping criteria, no logits processor that
+                                                                   reads the text
     compiled  the same, as torch.compile makes it                  as static, engine="eager", and a model in
                                                                    one place that traces in one piece
     captured  the same, replayed as a CUDA graph                   as static, on one CUDA device
@@ -35,7 +36,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_loop import decode_static
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.step_runners import StepRunners
-from medusa.drafters.protocol import Drafter, StaticDrafter
+from medusa.drafters.protocol import Drafter, StaticDrafter, host_bound_parts
 from medusa.engine.compiled import missing_for_compiled_pass
 from medusa.engine.views import PackedProduct
 
@@ -116,9 +117,9 @@ def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> Stati
     """
     problem, instead = "", ""
     reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]
-    if not isinstance(drafter, StaticDrafter):
-        problem = f"{type(drafter).__name__}, which reads its drafts on the host"
-        instead = "drafter='heads', 'dynamic-heads' or 'plain', or "
+    if host_bound := host_bound_parts(drafter):
+        problem = f"{type(host_bound[0]).__name__}, which reads its drafts on the host"
+        instead = "drafter='heads', 'dynamic-heads', 'suffix', unions of these or 'plain', or "
     elif request.acceptance == "typical" or request.rule is not None:
         problem, instead = f"acceptance={request.acceptance!r}", "acceptance='exact', or "
     elif reading:

@@ -86,9 +86,12 @@ class LevelDrafter(StatelessDrafter):
         """
         if context.noise is None:
             return logits
-        noise = context.noise[:, None, depth - 1]
-        noise = noise if self.token_map is None else noise[..., self.token_map]
+        noise = self.in_columns(context.noise[:, None, depth - 1])
         return logits.float() * (self.beta / context.temperature) + noise
+
+    def in_columns(self, values: Tensor) -> Tensor:
+        """Values of all tokens (..., V) as the columns of the drafter's logits have them, (..., V')."""
+        return values if self.token_map is None else values[..., self.token_map]
 
     def _sampled(self, context: DraftContext) -> Draft:
         def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:

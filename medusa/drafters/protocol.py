@@ -45,6 +45,8 @@ class DraftContext:
     """(B,) long: noise streams of the rows, for drawing candidates."""
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
+    fixed_shape: bool = False
+    """Static steps: the draft must have all of the drafter's nodes, and the host may read no tensor."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,14 @@ class StaticDrafter(Drafter, Protocol):
 
     def tensors(self) -> list[Tensor]:
         """What drafts read and others may replace: weights."""
+
+
+def host_bound_parts(drafter: Drafter) -> list[Drafter]:
+    """``drafter``, or the drafters that a union joins, as far as they are not static."""
+    parts = getattr(drafter, "drafters", None)
+    if parts is not None:
+        return [found for part in parts for found in host_bound_parts(part)]
+    return [] if isinstance(drafter, StaticDrafter) else [drafter]
 
 
 class StatelessDrafter:

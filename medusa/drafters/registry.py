@@ -18,8 +18,9 @@ from medusa.drafters.heads import HEADS
 from medusa.drafters.plain import PLAIN
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.self_draft import EARLY_EXIT, LOW_PRECISION
-from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter, UnionSource
+from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.drafters.suffix import SUFFIX
+from medusa.drafters.union import UnionSource
 from medusa.heads.medusa_heads import MedusaHeads
 
 DRAFTERS: dict[str, NamedDrafter] = {

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from medusa.acceptance.drawing import independent_chains
 from medusa.base.causal_lm import CausalLM
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle import Heads
@@ -108,28 +107,6 @@ class DraftSource:
     def with_length(self, draft_length: int) -> DraftSource:
         """The same source, drafting chains of ``draft_length`` where it drafts chains."""
         return replace(self, draft_length=draft_length)
-
-
-@dataclass(frozen=True)
-class UnionSource:
-    """Several sources whose trees hang below one root."""
-
-    name: str
-    parts: tuple[DraftSource, ...]
-
-    def is_idle(self, num_rows: int) -> bool:
-        """Whether no part has anything to draft for ``num_rows`` rows."""
-        return all(part.is_idle(num_rows) for part in self.parts)
-
-    def drafter(self, only_chain: bool = False, num_rows: int = 1) -> Drafter:
-        """A new drafter for ``num_rows`` rows. It is never a chain: rules that want one refuse it.
-
-        A part whose tuned tree for so many rows is the root alone does not pay there and takes no part,
-        unless none would be left.
-        """
-        paying = [part for part in self.parts if not part.is_idle(num_rows)] or self.parts
-        drafters = [part.drafter(only_chain, num_rows) for part in paying]
-        return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]
 
 
 def nothing_missing(host: DraftHost, settings: DrafterSettings) -> str | None:

@@ -1,20 +1,27 @@
-"""Several drafters in one tree: whichever was right is kept, by one verification pass."""
+"""Several drafters in one tree: whichever was right is kept, by one verification pass.
+
+Their trees stand side by side. Dynamic heads can do better with a suffix match: they know what each guess is
+worth, and share the nodes of one tree with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import layers_of
-from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter, StaticDrafter
+from medusa.drafters.source import DraftSource
+from medusa.drafters.suffix import SuffixDrafter
 from medusa.trees.candidate_tree import TreeTopology
 
 
 class UnionDrafter(StatelessDrafter):
-    """The trees of ``drafters`` below one root."""
+    """The trees of ``drafters`` below one root; static where each of them is."""
 
     def __init__(self, drafters: Sequence[Drafter]):
         if len(drafters) < 2:
@@ -26,6 +33,22 @@ class UnionDrafter(StatelessDrafter):
     @property
     def max_depth(self) -> int:
         return max(drafter.max_depth for drafter in self.drafters)
+
+    @property
+    def static_key(self) -> Hashable:
+        """See :class:`medusa.drafters.protocol.StaticDrafter`."""
+        return ("union", *(part.static_key for part in self._static_parts))
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 + sum(part.num_nodes - 1 for part in self._static_parts)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for part in self._static_parts for tensor in part.tensors()]
+
+    @property
+    def _static_parts(self) -> list[StaticDrafter]:
+        return [part for part in self.drafters if isinstance(part, StaticDrafter)]
 
     def begin(self, num_rows: int) -> None:
         for drafter in self.drafters:
@@ -63,3 +86,35 @@ def joined_topology(topologies: Sequence[TreeTopology]) -> TreeTopology:
         offset += topology.num_nodes - 1
     max_depth = max(topology.max_depth for topology in topologies)
     return TreeTopology.from_parents(torch.cat(parents, 1), torch.cat(depths, 1), max_depth)
+
+
+@dataclass(frozen=True)
+class UnionSource:
+    """Several sources of one tree."""
+
+    name: str
+    parts: tuple[DraftSource, ...]
+
+    def is_idle(self, num_rows: int) -> bool:
+        """Whether no part has anything to draft for ``num_rows`` rows."""
+        return all(part.is_idle(num_rows) for part in self.parts)
+
+    def drafter(self, only_chain: bool = False, num_rows: int = 1) -> Drafter:
+        """A new drafter for ``num_rows`` rows. It is never a chain: rules that want one refuse it.
+
+        A part whose tuned tree for so many rows is the root alone does not pay there and takes no part,
+        unless none would be left.
+        """
+        paying = [part for part in self.parts if not part.is_idle(num_rows)] or self.parts
+        drafters = [part.drafter(only_chain, num_rows) for part in paying]
+        return united(drafters)
+
+
+def united(drafters: Sequence[Drafter]) -> Drafter:
+    """One drafter of one or more: dynamic heads take in a suffix match, the others stand side by side."""
+    heads = next((each for each in drafters if isinstance(each, DynamicHeadsDrafter)), None)
+    suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
+    if heads is not None and suffix is not None:
+        rest = [each for each in drafters if each not in (heads, suffix)]
+        drafters = [heads.with_suffix(suffix.length), *rest]
+    return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]

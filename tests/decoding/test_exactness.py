@@ -103,7 +103,15 @@ def oracle(case: Case) -> Drafter:
     return OracleDrafter(case.answers, case.tree, hit_rate=0.8, seed=case.seed)
 
 
+def dynamic_and_suffix(poisoned: bool = False) -> Callable[[Case], Drafter]:
+    return lambda case: from_heads(DynamicHeadsDrafter, poisoned)(case).with_suffix(case.seed % 9 + 1)
+
+
 STATIC_DRAFTERS = {
+    "suffix": suffix,
+    "dynamic and suffix": dynamic_and_suffix(),
+    "poisoned dynamic and suffix": dynamic_and_suffix(poisoned=True),
+    "static union": lambda case: UnionDrafter([from_heads(HeadsDrafter)(case), suffix(case)]),
     "heads": from_heads(HeadsDrafter),
     "dynamic": from_heads(DynamicHeadsDrafter),
     "poisoned dynamic": from_heads(DynamicHeadsDrafter, poisoned=True),
@@ -112,7 +120,6 @@ STATIC_DRAFTERS = {
 DRAFTERS = {
     **STATIC_DRAFTERS,
     "poisoned heads": from_heads(HeadsDrafter, poisoned=True),
-    "suffix": suffix,
     "union": union,
     "oracle": oracle,
     "early exit": lambda case: SelfDrafter(early_exit(case.base, 1), case.tree),

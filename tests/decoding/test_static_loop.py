@@ -10,6 +10,7 @@ from conftest import (
     READING,
     SLIDING_WINDOW,
     VOCAB_SIZE,
+    OracleDrafter,
     counting_model,
     left_padded,
     random_prompts,
@@ -144,6 +145,23 @@ def test_a_tree_that_branches_with_as_many_nodes_as_a_chain_of_its_depth_is_exac
         for row, new in zip(rows, result.tokens, strict=True):
             row.extend(new)
     assert rows == answers_of(base, request)
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("suffix_length", [1, 4, 9])
+def test_dynamic_trees_with_a_suffix_match_are_the_same_in_static_steps(suffix_length, sampled):
+    """The counting base repeats itself, so that matches are right; the heads give nothing but NaN."""
+    base = counting_model(8)
+    heads = MedusaHeads(HeadsConfig(8, 8, num_heads=3, unembedding="full"))
+    for parameter in heads.parameters():
+        parameter.data.fill_(float("nan"))
+    heads = DynamicHeadsDrafter(heads, base.get_output_embeddings(), CandidateTree.chain(3))
+    if sampled:
+        sampled = {**sampled, "seeds": sampled["seeds"][:2]}
+    prompts = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0]])
+    request = DecodeRequest(prompts, torch.tensor([4, 1]), 60, **sampled)
+    results = assert_same(*both(base, lambda: heads.with_suffix(suffix_length), request))
+    assert sampled or len(results) <= 10 + 52 / (1 + min(suffix_length, 4))
 
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 12))
@@ -301,12 +319,13 @@ REFUSED = {
         "acceptance='token'; use acceptance='exact', or",
     ),
     "another drafter": (
-        {"drafter": SuffixDrafter(4)},
-        "SuffixDrafter, which reads its drafts on the host; use drafter='heads', 'dynamic-heads' or 'plain'",
+        {"drafter": OracleDrafter([[1]], BUSHY, hit_rate=1.0)},
+        "OracleDrafter, which reads its drafts on the host; use drafter='heads', 'dynamic-heads', 'suffix', "
+        "unions of these or 'plain', or ",
     ),
-    "chat's default drafter": (
-        {"drafter": UnionDrafter([SuffixDrafter(4), SuffixDrafter(2)])},
-        "UnionDrafter, .*; use drafter='heads', 'dynamic-heads' or 'plain', or ",
+    "a union with another drafter": (
+        {"drafter": UnionDrafter([SuffixDrafter(4), OracleDrafter([[1]], BUSHY, hit_rate=1.0)])},
+        "OracleDrafter, which .*; use drafter='heads', 'dynamic-heads', ",
     ),
 }
 

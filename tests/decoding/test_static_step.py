@@ -18,16 +18,32 @@ from medusa.decoding.static_step import StaticState, static_step
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.suffix import SuffixDrafter
+from medusa.drafters.union import united
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 CARD = "meta"
-KINDS = ["plain", "heads", "heads that read their path", "heads with a token map", "both", "dynamic"]
+KINDS = [
+    "plain",
+    "heads",
+    "heads that read their path",
+    "heads with a token map",
+    "both",
+    "dynamic",
+    "suffix",
+    "heads+suffix",
+    "dynamic+suffix",
+]
 
 
 def drafter_of(kind: str, base, map_is_loaded: bool = True):
     """A drafter of random heads, or none; tensors without data have no map to check."""
     if kind == "plain":
         return PlainDrafter()
+    if kind == "suffix":
+        return SuffixDrafter(4)
+    if kind.endswith("+suffix"):
+        return united([drafter_of(kind.removesuffix("+suffix"), base, map_is_loaded), SuffixDrafter(5)])
     ids = list(range(3, 40)) if kind in ("heads with a token map", "both", "dynamic") else None
     config = HeadsConfig(
         32,

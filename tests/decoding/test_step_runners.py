@@ -18,7 +18,12 @@ from medusa.decoding.static_step import static_step
 from medusa.decoding.step_runners import MAX_KEPT, StepRunners
 from medusa.drafters.heads import drafter_of_heads
 
-CASES = [("llama", "both", True), ("llama", "heads", False), ("gemma3", "plain", True)]
+CASES = [
+    ("llama", "both", True),
+    ("llama", "heads+suffix", False),
+    ("llama", "dynamic+suffix", True),
+    ("gemma3", "plain", True),
+]
 MORE = [(name, kind, sampled) for name in ARCHITECTURES for kind in KINDS for sampled in (False, True)]
 DATA_DEPENDENT = "mixtral-moe"
 """Its eager experts ask which tokens they got."""

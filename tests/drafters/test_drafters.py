@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, counting_model, left_padded, random_prompts, tiny_model
+from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import (
@@ -21,12 +22,12 @@ from medusa.acceptance.rules import RULES
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.dynamic import MATCH_WEIGHTS, DynamicHeadsDrafter
 from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
-from medusa.drafters.suffix import SuffixAutomaton, SuffixDrafter
+from medusa.drafters.suffix import SuffixDrafter, longest_match
 from medusa.drafters.union import UnionDrafter
 from medusa.heads.eagle import EagleConfig, EagleHead
 
@@ -97,6 +98,8 @@ DRAFTERS = {
     "path-reading heads": path_heads_drafter,
     "dynamic heads": lambda base: dynamic(heads_drafter(base)),
     "dynamic path-reading heads": lambda base: dynamic(path_heads_drafter(base)),
+    "dynamic heads and suffix": lambda base: dynamic(heads_drafter(base)).with_suffix(8),
+    "dynamic path-reading heads and suffix": lambda base: dynamic(path_heads_drafter(base)).with_suffix(2),
     "draft-model": lambda base: DraftModelDrafter(noisy_copy(base, 0.05), VOCAB_SIZE, BUSHY),
     "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
     "low-precision": lambda base: LowPrecisionDrafter(low_precision(base), BUSHY),
@@ -131,29 +134,41 @@ def test_a_drafter_gives_plain_output_greedy_and_sampled(name, architecture):
 @torch.no_grad()
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("make", [heads_drafter, path_heads_drafter], ids=["heads", "path-reading heads"])
-def test_a_dynamic_tree_holds_the_paths_that_the_heads_find_likeliest(make, sampled, monkeypatch):
-    """Against all paths written out; with so small a vocabulary no beam loses one."""
-    base, num_nodes = tiny_model("llama"), 9
+@pytest.mark.parametrize("suffix_length", [0, 2, 5])
+def test_a_dynamic_tree_holds_the_paths_that_are_likeliest(make, suffix_length, sampled, monkeypatch):
+    """Against all paths written out; with so small a vocabulary no beam loses one.
+
+    One row has no match, one a match of one token, and one a match of three.
+    """
+    base, num_nodes = tiny_model("llama"), 24
     sized = CandidateTree.from_paths([*((rank,) for rank in range(num_nodes - 3)), (0, 0), (0, 0, 0)])
     monkeypatch.setattr("medusa.drafters.dynamic.MIN_BEAM", VOCAB_SIZE)
     monkeypatch.setattr("medusa.drafters.dynamic.MAX_BEAM", VOCAB_SIZE)
-    drafter = dynamic(make(base, sized))
-    lengths = torch.tensor([5, 9])
-    hidden, root = torch.randn(2, 32), torch.tensor([7, 11])
-    noise = torch.randn(2, 4, VOCAB_SIZE) if sampled else None
-    context = DraftContext(root, hidden, random_prompts(2, 9), lengths, TreeCache(2, 1, "cpu"), noise, 0.7)
+    monkeypatch.setattr("medusa.drafters.dynamic.TOKENS_PER_NODE", 1000)
+    drafter = dynamic(make(base, sized)).with_suffix(suffix_length)
+    torch.manual_seed(8)
+    for parameter in drafter.heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    known = range(40) if drafter.token_map is None else drafter.token_map.tolist()
+    unknown = next(token for token in range(VOCAB_SIZE) if token not in (3, 4, 5, *known))
+    rows = [[5, 6, 7, 8, 9], [5, 11, 6, 7, 8, 11], [3, 4, 5, 6, unknown, 8, 9, 3, 4, 5]]
+    tokens = torch.tensor([[*row, *[5] * (12 - len(row))] for row in rows])
+    lengths, root = torch.tensor([len(row) for row in rows]), torch.tensor([row[-1] for row in rows])
+    noise = torch.randn(3, 6, VOCAB_SIZE) if sampled else None
+    likely = base.get_output_embeddings().weight[[6, known[0]]]  # the match's token, and the first column's
+    hidden = torch.randn(3, 32) + 3 * (likely / likely.norm(dim=1, keepdim=True).square()).sum(0)
+    context = DraftContext(root, hidden, tokens, lengths, TreeCache(3, 1, "cpu"), noise, 0.7)
     draft = drafter.draft(context)
-    assert draft.tokens.shape == (2, num_nodes)
+    assert draft.tokens.shape == (3, num_nodes)
     topology = draft.topology
-    for row in range(2):
+    for row in range(3):
         found = {}
         for node in range(1, num_nodes):
             lineage = topology.lineage[row, node, : topology.depths[row, node] + 1]
             assert topology.parents[row, node] == lineage[-2] < node
             found[tuple(draft.tokens[row, lineage].tolist())] = None
         assert len(found) == num_nodes - 1
-        expected = likeliest_paths(drafter, context, row, num_nodes - 1)
-        assert set(found) == expected
+        assert set(found) == likeliest_paths(drafter, context, row, num_nodes - 1)
 
 
 def likeliest_paths(drafter, context, row: int, count: int) -> set[tuple[int, ...]]:
@@ -164,19 +179,33 @@ def likeliest_paths(drafter, context, row: int, count: int) -> set[tuple[int, ..
         frontier.sort()
         cost, path = frontier.pop(0)
         taken.append(path)
-        if len(path) > drafter.tree.depth:
-            continue
-        logits = drafter.heads.logits_of(
-            len(path) - 1, context.hidden[row], drafter.output_embedding, torch.tensor(path)
-        )
-        if context.noise is not None:
-            noise = context.noise[row, len(path) - 1]
-            noise = noise if drafter.token_map is None else noise[drafter.token_map]
-            logits = drafter.beta / context.temperature * logits + noise
-        for column, value in enumerate(logits.log_softmax(-1).tolist()):
-            token = column if drafter.token_map is None else int(drafter.token_map[column])
-            frontier.append((cost - value, (*path, token)))
+        if len(path) <= drafter.max_depth:
+            for token, log_q in log_probabilities_after(drafter, context, row, path).items():
+                frontier.append((cost - log_q, (*path, token)))
     return set(taken[1:])
+
+
+def log_probabilities_after(drafter, context, row: int, path: tuple[int, ...]) -> dict[int, float]:
+    """Of each token after ``path``: as the heads have it, mixed with the match where the path follows it."""
+    depth = len(path)
+    match = longest_match(context.tokens[row : row + 1], context.lengths[row : row + 1], 5)
+    expected, chance = match.continuation[0].tolist(), 0.0
+    if depth <= drafter.suffix_length and path[1:] == tuple(expected[: depth - 1]) and match.num_matched > 0:
+        chance = MATCH_WEIGHTS[int(match.num_matched) + depth - 1]
+    if depth > drafter.tree.depth:
+        return {expected[depth - 1]: math.log(chance)} if chance else {}
+    logits = drafter.heads.logits_of(
+        depth - 1, context.hidden[row], drafter.output_embedding, torch.tensor(path)
+    )
+    is_sampled = context.noise is not None
+    of_heads = (logits * (drafter.beta / context.temperature if is_sampled else 1)).softmax(-1)
+    mixed = torch.zeros(VOCAB_SIZE)
+    mixed[slice(None) if drafter.token_map is None else drafter.token_map] = of_heads * (1 - chance)
+    if chance:
+        mixed[expected[depth - 1]] += chance
+    scores = mixed.log()
+    scores = (scores + context.noise[row, depth - 1]).log_softmax(-1) if is_sampled else scores
+    return {token: value for token, value in enumerate(scores.tolist()) if value > -math.inf}
 
 
 def test_in_a_union_every_drafter_reads_its_own_layers():
@@ -284,35 +313,6 @@ def test_a_low_precision_copy_is_near_the_base_and_leaves_it_alone():
         logits, cheap = base(ids).logits, low_precision(base)(ids).logits
     assert 0 < (logits - cheap).abs().mean() < 0.15 * logits.std()
     assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
-
-
-def test_the_suffix_automaton_finds_the_longest_earlier_suffix():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(30):
-        tokens = torch.randint(0, 3, (40,), generator=generator).tolist()
-        automaton = SuffixAutomaton()
-        for end in range(1, len(tokens) + 1):
-            automaton.extend(tokens[end - 1])
-            seen = tokens[:end]
-            expected = max(
-                n for n in range(end) if any(seen[i : i + n] == seen[end - n :] for i in range(end - n))
-            )
-            assert automaton.match_length == expected
-            if expected:
-                follow = automaton.continuation(3, min_match=1)
-                assert any(
-                    seen[i : i + expected + len(follow)] == seen[end - expected :] + follow
-                    for i in range(end - expected)
-                )
-
-
-def test_repeated_text_is_drafted_from_its_first_occurrence():
-    """A base that counts modulo 16 repeats itself after 16 tokens; from then on every draft is right."""
-    model = MedusaModel(counting_model(16))
-    options = {"do_sample": False, "max_new_tokens": 61, "return_dict_in_generate": True}
-    out = model.generate(torch.tensor([[3]]), **options, drafter=SuffixDrafter(length=5, min_match=1))
-    assert out.sequences[0].tolist() == [(3 + i) % 16 for i in range(62)]
-    assert out.statistics.accepted_histogram == [15, 0, 1, 0, 0, 7]
 
 
 SAMPLED = {

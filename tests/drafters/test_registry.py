@@ -60,7 +60,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
         "plain": PlainDrafter,
         "heads": HeadsDrafter,
         "dynamic-heads": DynamicHeadsDrafter,
-        "dynamic-heads+suffix": UnionDrafter,
+        "dynamic-heads+suffix": DynamicHeadsDrafter,
         "draft-model": DraftModelDrafter,
         "early-exit": SelfDrafter,
         "low-precision": LowPrecisionDrafter,
