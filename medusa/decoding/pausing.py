@@ -22,7 +22,7 @@ STAKE = 1.0
 """What guessing may lose before it pauses, in plain steps."""
 RESERVE = 4.0
 """What it may put by while it wins, in plain steps: text that is hard for a few words does not stop it."""
-FIRST_INTERVAL, LAST_INTERVAL = 16, 128
+FIRST_INTERVAL, LAST_INTERVAL = 8, 128
 """Plain steps before the first probe of a pause; each that loses doubles them, up to the second."""
 NUM_RATIOS, ENOUGH_RATIOS = 15, 3
 """Ratios that are kept, and without which nothing is paused."""

@@ -278,7 +278,7 @@ def test_heads_that_are_always_wrong_pause_and_heads_that_are_right_do_not(clock
     statistics = counted(wrong, 150, step=step)
     assert statistics.num_steps == 149 and statistics.num_paused > 135
     assert statistics.tokens_per_step == 1.0 and statistics.acceptance_rate == [0.0] * 5
-    assert statistics.decode_seconds < 1.06 * 149, "the first request learns what a draft costs"
+    assert statistics.decode_seconds < 1.07 * 149, "the first request learns what a draft costs"
     assert counted(wrong, 150, step=step).decode_seconds < 1.04 * 149
     right = counting(is_right=True)
     statistics = counted(right, step=step)
