@@ -17,7 +17,7 @@ from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, outpu
 from medusa.base.requirements import check_is_model
 from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
-from medusa.decoding.pausing import DraftCost, Pausing
+from medusa.decoding.pausing import RESTING_MATCH, DraftCost, Pausing
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
@@ -27,6 +27,7 @@ from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter, host_bound_parts
 from medusa.drafters.registry import DraftersByName, default_drafter
+from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.views import TakenWeights
@@ -407,8 +408,9 @@ class MedusaModel:
         is_same_text = request.is_exact and self.base.dtype == torch.float32
         if is_named or not is_same_text or drafter.max_depth == 0:
             return None
-        key = (options.step or self.step, len(request.tokens).bit_length())
-        return Pausing(self._draft_costs.setdefault(key, DraftCost()))
+        step = options.step or self.step
+        cost = self._draft_costs.setdefault((step, len(request.tokens).bit_length()), DraftCost())
+        return Pausing(cost, SuffixDrafter(min_match=RESTING_MATCH) if step == "general" else None)
 
     def _heads_in(self, tree: CandidateTree) -> Drafter:
         """The heads in ``tree``; nothing where there are none, or ``tree`` is the root alone."""

@@ -36,7 +36,9 @@ from transformers import (
 )
 
 from medusa import CandidateTree
+from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.suffix import SuffixDrafter
 
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):  # the same examples every time: a red run can be repeated
@@ -178,13 +180,17 @@ class OracleDrafter(StatelessDrafter):
 
 
 class RandomPausing:
-    """Lets a drafter take part in half of the steps, in stretches of any length."""
+    """Lets a drafter take part in half of the steps, in stretches of any length; a match may rest for it."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.drafts = self.random.random() < 0.5
+        self.resting = SuffixDrafter(length=3, min_match=1) if seed % 2 else PlainDrafter()
 
-    def record(self, tokens_per_row: float, seconds: float | None, num_steps: int = 1) -> None:
+    def chosen(self, drafter):
+        return drafter if self.drafts else self.resting
+
+    def record(self, tokens_per_row, seconds, num_steps: int = 1, rested: bool = False) -> None:
         self.drafts = self.random.random() < 0.5
 
 

@@ -7,7 +7,7 @@ generation configurations or files; :class:`medusa.MedusaModel` prepares the req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,23 +58,24 @@ def decode(
     """
     statistics = DecodingStatistics() if statistics is None else statistics
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
-    clock, validator, plain = (
-        PhaseClock(statistics),
-        DraftValidator(drafter, vocab_size(base)),
-        PlainDrafter(),
-    )
+    clock, validator = PhaseClock(statistics), DraftValidator(drafter, vocab_size(base))
+    resting = PlainDrafter() if pausing is None else pausing.resting
+    resting.begin(len(answers))
 
     state, first = begin(base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
-    yield finish_step(state, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
+    yield finish_step(
+        state, (drafter, resting), answers, [[token] for token in first], [[0]] * len(first), True
+    )
 
     while state.rows:
         clock.start()
-        drafts = pausing is None or pausing.drafts
-        guessing = drafter if drafts else plain
+        guessing = drafter if pausing is None else pausing.chosen(drafter)
+        drafts = guessing is drafter
         context = draft_context(state, guessing, base)
         draft = guessing.draft(context)
-        validator.check(draft, context)
+        if drafts:
+            validator.check(draft, context)
         clock.lap("draft")
         hidden, logits = verify(base, draft.tokens, draft.topology, state.cache, layers=drafter.reads_layers)
         clock.lap("verify")
@@ -82,12 +83,14 @@ def decode(
         new_tokens, depths = _emitted(acceptance, draft)
         clock.lap("accept")
         state.commit(acceptance, hidden, draft.topology.is_chain)
-        result = finish_step(state, drafter, answers, new_tokens, depths, False)
+        result = finish_step(state, (drafter, resting), answers, new_tokens, depths, False)
         clock.lap("commit")
         kept = [len(new) - 1 for new in result.tokens if new]
-        statistics.record_step(kept, draft.topology.max_depth, is_paused=not drafts)
+        depth = draft.topology.max_depth
+        statistics.record_step(kept, depth, is_paused=depth == 0 and not drafts)
         if pausing is not None:
-            pausing.record(1 + sum(kept) / len(kept), clock.step_seconds)
+            rested = depth > 0 and not drafts
+            pausing.record(1 + sum(kept) / len(kept), clock.step_seconds, rested=rested)
         yield result
 
 
@@ -204,7 +207,7 @@ def depths_of(num_accepted: int) -> list[int]:
 
 def finish_step(
     state: DecodeState,
-    drafter: Drafter,
+    drafters: Sequence[Drafter],
     answers: list[list[int]],
     new_tokens: list[list[int]],
     depths: list[list[int]],
@@ -225,5 +228,6 @@ def finish_step(
             running.append(row)
     if len(running) < len(state.rows):
         state.keep_rows(running)
-        drafter.keep_rows(torch.tensor(running, dtype=torch.long, device=state.lengths.device))
+        for drafter in drafters:
+            drafter.keep_rows(torch.tensor(running, dtype=torch.long, device=state.lengths.device))
     return result

@@ -65,7 +65,7 @@ def _decode(
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
     rows, first = begin(runners.base, drafter, request)
     clock.prefill_done(num_rows=len(answers))
-    yield finish_step(rows, drafter, answers, [[token] for token in first], [[0]] * len(first), True)
+    yield finish_step(rows, (drafter,), answers, [[token] for token in first], [[0]] * len(first), True)
     if not rows.rows:
         return
 

@@ -140,6 +140,22 @@ def test_steps_that_come_several_at_a_time_are_priced_one_by_one():
     assert not pausing.drafts, "eight steps without a hit lose more than the stake"
 
 
+def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_probes():
+    drafter, resting = SuffixDrafter(), SuffixDrafter()
+    pausing = Pausing(known(2.0), resting)
+    assert pausing.chosen(drafter) is drafter
+    pausing.record(1, 2.0)
+    assert pausing.chosen(drafter) is resting
+    pausing.record(1, 2.0, rested=True)
+    for _ in range(FIRST_INTERVAL):
+        assert pausing.chosen(drafter).max_depth == 0
+        pausing.record(1, 1.0)
+    pausing.record(1, 2.0)
+    assert pausing.chosen(drafter) is resting
+    pausing.record(9, 2.0, rested=True)
+    assert pausing.chosen(drafter) is drafter
+
+
 # ------------------------------------------------------------------ in the loops
 
 
@@ -301,6 +317,16 @@ def test_nothing_pauses_where_drafts_decide_the_text(clock, options):
     model = counting(is_right=False)
     options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, **options}
     assert model.generate(torch.tensor([[5]]), **options).statistics.num_paused == 0
+
+
+def test_a_pause_goes_on_with_what_followed_the_same_words(clock):
+    """A base that counts in a circle, and heads that are always wrong: after a round the text repeats."""
+    model = counting(is_right=False, size=40)
+    options = {"max_new_tokens": 120, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(torch.tensor([[5]]), **options)
+    assert out.sequences[0].tolist() == [(5 + i) % 40 for i in range(121)]
+    assert out.statistics.num_passes < 40 + 80 / 3
+    assert 20 < out.statistics.num_paused < 45
 
 
 def test_nothing_pauses_in_a_precision_where_plain_steps_round_differently(clock):
