@@ -29,8 +29,9 @@ STAKE = 1.0
 """What guessing may lose before it pauses, in plain steps."""
 RESERVE = 4.0
 """What it may put by while it wins, in plain steps: text that is hard for a few words does not stop it."""
-FIRST_INTERVAL, LAST_INTERVAL = 8, 128
-"""Plain steps before the first probe of a pause; each that loses doubles them, up to the second."""
+FIRST_INTERVAL, LAST_INTERVAL = 16, 256
+"""Plain steps before the first probe of a pause, for each plain step that a probe would lose; each that loses
+doubles them, up to the second. So the probes of a long pause cost 0.4 %, whatever a draft costs."""
 RESTING_MATCH = 4
 """Tokens of a suffix match that is drafted in a pause."""
 NUM_RATIOS, ENOUGH_RATIOS = 15, 3
@@ -130,11 +131,12 @@ class Pausing:
                 self._interval = FIRST_INTERVAL
 
     def _drafted(self, tokens_per_row: float, num_steps: int) -> None:
-        cost, self._rests = self.cost, True
+        cost, price, self._rests = self.cost, self.cost.plain_steps, True
         cost.num_drafted += 1
-        if cost.plain_steps is not None:
+        if price is not None:
             self._settle(tokens_per_row, num_steps)
             if self._balance == -STAKE:
-                self._num_plain, self._interval = self._interval, min(2 * self._interval, LAST_INTERVAL)
+                self._num_plain = max(1, round(self._interval * (price - 1)))
+                self._interval = min(2 * self._interval, LAST_INTERVAL)
         if self.drafts and not self._is_first and cost.is_due(is_certain=self._balance == RESERVE):
             self._num_plain = 1
