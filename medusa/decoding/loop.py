@@ -48,13 +48,13 @@ def decode(
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
     pausing: Pausing | None = None,
-    verify: Callable[..., tuple[Tensor, Tensor]] = verify,
+    compiled_verify: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[StepResult]:
     """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes.
 
     ``pausing`` decides which steps draft; without, every one. Only an exact request has the same text then.
-    ``verify`` runs the tree's nodes: :func:`medusa.base.causal_lm.verify`, or that of a pass compiled for
-    ``base`` (:mod:`medusa.engine.compiled`).
+    ``compiled_verify`` runs trees in the place of :func:`medusa.base.causal_lm.verify`: that of a pass that
+    was compiled for ``base`` (:mod:`medusa.engine.compiled`).
     """
     statistics = DecodingStatistics() if statistics is None else statistics
     answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
@@ -77,7 +77,8 @@ def decode(
         if drafts:
             validator.check(draft, context)
         clock.lap("draft")
-        hidden, logits = verify(base, draft.tokens, draft.topology, state.cache, layers=drafter.reads_layers)
+        run = compiled_verify or verify
+        hidden, logits = run(base, draft.tokens, draft.topology, state.cache, layers=drafter.reads_layers)
         clock.lap("verify")
         acceptance = acceptance_of(state, draft, logits, context.noise)
         new_tokens, depths = _emitted(acceptance, draft)
