@@ -22,7 +22,12 @@ from medusa.decoding.request import check_arguments, decode_request, joined_sequ
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.step_runners import StepRunners
-from medusa.decoding.steps import check_step, decode_in_steps
+from medusa.decoding.steps import (
+    check_step,
+    decode_in_steps,
+    holds_packed_weights,
+    missing_for_compiled,
+)
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter, host_bound_parts
@@ -249,6 +254,27 @@ class MedusaModel:
         """
         self._default_tree, self.tuned = self._checked_tree(tree), ()
         self._draft_costs.clear()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the library of ``step="compiled"`` is on disk; false where none is made."""
+        if not holds_packed_weights(self.runner) or missing_for_compiled(self.runner) is not None:
+            return False
+        return self._runners.compiled_path.exists()
+
+    def compile(self) -> float:
+        """Have the library of ``step="compiled"`` on disk and loaded; the seconds that this took.
+
+        Raises:
+            ValueError: this engine compiles no pass, or something is missing.
+        """
+        check_step("compiled", self.runner)
+        if not holds_packed_weights(self.runner):
+            raise ValueError(
+                f"engine={self.engine!r} compiles its steps as they first run, and keeps no library; "
+                "use engine='packed' or 'int8' on a CPU"
+            )
+        return self._runners.compiled_pass()[1]
 
     def generate(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from medusa.base.causal_lm import context_length
+from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
@@ -65,6 +66,12 @@ class ChatSettings:
     """System message; None leaves it to the chat template."""
     is_plain: bool = False
     """Decode without the heads."""
+
+
+def compiled_if_there(model: MedusaModel) -> StepKind | None:
+    """The kind of step to answer in: compiled once its library is there, which may come to be meanwhile; None
+    for the model's own."""
+    return "compiled" if model.step == "general" and model.is_compiled else None
 
 
 class TextStream:
@@ -159,6 +166,7 @@ class ChatSession:
             seed=self.settings.seed + len(self.answers),
             tree=CandidateTree.chain(0) if self.settings.is_plain else None,
             drafter=self.drafter,
+            step=compiled_if_there(self.model),
             statistics=statistics,
         )
         tokens: list[int] = []

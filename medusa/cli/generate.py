@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.cli.chat_session import TextStream
+from medusa.cli.chat_session import TextStream, compiled_if_there
 from medusa.cli.chat_terminal import cost_line
 from medusa.cli.commands import GenerateOptions
 from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
@@ -33,6 +33,7 @@ def generate(options: GenerateOptions) -> None:
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": chosen_drafter(model, options),
+        "step": compiled_if_there(model),
     }
     _print_answer(model.tokenizer, model.stream(**arguments, statistics=statistics))
     seconds = statistics.prefill_seconds + statistics.decode_seconds

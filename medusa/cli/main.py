@@ -15,6 +15,7 @@ import medusa
 from medusa.cli.commands import (
     ChatOptions,
     CheckOptions,
+    CompileOptions,
     ExportOptions,
     GenerateOptions,
     ImportOptions,
@@ -29,6 +30,7 @@ Medusa heads: several tokens per forward pass, the same text.
 
     medusa chat          talk with a model
     medusa generate      answer one prompt
+    medusa compile       make answers faster on this CPU, once
     medusa info          look into a heads directory
     medusa export        write heads for vLLM or Text Generation Inference
     medusa check         hold an export to the rules of who will serve it
@@ -69,6 +71,12 @@ def _generate(options: GenerateOptions) -> None:
     generate(options)
 
 
+def _compile(options: CompileOptions) -> None:
+    from medusa.cli.program import compile_model
+
+    compile_model(options)
+
+
 def _info(options: InfoOptions) -> None:
     from medusa.cli.info import info
 
@@ -96,6 +104,7 @@ def _check(options: CheckOptions) -> None:
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "chat": (ChatOptions, _chat),
     "generate": (GenerateOptions, _generate),
+    "compile": (CompileOptions, _compile),
     "info": (InfoOptions, _info),
     "export": (ExportOptions, _export),
     "check": (CheckOptions, _check),

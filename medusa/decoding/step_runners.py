@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +24,7 @@ from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticState, static_step
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import StaticDrafter
-from medusa.engine.compiled import CompiledPass, compiled_pass
+from medusa.engine.compiled import CompiledPass, compiled_pass, library_path
 from medusa.engine.views import copy_sharing_parameters
 
 MAX_KEPT = 16
@@ -178,6 +179,11 @@ class StepRunners:
                 return self._pass, 0.0
             self._pass = compiled_pass(self.base, sorted(self.layers.union(layers)))
             return self._pass, self._pass.setup_seconds
+
+    @cached_property
+    def compiled_path(self) -> Path:
+        """Where the library of :meth:`compiled_pass` is, or will be."""
+        return library_path(self.base, sorted(self.layers))
 
     @contextmanager
     def acquire(

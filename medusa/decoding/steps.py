@@ -7,16 +7,18 @@
               and shape, which never waits for the device          or plain decoding; acceptance "exact", no
                                                                    stopping criteria, no logits processor that
                                                                    reads the text
-    compiled  the same, as torch.compile makes it                  as static, engine="eager", and a model in
-                                                                   one place that traces in one piece
+    compiled  engine "packed" or "int8": the general loop, with    a C++ compiler, and sdpa attention
+              a pass compiled ahead (``engine/compiled.py``)
+              other engines: static, as torch.compile makes it     as static, and a model in one place that
+                                                                   traces in one piece
     captured  the same, replayed as a CUDA graph                   as static, on one CUDA device
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
-Compiling takes minutes for a large model, once for each tree and sampling setting, once more when the cache
-first outgrows its slots and when the number of rows first changes; what Inductor has compiled is kept on disk
-(``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes as long as a
-few steps, once for each batch size, tree, sampling setting and number of slots. Where guessing may pause
+Compiling a whole step takes minutes for a large model, once for each tree and sampling setting, once more
+when the cache first outgrows its slots and when the number of rows first changes; what Inductor has compiled
+is kept on disk (``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes
+as long as a few steps, once for each batch size, tree, sampling setting and number of slots. Where guessing may pause
 (``pausing.py``), the step that does not draft is made too.
 ``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
 settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
