@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import importlib.util
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,8 @@ from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
 
+_cache = tempfile.TemporaryDirectory(prefix="medusa-cache-")
+os.environ["MEDUSA_CACHE"] = _cache.name  # what the user has compiled takes no part
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):  # the same examples every time: a red run can be repeated
     settings.load_profile("ci")

@@ -18,8 +18,8 @@ The tokens are the same. Models sharded over devices (``device_map``) run ``gene
 Compiling a whole step takes minutes for a large model, once for each tree and sampling setting, once more
 when the cache first outgrows its slots and when the number of rows first changes; what Inductor has compiled
 is kept on disk (``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes
-as long as a few steps, once for each batch size, tree, sampling setting and number of slots. Where guessing may pause
-(``pausing.py``), the step that does not draft is made too.
+as long as a few steps, once for each batch size, tree, sampling setting and number of slots. Where guessing
+may pause (``pausing.py``), the step that does not draft is made too.
 ``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
 settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
 """

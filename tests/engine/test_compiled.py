@@ -31,14 +31,6 @@ HEADS = HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=(1,))
 BATCH = left_padded(random_prompts(3, 14), [14, 2, 9])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """What these tests compile is kept apart from what the user has, for all of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEDUSA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def heads():
     torch.manual_seed(1)
     made = MedusaHeads(HEADS)

@@ -1,0 +1,55 @@
+"""``medusa compile``, and answers in compiled steps once their library is there."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import REAL_BASE, tiny_model
+
+from medusa import MedusaModel
+from medusa.cli.chat_session import compiled_if_there
+from medusa.cli.main import main
+from medusa.decoding.step_runners import StepRunners
+
+
+class Compiled:
+    setup_seconds = 321.0
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Compiling leaves an empty library; the directories that it was asked for."""
+    made = []
+
+    def compiled_pass(self, layers=()):
+        made.append(self.compiled_path)
+        self.compiled_path.parent.mkdir(parents=True, exist_ok=True)
+        self.compiled_path.touch()
+        return Compiled(), Compiled.setup_seconds
+
+    monkeypatch.setattr(StepRunners, "compiled_pass", compiled_pass)
+    yield made
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_answers_are_compiled_once_the_library_is_there(compiling):
+    model = MedusaModel(tiny_model("llama"), engine="packed")
+    assert not model.is_compiled and compiled_if_there(model) is None
+    assert model.compile() == 321.0
+    assert model.is_compiled and compiled_if_there(model) == "compiled"
+    model.step = "static"
+    assert compiled_if_there(model) is None, "the caller has chosen another kind of step"
+
+
+def test_an_engine_that_keeps_no_library_is_refused(compiling):
+    model = MedusaModel(tiny_model("llama"), engine="eager")
+    assert not model.is_compiled
+    with pytest.raises(ValueError, match=r"engine='eager' compiles its steps.*'packed' or 'int8'"):
+        model.compile()
+
+
+@pytest.mark.skipif(not REAL_BASE.exists(), reason="needs `make models`")
+def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys):
+    assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
+    assert "compiled, ready after 321.0 s; `medusa chat` uses it" in capsys.readouterr().err
+    assert len(compiling) == 1 and "llama-int8" in compiling[0].name
