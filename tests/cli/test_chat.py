@@ -34,7 +34,7 @@ class ScriptedModel:
         model = chat_model(context=max_context)
         self.base, self.tokenizer, self.tree, self.device = model.base, TOKENIZER, wide_tree(), model.device
         self.heads = SimpleNamespace(num_heads=2)
-        self.drafter_for = model.drafter_for
+        self.drafter_for, self.step, self.is_compiled = model.drafter_for, "general", False
         self.answers = list(answers)
         self.calls = []
 

@@ -69,7 +69,8 @@ def test_a_call_takes_the_tree_that_was_tuned_for_its_kind_of_step(tmp_path):
     assert model.tree_for(1, "compiled").depth == 3, "none was timed: general steps are the best guess"
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     for step, depth in (("general", 3), ("static", 1)):
-        out = model.generate(torch.arange(9)[None], **options, step=step)
+        model = MedusaModel.from_pretrained(chat_base(), checkpoint, engine="eager", step=step)
+        out = model.generate(torch.arange(9)[None], **options, drafter="heads")
         assert len(out.statistics.accepted_histogram) == depth + 1
         streamed = list(model.stream(torch.arange(9)[None], max_new_tokens=8, do_sample=False, step=step))
         assert max(len(each.tokens[0]) for each in streamed) <= depth + 1
@@ -125,7 +126,7 @@ def test_a_call_decodes_with_the_tree_of_its_batch_size_and_the_same_tokens():
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     for num_rows, depth in ((1, 3), (2, 2), (3, 0)):
         batch = left_padded(random_prompts(num_rows, 9), [9, 4, 6][:num_rows])
-        out = model.generate(**batch, **options)
+        out = model.generate(**batch, **options, drafter="heads")
         assert len(out.statistics.accepted_histogram) == depth + 1
         for tree in (ROOT, wide_tree(), CHAIN(1)):
             other = model.generate(**batch, **options, tree=tree)
