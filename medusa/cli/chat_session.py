@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from medusa.base.causal_lm import context_length
-from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
@@ -68,10 +67,11 @@ class ChatSettings:
     """Decode without the heads."""
 
 
-def compiled_if_there(model: MedusaModel) -> StepKind | None:
-    """The kind of step to answer in: compiled once its library is there, which may come to be meanwhile; None
-    for the model's own."""
-    return "compiled" if model.step == "general" and model.is_compiled else None
+def use_compiled_if_there(model: MedusaModel) -> None:
+    """Have a general model answer in compiled steps once their library is there, which may come to be
+    meanwhile; with the trees that were timed in these."""
+    if model.step == "general" and model.is_compiled:
+        model.step = "compiled"
 
 
 class TextStream:
@@ -155,6 +155,7 @@ class ChatSession:
         Raises:
             ContextFullError: no room for an answer is left; the history is as it was.
         """
+        use_compiled_if_there(self.model)
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         encoded, room = self._encoded(asked)
         limit = min(room, self.settings.max_new_tokens)
@@ -166,7 +167,6 @@ class ChatSession:
             seed=self.settings.seed + len(self.answers),
             tree=CandidateTree.chain(0) if self.settings.is_plain else None,
             drafter=self.drafter,
-            step=compiled_if_there(self.model),
             statistics=statistics,
         )
         tokens: list[int] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.cli.chat_session import TextStream, compiled_if_there
+from medusa.cli.chat_session import TextStream, use_compiled_if_there
 from medusa.cli.chat_terminal import cost_line
 from medusa.cli.commands import GenerateOptions
 from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
@@ -26,6 +26,7 @@ def generate(options: GenerateOptions) -> None:
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
     model = load_for_replies(options)
+    use_compiled_if_there(model)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
@@ -33,7 +34,6 @@ def generate(options: GenerateOptions) -> None:
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": chosen_drafter(model, options),
-        "step": compiled_if_there(model),
     }
     _print_answer(model.tokenizer, model.stream(**arguments, statistics=statistics))
     seconds = statistics.prefill_seconds + statistics.decode_seconds

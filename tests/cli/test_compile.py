@@ -6,7 +6,7 @@ import pytest
 from conftest import REAL_BASE, tiny_model
 
 from medusa import MedusaModel
-from medusa.cli.chat_session import compiled_if_there
+from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.main import main
 from medusa.decoding.step_runners import StepRunners
 
@@ -34,11 +34,14 @@ def compiling(monkeypatch):
 
 def test_answers_are_compiled_once_the_library_is_there(compiling):
     model = MedusaModel(tiny_model("llama"), engine="packed")
-    assert not model.is_compiled and compiled_if_there(model) is None
-    assert model.compile() == 321.0
-    assert model.is_compiled and compiled_if_there(model) == "compiled"
+    use_compiled_if_there(model)
+    assert not model.is_compiled and model.step == "general"
+    assert model.compile() == 321.0 and model.is_compiled
+    use_compiled_if_there(model)
+    assert model.step == "compiled"
     model.step = "static"
-    assert compiled_if_there(model) is None, "the caller has chosen another kind of step"
+    use_compiled_if_there(model)
+    assert model.step == "static", "the caller has chosen another kind of step"
 
 
 def test_an_engine_that_keeps_no_library_is_refused(compiling):

@@ -156,7 +156,10 @@ def test_one_is_not_counted_as_many(capsys, tmp_path):
         (["generate", "--device", "tpu", "x"], "device must be one that torch can use here, got 'tpu'"),
         (["generate", "--base", "./nowhere", "x"], "no base model at './nowhere'; give the directory"),
         (
-            ["generate", "--step", "static", "--drafter", "early-exit", "--exit-layer", "1", "x"],
+            [
+                *("generate", "--max-new-tokens", "9", "--step", "static"),
+                *("--drafter", "early-exit", "--exit-layer", "1", "x"),
+            ],
             "step='static' cannot work with",
         ),
         (["chat", "--prompts", "nowhere.jsonl"], "prompts file 'nowhere.jsonl' does not exist"),
