@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -224,8 +225,12 @@ for question in typed_questions(Console()):
     read_terminal(terminal, b"> ")
     os.write(terminal, b"\x1b[200~one\ntwo\nthree\nfour\x1b[201~\n")
     assert "'one\\ntwo\\nthree\\nfour'" in read_terminal(terminal, b"'\r\n")
-    os.write(terminal, b"\x04")
-    assert process.wait(timeout=20) == 0
+    for _ in range(20):  # a Ctrl-D between two questions is lost: the terminal changes its mode there
+        os.write(terminal, b"\x04")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+            break
+    assert process.returncode == 0
     os.close(terminal)
     os.close(theirs)
 
