@@ -30,7 +30,14 @@ from medusa.cli.program import (
 from medusa.cli.reporting import exit_status, log_picture, report_json, table_console
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.measurement.evaluation import TOP_KS, Evaluated, evaluation_report, plot_evaluation, print_report
+from medusa.measurement.evaluation import (
+    TOP_KS,
+    Evaluated,
+    evaluation_report,
+    made_by,
+    plot_evaluation,
+    print_report,
+)
 from medusa.measurement.heads import ranked
 from medusa.model import MedusaModel
 from medusa.plots import check_matplotlib, short_name
@@ -77,7 +84,8 @@ def evaluate(options: EvaluationOptions) -> None:
     others = {
         temperature: decoded_at(model, encoded, temperature, options) for temperature in options.also_at
     }
-    report = evaluation_report(evaluated, others)
+    answers = {name: getattr(options.answers, name) for name in ("temperature", "max_new_tokens", "seed")}
+    report = {**evaluation_report(evaluated, others), "made": made_by(model, options.model.heads, answers)}
     print_report(report, options.answers.temperature, table_console())
     asked = f"{report['num_prompts']} prompts, temperature {options.answers.temperature:g}"
     title = f"{short_name(options.model.heads)}, {asked}"

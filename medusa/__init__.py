@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME says the same to 
     from medusa.heads.adapter import Adapter, apply_adapter
     from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
     from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+    from medusa.interop.custom_generate import custom_generate
     from medusa.model import MedusaModel
     from medusa.trees.candidate_tree import CandidateTree, best_tree
 
@@ -35,6 +36,7 @@ _HOME = {
     "MedusaOutput": "medusa.decoding.statistics",
     "apply_adapter": "medusa.heads.adapter",
     "best_tree": "medusa.trees.candidate_tree",
+    "custom_generate": "medusa.interop.custom_generate",
     "load_heads": "medusa.heads.checkpoint",
     "save_heads": "medusa.heads.checkpoint",
     "save_tree": "medusa.heads.checkpoint",

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_is_model
 from medusa.choices import StepKind
 from medusa.decoding.loop import StepResult
@@ -42,6 +43,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.heads.eagle import Heads
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
+from medusa.hub import HUB_ARGUMENTS
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
@@ -82,6 +84,8 @@ class MedusaModel:
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
         self._tokenizer = tokenizer
+        revision = getattr(base.config, "_commit_hash", None)  # of a base from the hub
+        self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {"revision": revision})
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
         self.tuned = tuple(tuned)
@@ -150,43 +154,52 @@ class MedusaModel:
 
         Args:
             base: a path, a hub id, or a model already loaded (quantised, sharded, on any device).
-            heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly.
+            heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly. A hub id names a
+                revision as ``owner/name@revision``.
             tree: the candidate tree of every call; by default those in the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             step: how decode steps are run (see :mod:`medusa.decoding.steps`).
-            base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ...).
+            base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
+                ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
+                are for the heads too.
 
         Raises:
+            FileNotFoundError: base or heads are neither here nor on the hub; the message says what to do.
             ImportError: the heads come with an adapter and peft is not installed.
             ValueError: heads, adapter and base do not belong together; a base already loaded must carry the
                 adapter already: a model that the caller loaded is not changed.
         """
-        is_ours = isinstance(base, (str, Path))
+        hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
+        source = str(base) if isinstance(base, (str, Path)) else None
         if isinstance(base, (str, Path)):
-            base = AutoModelForCausalLM.from_pretrained(base, **base_kwargs)
-        elif base_kwargs:
-            raise ValueError(f"{sorted(base_kwargs)} go with a path or a hub id; this base is already loaded")
+            base = load_base(base, **base_kwargs)
+        elif unread := sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys()):
+            raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
         check_is_model(base)
         base.eval()
         if isinstance(heads, (str, Path)):
-            heads = load_heads(heads)
+            heads = load_heads(heads, **hub)
         if isinstance(heads, HeadsCheckpoint) and heads.adapter is not None:
             check_heads_fit(heads.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
-            (apply_adapter if is_ours else check_carries)(base, heads.adapter)
+            (check_carries if source is None else apply_adapter)(base, heads.adapter)
         elif isinstance(heads, HeadsCheckpoint):
             warn_of_another_base(heads.fingerprint, base, heads.base_model)
         if heads is None:
-            return cls(base, None, tree, tokenizer, engine, step=step)
-        if not isinstance(heads, HeadsCheckpoint):
+            model = cls(base, None, tree, tokenizer, engine, step=step)
+        elif not isinstance(heads, HeadsCheckpoint):
             raise TypeError(
                 f"heads must be a path, a hub id or a HeadsCheckpoint, got {type(heads).__name__}; "
                 "MedusaModel(base, heads) takes the modules themselves"
             )
-        if tree is not None:
-            return cls(base, heads.heads, tree, tokenizer, engine, step=step)
-        return cls(base, heads.heads, heads.tree, tokenizer, engine, heads.tuned, step)
+        elif tree is not None:
+            model = cls(base, heads.heads, tree, tokenizer, engine, step=step)
+        else:
+            model = cls(base, heads.heads, heads.tree, tokenizer, engine, heads.tuned, step)
+        if source is not None:
+            model._tokenizer_source = (source, base_kwargs)
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -194,16 +207,16 @@ class MedusaModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that was given, else the one at ``base.name_or_path``, loaded when first asked for.
-        None for a base without such a name, as one that was made from a configuration is.
+        """The tokenizer that was given, else the one from where the base comes, loaded when first asked for.
+        None for a base without a name, as one that was made from a configuration is.
 
         Raises:
-            ValueError: there is no tokenizer at ``base.name_or_path``.
+            ValueError: there is no tokenizer.
         """
-        home = self.base.name_or_path
+        home, arguments = self._tokenizer_source
         if self._tokenizer is None and home:
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(home)
+                self._tokenizer = load_tokenizer(home, **arguments)
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"no tokenizer could be loaded from {str(home)!r}, where the base comes from; "

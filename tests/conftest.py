@@ -207,6 +207,15 @@ def program(path: str) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def hub(tmp_path):
+    """A hub of this machine's own, with an empty cache."""
+    from fake_hub import fake_hub
+
+    with fake_hub(tmp_path / "hub-cache") as running:
+        yield running
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures_of_tests_among_results():
     """Pictures of tests would look like measurements: programs under test are told where to draw."""

@@ -36,7 +36,7 @@ FLOORS = (
     ("heads",),
     ("base",),
     ("trees",),
-    ("choices", "files", "hardware", "plots", "pretrained", "progress", "prompts", "tables"),
+    ("choices", "files", "hardware", "hub", "plots", "pretrained", "progress", "prompts", "tables"),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

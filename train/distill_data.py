@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import medusa
-from medusa.base.loading import base_place, load_base
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype, Engine
 from medusa.cli.options import EMBEDDED_BASE, check_at_least, parse
 from medusa.cli.program import chosen_device
@@ -70,7 +69,9 @@ class DistillOptions:
     max_minutes: float | None = None
     """Stop then; answers under way are kept as far as they are, marked as cut."""
     base: str = str(EMBEDDED_BASE)
-    """Who answers: the directory of a model, or a hub id."""
+    """Who answers: the directory of a model, or a hub id, as owner/name or owner/name@revision."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with, which can do anything."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
     dtype: Dtype | None = None
@@ -158,9 +159,9 @@ def load_answerer(options: DistillOptions) -> Answerer:
     transformers_logging.disable_progress_bar()
     device = chosen_device(options.device)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
-    base: Any = load_base(options.base, dtype=dtype)
+    base: Any = load_base(options.base, dtype=dtype, trust_remote_code=options.trust_remote_code)
     base = prepared_base(base.to(device), options.engine, is_exact=False)
-    tokenizer = AutoTokenizer.from_pretrained(base_place(options.base))
+    tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
     return LocalAnswerer(
         base, tokenizer, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops
     )

@@ -9,62 +9,119 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError, RepositoryNotFoundError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, AutoModelForCausalLM
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
 from medusa.base.causal_lm import CausalLM
+from medusa.hub import explained_hub_errors, looks_like_repository, split_revision
 
 SECONDS_FOR_THE_HUB = 10
+SOURCE_ARGUMENTS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "trust_remote_code",
+    "code_revision",
+    "force_download",
+    "proxies",
+    "subfolder",
+    "gguf_file",
+)
+"""Those of ``from_pretrained`` that say where files come from, and not what is made of them."""
 
 
 def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
     """The model at ``source``, a directory or a hub id, in evaluation mode; ``kwargs`` as for transformers.
 
+    A hub id may name a revision, ``owner/name@revision``. A model whose code comes with it is run with
+    ``trust_remote_code=True`` only.
+
     Raises:
         FileNotFoundError: there is no such model, or the hub cannot be reached and its cache has none.
-        ValueError: it is no causal language model.
+        ValueError: it is no causal language model, or its code is not trusted.
     """
-    place = base_place(source)
-    kind = type(AutoConfig.from_pretrained(place))
-    if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"base must be a causal language model, got {str(source)!r}, a {kind.model_type} model; choose a "
-            "decoder-only one, such as those of Llama or Qwen"
-        )
-    base: Any = AutoModelForCausalLM.from_pretrained(place, **kwargs)
+    name, kwargs = _found(source, {"trust_remote_code": False, **kwargs})  # else transformers asks for it
+    _check_is_causal(name, kwargs)
+    base: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     return base.eval()
 
 
-def base_place(source: str | Path) -> str:
-    """Where to load a model and its tokenizer from: ``source``, or its copy in the cache of an absent hub.
+def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
+    """The tokenizer at ``source``, as :func:`load_base` finds models.
+
+    Raises:
+        FileNotFoundError: as :func:`load_base`.
+    """
+    name, kwargs = _found(source, {"trust_remote_code": False, **_source_arguments(kwargs)})
+    return AutoTokenizer.from_pretrained(name, **kwargs)
+
+
+def _source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+
+
+def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError when the configuration at ``name`` is not that of a causal language model."""
+    config = kwargs.get("config")
+    if config is None:
+        config = AutoConfig.from_pretrained(name, **_source_arguments(kwargs))
+    kind = type(config)
+    if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"base must be a causal language model, got {name!r}, a {kind.model_type} model; choose a "
+            "decoder-only one, such as those of Llama or Qwen"
+        )
+
+
+def _found(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What ``transformers`` is to load for ``source``, and with which arguments: from the cache alone where
+    the hub cannot be reached.
 
     Raises:
         FileNotFoundError: as :func:`load_base`.
     """
     name = str(source)
     if Path(name).is_dir():
-        return name
-    advice = "give the directory of a model, or a hub id of the form owner/name"
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"no base model at {name!r}; {advice}")
+        return name, kwargs
+    what, advice = "base model", "give the directory of a model, or a hub id of the form owner/name"
+    if not looks_like_repository(name):
+        raise FileNotFoundError(f"no {what} at {name!r}; {advice}")
+    repository, revision = split_revision(name)
+    if revision is not None and (kwargs.get("revision") or revision) != revision:
+        raise ValueError(f"revision must be given once, got {name!r} and revision={kwargs['revision']!r}")
+    revision = revision or kwargs.get("revision")
+    with explained_hub_errors(what, f"{repository}@{revision}" if revision else repository, advice):
+        is_online = _asked(repository, revision, kwargs)
+    arguments = {**kwargs, "revision": revision} if revision else kwargs
+    return repository, arguments if is_online else {**arguments, "local_files_only": True}
+
+
+def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> bool:
+    """Whether the hub answers for a repository; where it does not, the cache must hold a copy."""
+    is_cached = isinstance(
+        try_to_load_from_cache(
+            repository, "config.json", revision=revision, cache_dir=kwargs.get("cache_dir")
+        ),
+        str,
+    )
+    if kwargs.get("local_files_only"):
+        if not is_cached:
+            raise LocalEntryNotFoundError("no copy in the cache")
+        return False
     try:
-        HfApi().model_info(name, timeout=SECONDS_FOR_THE_HUB)
-    except HFValidationError as error:
-        raise FileNotFoundError(f"no base model at {name!r}; {advice}") from error
-    except GatedRepoError as error:
-        raise FileNotFoundError(
-            f"the base model {name!r} is gated on the hub; accept its terms there, then `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"no base model at {name!r}, neither here nor on the hub; {advice}"
-        ) from error
+        HfApi(token=kwargs.get("token")).model_info(
+            repository, revision=revision, timeout=SECONDS_FOR_THE_HUB
+        )
     except (HTTPError, OSError) as error:
-        cached = try_to_load_from_cache(name, "config.json")
-        if not isinstance(cached, str):
-            raise FileNotFoundError(
-                f"no base model at {name!r}: it is no directory here, the hub's cache has none, and the hub "
-                f"cannot be reached ({error}); {advice}"
-            ) from error
-        return str(Path(cached).parent)
-    return name
+        is_refusal = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+        if is_refusal or not is_cached:
+            raise
+        return False
+    return True

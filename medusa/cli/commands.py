@@ -151,6 +151,8 @@ class ExportOptions:
     base: str | None = None
     """The base model, a directory or a hub id; none is the one that the heads were trained on. The result
     names it as it is given here."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with."""
     dtype: Dtype = "float32"
     """Precision of the tensors that are written."""
     overwrite: bool = False
@@ -177,6 +179,8 @@ class ImportOptions:
     base: str | None = None
     """The base model that the heads belong to, a directory or a hub id; none is the one that the source
     names, or, for a Medusa-2 model, the source itself."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with."""
     base_output: Path | None = None
     """For a Medusa-2 model: also write the base alone, without heads, to this directory."""
     trust_tensors: bool = False
@@ -204,6 +208,8 @@ class CheckOptions:
     """Whose rules to read it by."""
     base: str | None = None
     """The base model that is served, a directory or a hub id; none is the one that the directory names."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
     dtype: Dtype | None = None
@@ -215,3 +221,46 @@ class CheckOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Publish heads on the Hugging Face hub: the heads, what `transformers` needs to run them, and a card.
+
+    The card is written from provenance.json and from the report of an evaluation; no number is on it that was
+    not measured. A push is one commit. The token is that of `hf auth login`, or HF_TOKEN.
+
+        medusa push runs/mine/heads me/smollm2-heads --dry-run runs/mine/repository
+        medusa push runs/mine/heads me/smollm2-heads --evaluation report.json --license apache-2.0
+        medusa push runs/plain/heads me/plain-heads --base owner/base --exports vllm-medusa tgi
+    """
+
+    heads: tyro.conf.Positional[str]
+    """A heads directory, a hub id, or the name of heads that ship."""
+    repository: tyro.conf.Positional[str]
+    """Where to push them, as user/repo."""
+    base: str | None = None
+    """The base model's hub id, for whoever uses the heads; none is the one that they record."""
+    evaluation: Path | None = None
+    """The report that `evaluate_heads.py --json` wrote about these heads; its numbers go onto the card."""
+    exports: tuple[ForeignName, ...] = ()
+    """Also push the heads as other engines read them, under exports/."""
+    dtype: Dtype = "float32"
+    """Precision of those exports."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with; only exports load the base."""
+    license: str | None = None
+    """The heads' licence as the hub abbreviates it, such as apache-2.0; none leaves it out of the card."""
+    datasets: tuple[str, ...] = ()
+    """Hub ids of the data sets that the heads were trained on, for the card."""
+    private: bool = False
+    """If the repository is created: only you can see it."""
+    overwrite: bool = False
+    """Replace the files that a repository, or the folder of a dry run, holds."""
+    dry_run: Path | None = None
+    """Write what would be pushed into this folder, and push nothing."""
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        if self.private and self.dry_run is not None:
+            raise ValueError("private goes with a push, and dry_run pushes nothing; give one of them")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
-from medusa.base.loading import base_place, load_base
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions
 from medusa.cli.program import (
     chosen_device,
@@ -21,11 +20,12 @@ from medusa.cli.program import (
     log_version,
     recorded_base,
 )
-from medusa.cli.reporting import counted, report_json, table_console
+from medusa.cli.reporting import counted, print_list, report_json, table_console
 from medusa.files import check_writable_target
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle import Heads
 from medusa.heads.medusa_heads import MedusaHeads
+from medusa.hub import split_revision
 from medusa.interop.checking import ChainCheck, check_chain
 from medusa.interop.conversion import export_heads, foreign_directory, import_heads, save_base
 from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
@@ -44,14 +44,15 @@ def export(options: ExportOptions) -> None:
     checkpoint = load_heads(options.heads)
     name = options.base or recorded_base(checkpoint, options.heads)
     dtype = getattr(torch, options.dtype)
-    request = ToExport(options.heads, checkpoint, lambda: load_base(name, dtype="auto"), name, dtype)
+    load = partial(load_base, name, dtype="auto", trust_remote_code=options.trust_remote_code)
+    request = ToExport(options.heads, checkpoint, load, split_revision(name)[0], dtype)
     files = export_heads(request, options.to, options.output, options.overwrite)
     size = sum(path.stat().st_size for path in options.output.iterdir())
     log.print(f"{options.output}: {files.weights_file} and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
-    _list(log, f"what {foreign.consumer} does otherwise:", files.changes)
+    print_list(log, f"what {foreign.consumer} does otherwise:", files.changes)
     check = shlex.join(["medusa", "check", str(options.output), "--as", options.to, "--base", name])
     serve = _serve(foreign, str(options.output), name, checkpoint.heads)
-    _list(log, "next:", [check, serve])
+    print_list(log, "next:", [check, serve])
     report_json(
         {
             "output": str(options.output),
@@ -82,7 +83,8 @@ def import_foreign(options: ImportOptions) -> None:
     name = options.base or foreign.base_of(directory)
     if name is None:
         raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
-    base = load_base(name, dtype="auto")
+    trusted = {"trust_remote_code": options.trust_remote_code}
+    base = load_base(name, dtype="auto", **trusted)
     own_name = str(options.base_output or name)
     request = ReadRequest(directory, base, options.trust_tensors)
     checkpoint, read = import_heads(
@@ -94,8 +96,7 @@ def import_foreign(options: ImportOptions) -> None:
         overwrite=options.overwrite,
     )
     if options.base_output is not None:
-        tokenizer = AutoTokenizer.from_pretrained(base_place(name))
-        save_base(base, tokenizer, options.base_output, options.overwrite)
+        save_base(base, load_tokenizer(name, **trusted), options.base_output, options.overwrite)
     heads = checkpoint.heads
     assert isinstance(heads, MedusaHeads), "the formats that are read hold no others"
     layers = counted(heads.config.num_layers, "layer")
@@ -104,10 +105,10 @@ def import_foreign(options: ImportOptions) -> None:
         f"unembedding {heads.config.unembedding}, for {own_name}",
         soft_wrap=True,
     )
-    _list(log, "decided:", read.notes)
+    print_list(log, "decided:", read.notes)
     use = shlex.join(["--base", own_name, "--heads", str(options.output)])
     tune = f"python inference/tune_tree.py {use}  # the tree that is fastest here; without it, a chain"
-    _list(log, "next:", [f"medusa chat {use}", tune])
+    print_list(log, "next:", [f"medusa chat {use}", tune])
     report_json(
         {
             "output": str(options.output),
@@ -136,10 +137,10 @@ def check(options: CheckOptions) -> None:
     name = options.base or foreign.base_of(directory)
     if name is None:
         raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
-    base = load_base_on(device, name, options.dtype)
+    base = load_base_on(device, name, options.dtype, options.trust_remote_code)
     heads = foreign.read(ReadRequest(directory, base)).heads
     log.print(f"{directory}: {foreign.consumer} loads {counted(heads.num_heads, 'head')}", soft_wrap=True)
-    tokenizer = AutoTokenizer.from_pretrained(base_place(name))
+    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
     chain = CandidateTree.chain(heads.num_heads)
     model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
@@ -153,7 +154,7 @@ def check(options: CheckOptions) -> None:
             f"one for {result.untrained_top1[0]:.1%}: these heads would slow {foreign.consumer} down. Do "
             f"they belong to the base {name!r}, and do they decode better here before the export?"
         )
-    _list(log, "next:", [serve])
+    print_list(log, "next:", [serve])
 
 
 def check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> dict[str, Any]:
@@ -194,9 +195,3 @@ def print_check(result: ChainCheck, console: Console) -> None:
 def _serve(foreign: ForeignFormat, directory: str, base: str, heads: Heads) -> str:
     assert foreign.serve is not None, "formats that are written say how they are served"
     return foreign.serve(directory, base, heads.num_heads)
-
-
-def _list(log: Console, title: str, lines: Sequence[str]) -> None:
-    """Print ``lines`` under ``title``; nothing where there are none."""
-    for line in [title, *(f"  {line}" for line in lines)] if lines else []:
-        log.print(line, soft_wrap=True, markup=False)

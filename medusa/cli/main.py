@@ -20,6 +20,7 @@ from medusa.cli.commands import (
     GenerateOptions,
     ImportOptions,
     InfoOptions,
+    PushOptions,
 )
 from medusa.cli.options import parse
 from medusa.cli.reporting import exit_status
@@ -35,6 +36,7 @@ Medusa heads: several tokens per forward pass, the same text.
     medusa export        write heads for vLLM or Text Generation Inference
     medusa check         hold an export to the rules of who will serve it
     medusa import        read heads that others trained
+    medusa push          publish heads on the Hugging Face hub
 
 medusa COMMAND --help lists the flags of a command.
 """
@@ -101,6 +103,12 @@ def _check(options: CheckOptions) -> None:
     check(options)
 
 
+def _push(options: PushOptions) -> None:
+    from medusa.cli.push import push
+
+    push(options)
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "chat": (ChatOptions, _chat),
     "generate": (GenerateOptions, _generate),
@@ -109,6 +117,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "export": (ExportOptions, _export),
     "check": (CheckOptions, _check),
     "import": (ImportOptions, _import),
+    "push": (PushOptions, _push),
 }
 """Subcommand -> its options and what it does with them."""
 

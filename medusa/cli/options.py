@@ -265,10 +265,13 @@ class ModelOptions:
     """Which model to load, and how to run it."""
 
     base: str | None = None
-    """Base model: a directory or a hub id; none is the one that the heads were trained on. For the heads that
-    ship it is the model that `make models` fetches."""
+    """Base model: a directory or a hub id, as owner/name or owner/name@revision; none is the one that the
+    heads were trained on. For the heads that ship it is the model that `make models` fetches."""
     heads: str = EMBEDDED_HEADS
-    """Heads trained on that base: a directory, a hub id, or the name of heads that ship."""
+    """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with, which can do anything; for models that are not part
+    of transformers."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
     dtype: Dtype | None = None

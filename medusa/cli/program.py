@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import medusa
 from medusa.base.causal_lm import CausalLM, context_length
-from medusa.base.loading import base_place, load_base
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype
 from medusa.cli.commands import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
@@ -53,13 +52,13 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
     device = chosen_device(options.device)
     checkpoint = load_heads(options.heads)
     name = options.base or recorded_base(checkpoint, options.heads)
-    base = load_base_on(device, name, options.dtype)
+    base = load_base_on(device, name, options.dtype, options.trust_remote_code)
     if checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
     model = MedusaModel.from_pretrained(
         base,
         checkpoint if with_heads else None,
-        tokenizer=AutoTokenizer.from_pretrained(base_place(name)),
+        tokenizer=load_tokenizer(name, trust_remote_code=options.trust_remote_code),
         engine=options.engine,
         step=options.step,
     )
@@ -86,14 +85,17 @@ def log_version() -> Console:
     return log
 
 
-def load_base_on(device: torch.device, name: str, dtype: Dtype | None) -> CausalLM:
+def load_base_on(
+    device: torch.device, name: str, dtype: Dtype | None, trust_remote_code: bool = False
+) -> CausalLM:
     """The base model called ``name``; in float32 on a CPU and in its own type elsewhere, unless told
     otherwise.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`load_base`.
     """
-    base: Any = load_base(name, dtype=dtype or ("float32" if device.type == "cpu" else "auto"))
+    dtype_here = dtype or ("float32" if device.type == "cpu" else "auto")
+    base: Any = load_base(name, dtype=dtype_here, trust_remote_code=trust_remote_code)
     return base.to(device)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ def log_picture(options: Any) -> None:
 def counted(number: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def print_list(log: Console, title: str, lines: Sequence[str]) -> None:
+    """Print ``lines`` under ``title``; nothing where there are none."""
+    for line in [title, *(f"  {line}" for line in lines)] if lines else []:
+        log.print(line, soft_wrap=True, markup=False)
 
 
 def report_json(report: Mapping[str, Any], options: ReportOptions) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
@@ -96,9 +97,9 @@ def draft_model_source(host: DraftHost, settings: DrafterSettings) -> DraftSourc
     draft_model: CausalLM = given
     if not isinstance(given, PreTrainedModel):
         if host.tokenizer is not None:
-            check_same_tokens(host.tokenizer, AutoTokenizer.from_pretrained(given))
-        draft_model = AutoModelForCausalLM.from_pretrained(given, dtype=host.base.dtype)
-        draft_model = prepared_base(draft_model.to(host.base.device).eval(), host.engine)
+            check_same_tokens(host.tokenizer, load_tokenizer(given))
+        loaded: Any = load_base(given, dtype=host.base.dtype)
+        draft_model = prepared_base(loaded.to(host.base.device), host.engine)
     check_draft_vocabulary(host.base, draft_model)
     base_vocab_size = vocab_size(host.base)
     return DraftSource(

@@ -17,6 +17,7 @@ renamed at the end, so a failed write leaves what was there.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -37,6 +36,7 @@ from medusa.heads.eagle import EagleConfig, EagleHead, Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.token_map import checked_token_map
+from medusa.hub import hub_directory
 from medusa.pretrained import shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
@@ -53,6 +53,15 @@ CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
 ADAPTER = "adapter"
 ADAPTER_CONFIG_FILE = f"{ADAPTER}/adapter_config.json"
 ADAPTER_WEIGHTS_FILE = f"{ADAPTER}/adapter_model.safetensors"
+HEADS_FILES = (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TREE_FILE,
+    PROVENANCE_FILE,
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+)
+"""All files of a heads directory."""
 FINGERPRINT = "base_fingerprint"
 HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
@@ -123,16 +132,20 @@ def save_heads(
     return Path(directory)
 
 
-def load_heads(source: str | Path, device: str = "cpu") -> HeadsCheckpoint:
-    """Read a heads directory; ``source`` may also name shipped heads, or a hub id to download.
+def load_heads(source: str | Path, device: str = "cpu", **hub: Any) -> HeadsCheckpoint:
+    """Read a heads directory; ``source`` may also name shipped heads, or a hub id to download, as
+    ``owner/name`` or ``owner/name@revision``.
 
     Weights come back in float32, in whatever type they were written.
+
+    Args:
+        hub: ``token``, ``cache_dir`` and ``local_files_only``, as in ``from_pretrained`` of ``transformers``.
 
     Raises:
         FileNotFoundError: no such directory, or it is not a heads directory.
         ValueError: the files contradict each other or are damaged; the message names the tensor or key.
     """
-    directory = _local_directory(source)
+    directory = heads_directory(source, **hub)
     raw = _read_config(directory)
     heads = _read_module(directory, raw, device)
     tree, tuned, tree_origin = _read_trees(directory, heads)
@@ -184,38 +197,25 @@ def check_tree_fits(tree: CandidateTree, heads: Heads | None) -> None:
         )
 
 
-def _local_directory(source: str | Path) -> Path:
+def heads_directory(source: str | Path, **hub: Any) -> Path:
+    """Where the files of heads are: see :func:`load_heads`.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
     shipped = shipped_heads()
     if not Path(source).is_dir() and str(source) in shipped:
         return shipped[str(source)]
-    files = [CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
     advice = "train one with train/train_heads.py, or give a hub id of the form owner/name, or one of those "
-    return hub_directory(source, files, f"{advice}that ship: {', '.join(shipped)}")
+    return hub_directory(
+        source, HEADS_FILES, "heads directory", f"{advice}that ship: {', '.join(shipped)}", **hub
+    )
 
 
-def hub_directory(source: str | Path, files: Sequence[str], advice: str) -> Path:
-    """The directory ``source``, or the copy of a hub repository of that name.
-
-    Args:
-        files: patterns of the repository's files to download.
-        advice: what to do where there is neither, for the message.
-
-    Raises:
-        FileNotFoundError: there is neither.
-    """
-    path = Path(source)
-    if path.is_dir():
-        return path
-    looks_like_path = path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1
-    if looks_like_path:
-        raise FileNotFoundError(f"no heads directory at {str(source)!r}; {advice}")
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=list(files)))
-    except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"no heads directory at {str(source)!r}, and the hub gives no repository of that name "
-            f"({type(error).__name__}); check the name and the network"
-        ) from error
+def weights_digest(source: str | Path) -> str:
+    """SHA-256 of the weights file of heads: which heads a report is about."""
+    with open(heads_directory(source) / WEIGHTS_FILE, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 import medusa
 from medusa.base.causal_lm import CausalLM
 from medusa.files import check_writable_target, replaced_directory, write_json
-from medusa.heads.checkpoint import HeadsCheckpoint, check_finite, hub_directory, save_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, check_finite, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
+from medusa.hub import hub_directory
 from medusa.interop.medusa_reference import CONFIG_FILE
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.registry import FORMATS
@@ -96,7 +97,7 @@ def foreign_directory(source: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is neither.
     """
-    return hub_directory(source, DOWNLOADED, "give a directory, or a hub id of the form owner/name")
+    return hub_directory(source, DOWNLOADED, "heads", "give a directory, or a hub id of the form owner/name")
 
 
 def save_base(base: CausalLM, tokenizer: Any, output: str | Path, overwrite: bool) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from medusa.base.causal_lm import CausalLM, vocab_size
+from medusa.base.loading import load_base
 from medusa.drafters.registry import (
     DrafterSettings,
     draft_sources,
@@ -262,5 +263,5 @@ def loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
     given = settings.draft_model
     if isinstance(given, PreTrainedModel):
         return given
-    assistant: Any = AutoModelForCausalLM.from_pretrained(str(given), dtype=base.dtype)
-    return assistant.to(base.device).eval()
+    assistant: Any = load_base(str(given), dtype=base.dtype)
+    return assistant.to(base.device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -10,8 +13,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+import medusa
 from medusa.decoding.statistics import DecodingStatistics
+from medusa.heads.checkpoint import weights_digest
 from medusa.measurement.heads import known_rates
+from medusa.model import MedusaModel
 from medusa.plots import BLUE, INK, ORANGE, SHADES, beside, figure_of, percent_axis, shade
 from medusa.tables import percent, print_table
 from medusa.trees.rank_counts import RankCounts
@@ -48,6 +54,30 @@ def evaluation_report(
             category: summary([item.statistics for item in evaluated if item.category == category])
             for category in sorted({item.category for item in evaluated})
         },
+    }
+
+
+def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """How an evaluation was made, and of which heads, for its report: ``made``.
+
+    Args:
+        source: what the heads were called; their files are read again.
+        answers: ``temperature``, ``max_new_tokens`` and ``seed``.
+    """
+    program, *words = sys.orig_argv
+    runtime = model.runtime
+    return {
+        "command": shlex.join([Path(program).name, *words]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "medusa_version": medusa.__version__,
+        "heads": source,
+        "heads_sha256": weights_digest(source),
+        "base": model.base.name_or_path,
+        "device": runtime.device,
+        "dtype": runtime.dtype,
+        "engine": runtime.engine,
+        "tree_nodes": model.tree.num_nodes,
+        **answers,
     }
 
 

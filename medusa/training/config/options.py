@@ -43,7 +43,9 @@ class BaseOptions:
     """The base model, which stays as it is."""
 
     base: str
-    """Base model: a path or a hub id."""
+    """Base model: a path or a hub id, as owner/name or owner/name@revision."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with, which can do anything."""
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base's weights; auto is the type they were saved in."""
     attention: str | None = None

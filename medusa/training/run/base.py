@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
 
+from medusa.base import loading
 from medusa.base.causal_lm import CausalLM, hidden_states
 from medusa.base.requirements import check_decodable
 from medusa.training.config.options import BaseOptions, ConfigurationError
@@ -22,17 +16,16 @@ def load_base(options: BaseOptions, device: torch.device) -> CausalLM:
     """The base model on ``device``, frozen and in evaluation mode.
 
     Raises:
+        FileNotFoundError: there is no such model.
         ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
             of no use.
     """
-    kwargs: dict[str, Any] = {} if options.attention is None else {"attn_implementation": options.attention}
-    kind = type(AutoConfig.from_pretrained(options.base))
-    if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigurationError(
-            f"base must be a causal language model, got {options.base!r}, a {kind.model_type} model; choose "
-            "a decoder-only one, such as those of Llama or Qwen"
-        )
-    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=options.base_dtype, **kwargs)
+    base: Any = loading.load_base(
+        options.base,
+        dtype=options.base_dtype,
+        trust_remote_code=options.trust_remote_code,
+        **({} if options.attention is None else {"attn_implementation": options.attention}),
+    )
     check_decodable(base)
     base = base.to(device).requires_grad_(False).eval()
     check_causal(base, options.base)
@@ -54,4 +47,4 @@ def check_causal(base: CausalLM, name: str) -> None:
 
 
 def load_tokenizer(options: BaseOptions) -> Any:
-    return AutoTokenizer.from_pretrained(options.base)
+    return loading.load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
