@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -119,7 +120,7 @@ def _without_hub(what: str, name: str, error: Exception) -> str:
         )
     repository, revision = split_revision(name)
     fetch = f"hf download {repository}{f' --revision {revision}' if revision else ''}"
-    if constants.is_offline_mode():
+    if isinstance(cause, OfflineModeIsEnabled):
         why = "HF_HUB_OFFLINE is set; unset it"
     elif is_missing_here and cause is error:
         why = "local_files_only is set; leave it out"

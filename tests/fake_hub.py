@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlparse
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 LARGE = (".safetensors", ".bin", ".pt")
 """Names of files that the hub keeps as large files."""
@@ -336,6 +336,7 @@ def fake_hub(cache: Path) -> Iterator[FakeHub]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
         patch.setattr(constants, "HF_STORED_TOKENS_PATH", str(cache / "tokens"))
         patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(hf_api.api, "endpoint", hub.url)  # whose methods huggingface_hub has as functions
         patch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )

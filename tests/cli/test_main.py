@@ -22,7 +22,7 @@ def saved(tmp_path_factory):
     return ["--base", base, "--heads", heads]
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "info", "export", "check", "import"])
+@pytest.mark.parametrize("command", ["chat", "generate", "info", "export", "check", "import", "push"])
 def test_help_teaches_by_example(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
