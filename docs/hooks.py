@@ -51,6 +51,7 @@ COMMANDS = (
     "medusa export",
     "medusa check",
     "medusa import",
+    "medusa push",
 )
 PROGRAM_FOLDERS = ("train", "inference", "scripts")
 HELP_SECONDS = 300
