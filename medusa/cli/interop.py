@@ -49,7 +49,10 @@ def export(options: ExportOptions) -> None:
     files = export_heads(request, options.to, options.output, options.overwrite)
     size = sum(path.stat().st_size for path in options.output.iterdir())
     log.print(f"{options.output}: {files.weights_file} and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
-    print_list(log, f"what {foreign.consumer} does otherwise:", files.changes)
+    changes = list(files.changes)
+    if (revision := split_revision(name)[1]) is not None:
+        changes.append(f"the result names the base without its revision {revision!r}: tell {foreign.consumer}")
+    print_list(log, f"what {foreign.consumer} does otherwise:", changes)
     check = shlex.join(["medusa", "check", str(options.output), "--as", options.to, "--base", name])
     serve = _serve(foreign, str(options.output), name, checkpoint.heads)
     print_list(log, "next:", [check, serve])
@@ -59,7 +62,7 @@ def export(options: ExportOptions) -> None:
             "format": options.to,
             "base": name,
             "bytes": size,
-            "changes": files.changes,
+            "changes": changes,
             "serve": serve,
         },
         options.report,
@@ -194,4 +197,4 @@ def print_check(result: ChainCheck, console: Console) -> None:
 
 def _serve(foreign: ForeignFormat, directory: str, base: str, heads: Heads) -> str:
     assert foreign.serve is not None, "formats that are written say how they are served"
-    return foreign.serve(directory, base, heads.num_heads)
+    return foreign.serve(directory, split_revision(base)[0], heads.num_heads)
