@@ -51,7 +51,7 @@ def export(options: ExportOptions) -> None:
     log.print(f"{options.output}: {files.weights_file} and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
     changes = list(files.changes)
     if (revision := split_revision(name)[1]) is not None:
-        changes.append(f"the result names the base without its revision {revision!r}: tell {foreign.consumer}")
+        changes.append(f"the base is named without its revision {revision!r}: tell {foreign.consumer} of it")
     print_list(log, f"what {foreign.consumer} does otherwise:", changes)
     check = shlex.join(["medusa", "check", str(options.output), "--as", options.to, "--base", name])
     serve = _serve(foreign, str(options.output), name, checkpoint.heads)
