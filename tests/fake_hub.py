@@ -17,9 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-import huggingface_hub
+import huggingface_hub.hf_api
 import pytest
-from huggingface_hub import constants, hf_api
+import transformers.utils.hub
+from huggingface_hub import constants
 
 LARGE = (".safetensors", ".bin", ".pt")
 """Names of files that the hub keeps as large files."""
@@ -336,7 +337,8 @@ def fake_hub(cache: Path) -> Iterator[FakeHub]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
         patch.setattr(constants, "HF_STORED_TOKENS_PATH", str(cache / "tokens"))
         patch.setattr(constants, "ENDPOINT", hub.url)
-        patch.setattr(hf_api.api, "endpoint", hub.url)  # whose methods huggingface_hub has as functions
+        for made in (huggingface_hub.hf_api.api, transformers.utils.hub.hf_api):  # they keep an endpoint
+            patch.setattr(made, "endpoint", hub.url)
         patch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
