@@ -337,8 +337,8 @@ def fake_hub(cache: Path) -> Iterator[FakeHub]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
         patch.setattr(constants, "HF_STORED_TOKENS_PATH", str(cache / "tokens"))
         patch.setattr(constants, "ENDPOINT", hub.url)
-        for made in (huggingface_hub.hf_api.api, transformers.utils.hub.hf_api):  # they keep an endpoint
-            patch.setattr(made, "endpoint", hub.url)
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)  # clients that keep their endpoint
+        patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         patch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
