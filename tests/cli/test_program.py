@@ -11,6 +11,7 @@ import medusa
 import medusa.hardware
 from medusa import CandidateTree, load_heads, save_tree
 from medusa.cli.reporting import exit_status
+from medusa.heads.checkpoint import weights_digest
 from medusa.progress import track
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
@@ -86,7 +87,10 @@ def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting,
         "by_category",
         "num_prompts",
         "num_tokens",
+        "made",
     }
+    assert report["made"]["heads_sha256"] == weights_digest(flags[3])
+    assert report["made"]["tree_nodes"] == wide_tree().num_nodes
     assert list(report["head_accuracy"]) == ["top1", "top2", "top3", "top5", "top10"]
     assert all(len(rates) == 3 for rates in report["head_accuracy"].values())
     assert len(report["acceptance_rate"]) == len(report["conditional_acceptance_rate"]) == wide_tree().depth
