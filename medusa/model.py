@@ -84,8 +84,7 @@ class MedusaModel:
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
         self._tokenizer = tokenizer
-        revision = getattr(base.config, "_commit_hash", None)  # of a base from the hub
-        self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {"revision": revision})
+        self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {})
         if heads is not None:
             check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
         self.tuned = tuple(tuned)
