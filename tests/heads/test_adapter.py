@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import medusa.heads.checkpoint
 from medusa import (
     Adapter,
     CandidateTree,
@@ -147,17 +146,20 @@ def test_heads_without_an_adapter_say_nothing_of_one(tmp_path):
     assert load_heads(tmp_path / "heads").adapter is None
 
 
-def test_the_hub_is_asked_for_the_adapter_too(saved, monkeypatch):
-    asked = []
+def test_heads_from_the_hub_bring_their_adapter(saved, hub):
+    hub.put("owner/heads", saved[1])
+    assert MedusaModel.from_pretrained(saved[0], "owner/heads").base.peft_config
 
-    def download(_name: str, allow_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
-        return str(saved[1])
 
-    monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", download)
-    model = MedusaModel.from_pretrained(saved[0], "owner/heads")
-    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(asked)
-    assert model.base.peft_config
+def test_joint_heads_are_pushed_with_their_adapter_and_not_for_a_plain_base(saved, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    assert main(["push", str(saved[1]), "me/heads", "--base", "me/base", "--dry-run", str(folder)]) == 0
+    assert not (folder / "custom_generate").exists()
+    assert load_file(folder / "adapter/adapter_model.safetensors").keys()
+    card = (folder / "README.md").read_text()
+    assert "custom_generate" not in card and "trained together with a LoRA adapter" in card
+    assert str(saved[0]) not in (folder / "adapter/adapter_config.json").read_text()
+    assert MedusaModel.from_pretrained(saved[0], folder).base.peft_config
 
 
 def test_a_loaded_base_without_the_adapter_is_refused_and_left_alone(saved):

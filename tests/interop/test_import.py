@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, save_chat_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import medusa.heads.checkpoint
 from medusa import CandidateTree, MedusaModel, load_heads
 from medusa.cli.main import main
 
@@ -372,16 +370,12 @@ def test_base_output_is_for_whole_models(base, tmp_path, capsys):
     refused(words, tmp_path, capsys, "base_output goes with a Medusa-2 model")
 
 
-def test_a_hub_id_is_downloaded_and_only_the_files_that_are_read(base, tmp_path, monkeypatch):
+def test_a_hub_id_is_downloaded_and_only_the_files_that_are_read(base, tmp_path, monkeypatch, hub):
     directory, _ = v1(tmp_path / "theirs", base)
-    asked = []
-
-    def download(repo_id, allow_patterns):
-        asked.append((repo_id, sorted(allow_patterns)))
-        return str(shutil.copytree(directory, tmp_path / "downloaded"))
-
+    (directory / "optimizer.pt").write_bytes(b"not read")
+    hub.put("someone/medusa-heads", directory)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(medusa.heads.checkpoint, "snapshot_download", download)
     assert main(["import", "someone/medusa-heads", "--output", "heads"]) == 0
     assert load_heads(tmp_path / "heads").provenance["imported_from"] == "someone/medusa-heads"
-    assert [repo for repo, _ in asked] == ["someone/medusa-heads"] and "config.json" in asked[0][1]
+    fetched = {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
+    assert "config.json" in fetched and "optimizer.pt" not in fetched
