@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +14,18 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.causal_lm import (
+    CausalLM,
+    embedding_weight,
+    hidden_size,
+    output_embedding,
+    verify,
+    vocab_size,
+)
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_is_model
 from medusa.choices import StepKind
+from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch
 from medusa.decoding.loop import StepResult
 from medusa.decoding.pausing import RESTING_MATCH, DraftCost, Pausing
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
@@ -40,7 +49,7 @@ from medusa.engine.views import TakenWeights
 from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle import EagleHead, Heads
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.hub import HUB_ARGUMENTS
@@ -346,6 +355,72 @@ class MedusaModel:
         options = _Options(seed, tree, drafter, acceptance, step)
         return self._steps(self._prepared(inputs, kwargs), options, statistics)
 
+    def continuous_batch(
+        self,
+        limits: BatchLimits | None = None,
+        *,
+        plain: bool = False,
+        step: StepKind | None = None,
+    ) -> ContinuousBatch:
+        """A batch that requests (:meth:`request`) join and leave between steps; see
+        :mod:`medusa.decoding.continuous_batch`.
+
+        The drafter and its tree follow the number of rows, and guessing pauses where it does not pay.
+
+        Args:
+            limits: what it may hold at once.
+            plain: draft nothing; the tokens are the same.
+            step: "general", or "compiled" with engine "packed" or "int8".
+
+        Raises:
+            ValueError: steps of this kind have one shape for a whole answer.
+        """
+        kind = step or self.step
+        check_step(kind, self.runner)
+        layers = () if self.heads is None else self.heads.reads_layers
+        run = partial(verify, layers=layers)
+        if kind == "compiled" and holds_packed_weights(self.runner):
+            run = partial(self._runners.compiled_pass(layers)[0].verify, layers=layers)
+        elif kind != "general":
+            raise ValueError(
+                f"step={kind!r} runs steps of one shape, and a batch that rows join changes its own; use "
+                "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
+            )
+
+        def drafter_for(num_rows: int) -> Drafter:
+            self._check_weights()
+            return PlainDrafter() if plain else self.drafter_for(num_rows, kind)
+
+        def pausing_for(num_rows: int, drafter: Drafter) -> Pausing | None:
+            return self._pausing_of(num_rows, kind, drafter)
+
+        trees = (self._default_tree, *(entry.tree for entry in self.tuned))
+        return ContinuousBatch(
+            self.runner,
+            limits or BatchLimits(),
+            drafter_for,
+            pausing_for,
+            run,
+            layers,
+            needs_features=isinstance(self.heads, EagleHead),
+            max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,
+        )
+
+    def request(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        seed: int | Sequence[int] | Tensor | None = None,
+        num_logprobs: int | None = None,
+        **kwargs: Any,
+    ) -> DecodeRequest:
+        """What :meth:`continuous_batch` takes, from the arguments of :meth:`generate`: (1, T) long inputs.
+
+        ``num_logprobs`` asks for the base's own log-probability of each token, and of so many likeliest ones.
+        """
+        request = decode_request(self.base, seed=seed, **self._prepared(inputs, kwargs))
+        return replace(request, num_logprobs=num_logprobs)
+
     def decode(
         self,
         base: CausalLM,
@@ -416,12 +491,15 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
+    def _check_weights(self) -> None:
         if not self._taken_weights.are_current:
             raise ValueError(
                 f"the weights of the base or the heads have changed (written to, cast or moved) since "
                 f"engine={self.engine!r} took them; call refresh() on this MedusaModel first"
             )
+
+    def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
+        self._check_weights()
         tree, drafter, num_rows = options.tree, options.drafter, len(request.tokens)
         if drafter is not None:
             if tree is not None:
@@ -443,11 +521,15 @@ class MedusaModel:
         several nodes rounds differently, and the text must not depend on how long steps took.
         """
         is_named = options.tree is not None or options.drafter is not None
-        is_same_text = request.is_exact and self.base.dtype == torch.float32
-        if is_named or not is_same_text or drafter.max_depth == 0:
+        if is_named or not request.is_exact:
             return None
-        step = options.step or self.step
-        cost = self._draft_costs.setdefault((step, len(request.tokens).bit_length()), DraftCost())
+        return self._pausing_of(len(request.tokens), options.step or self.step, drafter)
+
+    def _pausing_of(self, num_rows: int, step: StepKind, drafter: Drafter) -> Pausing | None:
+        """The same, of so many rows of exact requests that name neither."""
+        if self.base.dtype != torch.float32 or drafter.max_depth == 0:
+            return None
+        cost = self._draft_costs.setdefault((step, num_rows.bit_length()), DraftCost())
         return Pausing(cost, SuffixDrafter(min_match=RESTING_MATCH) if step == "general" else None)
 
     def _heads_in(self, tree: CandidateTree) -> Drafter:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.trees.candidate_tree import TreeTopology
 
 # These read nothing but the logits, not even which token each is of, and leave at least one.
@@ -46,6 +47,7 @@ TEXT_PROCESSORS = (
     hf.NoRepeatNGramLogitsProcessor,
     hf.SequenceBiasLogitsProcessor,
     hf.NoBadWordsLogitsProcessor,
+    OccurrencePenalty,
 )
 # These are functions of one row's length, and the lengths that they compare it with count the padding.
 LENGTH_PROCESSORS = (
@@ -125,10 +127,35 @@ class NodePaths:
         path = self.tokens[row][lineage[nodes, : depth + 1]]  # (M, depth + 1)
         return torch.cat([before.expand(len(nodes), -1), path], dim=1)
 
+    def of_rows(self, rows: Tensor) -> NodePaths:
+        """Those of ``rows`` (B',) long."""
+        padding = [self.padding[row] for row in rows.tolist()] if self.padding else ()
+        tokens, topology = self.tokens[rows], self.topology.of_rows(rows)
+        return NodePaths(self.prefix[rows], self.prefix_lengths[rows], padding, tokens, topology)
+
     @functools.cached_property
     def _prefix_lengths(self) -> list[int]:
         """On the host, asked for only by a processor that reads a path."""
         return self.prefix_lengths.tolist()
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What the base alone thinks of a token and of the likeliest ones, before any logits processor."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """(token, log-probability), the likeliest first."""
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[TokenLogprobs]:
+    """That of ``tokens`` (T,) long, each chosen from a row of logits (T, V), beside ``num_top`` likeliest."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
+    values, indices = (each.tolist() for each in logprobs.topk(num_top, dim=-1))
+    tops = [list(zip(*each, strict=True)) for each in zip(indices, values, strict=True)]
+    return [TokenLogprobs(*each) for each in zip(tokens.tolist(), chosen, tops, strict=True)]
 
 
 def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: NodePaths) -> Tensor:

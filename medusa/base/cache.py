@@ -46,8 +46,13 @@ class TreeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Memory held by keys and values."""
-        return sum(entries.nbytes for layer in self.tree_layers for entries in layer.entries)
+        """Memory held by keys and values, room for further rows included."""
+        return sum(buffer.nbytes for layer in self.tree_layers for buffer in layer.buffers)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each row that are allocated."""
+        return max((layer.capacity for layer in self.tree_layers), default=0)
 
     def begin(self, num_nodes: int, first_node: int = 0) -> None:
         """Announce a pass over ``num_nodes`` tokens per row, the nodes of a tree from ``first_node`` on.
@@ -92,20 +97,44 @@ class TreeCache(Cache):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but ``rows`` (B',) long, in that order."""
-        self.lengths = self.lengths[rows]
-        self.longest = int(self.lengths.max()) if len(rows) else 0
+        sources = rows.tolist()
+        # Moved one after the other, no row is overwritten before it was moved.
+        in_place = all(source >= row for row, source in enumerate(sources))
         for layer in self.tree_layers:
-            layer.entries = [entries[rows.to(entries.device)] for entries in layer.entries]
+            if in_place:
+                layer.move_rows(sources, self.longest)
+            else:
+                layer.hold([entries[rows.to(entries.device)] for entries in layer.entries])
+        self.lengths = self.lengths[rows]
+        self.longest = int(self.lengths.max()) if sources else 0
 
-    def replace_row(self, row: int, source: TreeCache) -> None:
-        """Put the single row of ``source`` in the place of ``row``."""
-        length = source.longest
-        for layer, theirs in zip(self.tree_layers, source.tree_layers, strict=True):
-            layer.reserve(length)
-            for entries, given in zip(layer.entries, theirs.entries, strict=True):
-                entries[row, :, :length] = given[0, :, :length]
-        self.lengths[row] = length
-        self.longest = int(self.lengths.max())
+    def join(self, other: TreeCache, most_rows: int = 0) -> None:
+        """Take in the rows of ``other``, of the same base, behind one's own.
+
+        Where buffers must grow, they get room for ``most_rows`` rows, so that others can join without.
+        """
+        longest = max(self.longest, other.longest)
+        for layer, theirs in zip(self.tree_layers, other.tree_layers, strict=True):
+            layer.join(theirs, other.longest, longest, most_rows)
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.longest = longest
+
+    def copy_of_row(self, row: int, length: int) -> TreeCache:
+        """A cache of its own with the first ``length`` committed tokens of ``row``."""
+        copied = TreeCache(1, len(self.tree_layers), self.lengths.device)
+        copied.num_positions = self.num_positions
+        copied.lengths = copied.lengths + length
+        copied.longest = length
+        for layer, source in zip(copied.tree_layers, self.tree_layers, strict=True):
+            if source.is_initialized:
+                layer.is_initialized = True
+                layer.hold([entries[row : row + 1, :, :length].clone() for entries in source.entries])
+        return copied
+
+    def trim(self) -> None:
+        """Give back the slots that no committed token needs, and the room for further rows."""
+        for layer in self.tree_layers:
+            layer.hold([entries[:, :, : self.longest].clone() for entries in layer.entries])
 
 
 class FixedTreeCache(TreeCache):
@@ -153,11 +182,22 @@ class TreeCacheLayer(CacheLayerMixin):
     def __init__(self, cache: TreeCache):
         super().__init__()
         self.cache = cache
+        self.buffers: list[Tensor] = []
+        """Keys and values, (B or more, heads, capacity, head dimension) each; empty before the first pass."""
         self.entries: list[Tensor] = []
-        """Keys and values, (B, heads, capacity, head dimension) each; empty before the first pass."""
+        """Their first B rows."""
+
+    @property
+    def capacity(self) -> int:
+        return self.entries[0].shape[2] if self.entries else 0
+
+    def hold(self, buffers: list[Tensor], num_rows: int | None = None) -> None:
+        """Have keys and values in ``buffers``, of which ``num_rows`` are in use; all by default."""
+        self.buffers = buffers
+        self.entries = [buffer[:num_rows] if num_rows is not None else buffer for buffer in buffers]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.entries = [states[:, :, :0].contiguous() for states in (key_states, value_states)]
+        self.hold([states[:, :, :0].contiguous() for states in (key_states, value_states)])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -176,14 +216,36 @@ class TreeCacheLayer(CacheLayerMixin):
         return keys[:, :, :num_slots], values[:, :, :num_slots]
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for ``num_slots`` slots, keeping what is stored."""
-        self.entries = [_grown(entries, num_slots) for entries in self.entries]
+        """Make room for ``num_slots`` slots, keeping what is stored. Growing gives up room for more rows."""
+        if self.entries and num_slots > self.capacity:
+            self.hold([_grown(entries, num_slots) for entries in self.entries])
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
         for entries in self.entries:
             taken = entries.gather(2, _along_entries(source, entries))
             entries.scatter_(2, _along_entries(target, entries), taken)
+
+    def move_rows(self, sources: list[int], num_slots: int) -> None:
+        """Have row ``sources[r]`` in row r, for each r in turn, as far as ``num_slots``; drop the rest."""
+        for row, source in enumerate(sources):
+            if source != row:
+                for buffer in self.buffers:
+                    buffer[row, :, :num_slots] = buffer[source, :, :num_slots]
+        self.hold(self.buffers, len(sources))
+
+    def join(self, other: TreeCacheLayer, their_slots: int, num_slots: int, most_rows: int) -> None:
+        """Take in the rows of ``other``, ``their_slots`` slots each, behind one's own."""
+        if not other.is_initialized:
+            return
+        self.reserve(num_slots)
+        ours, theirs = len(self.entries[0]), len(other.entries[0])
+        if len(self.buffers[0]) < ours + theirs:
+            wanted = max(most_rows, ours + theirs)
+            self.buffers = [_with_rows(entries, wanted) for entries in self.entries]
+        for buffer, entries in zip(self.buffers, other.entries, strict=True):
+            buffer[ours : ours + theirs, :, :their_slots] = entries[:, :, :their_slots]
+        self.hold(self.buffers, ours + theirs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.longest + query_length, 0
@@ -201,10 +263,17 @@ def _along_entries(slots: Tensor, entries: Tensor) -> Tensor:
     return slots.to(entries.device)[:, None, :, None].expand(-1, heads, -1, width)
 
 
+def _with_rows(entries: Tensor, num_rows: int) -> Tensor:
+    """``entries`` (B, heads, capacity, width) at the head of a buffer of ``num_rows`` rows."""
+    buffer = entries.new_zeros(num_rows, *entries.shape[1:])
+    buffer[: len(entries)] = entries
+    return buffer
+
+
 def _grown(entries: Tensor, num_slots: int) -> Tensor:
     """``entries`` (B, heads, capacity, width) with room for ``num_slots`` slots, in whole steps."""
     batch, heads, capacity, width = entries.shape
     if num_slots <= capacity:
         return entries
-    missing = -(-(num_slots - capacity) // GROWTH_STEP) * GROWTH_STEP
+    missing = -(-num_slots // GROWTH_STEP) * GROWTH_STEP - capacity
     return torch.cat([entries, entries.new_zeros(batch, heads, missing, width)], dim=2)

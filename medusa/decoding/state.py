@@ -5,7 +5,7 @@ No model is called here; ``loop`` moves the state forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class DecodeRequest:
     """Fills rows that have ended."""
     padding: tuple[Tensor, ...] = ()
     """The tokens that padded each row on the left in the caller's batch, (P,) long each; () for none."""
+    num_logprobs: int | None = None
+    """Report what the base thinks of each token, and of so many likeliest ones; None reports nothing."""
     acceptance: str = "exact"
     """"exact", "typical" (lossy), or the name of a rule in ``medusa.acceptance.rules``."""
 
@@ -81,6 +83,24 @@ class DecodeRequest:
 
 
 @dataclass
+class Prefix:
+    """What has been read of a prompt."""
+
+    cache: TreeCache
+    features: Tensor | None = None
+    """(B, S, D): the states of its tokens, if the drafter wants them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self.cache.num_bytes + (0 if self.features is None else self.features.nbytes)
+
+    def features_with(self, hidden: Tensor) -> Tensor:
+        """Those of the prompt, when ``hidden`` (B, T, D) are the states of the tokens that were missing."""
+        return hidden if self.features is None else torch.cat([self.features, hidden], dim=1)
+
+
+@dataclass
 class DecodeState:
     """The rows still decoding."""
 
@@ -93,10 +113,18 @@ class DecodeState:
     hidden: Tensor
     """(B, D): the state that chose the root token, with those of the layers that the drafter reads."""
     cache: TreeCache
-    request: DecodeRequest
-    """Narrowed to ``rows``."""
+    requests: list[DecodeRequest]
+    """What each row belongs to; the rows of one call share one."""
+    seeds: Tensor | None = None
+    """(B,) long: noise streams; None where every row is greedy, anything for a greedy row among others."""
+    padding: tuple[Tensor, ...] = ()
+    """As in a request, of these rows."""
+    num_new: list[int] = field(default_factory=list)
+    """Tokens of each row's answer so far, root token included."""
     features: Tensor | None = None
     """(B, S, D): the same at every committed position, if the drafter wants it."""
+    refuses_nan: bool = False
+    """A step fails where a token would be chosen from scores that are no numbers."""
     callers_batch: CallersBatch | None = None
     """What processors and criteria are shown when rows advance in step."""
     sampled: DraftKind | None = None
@@ -104,12 +132,48 @@ class DecodeState:
     rule_state: Any = None
     """What a rule for sampled drafts carries from step to step."""
 
+    @property
+    def request(self) -> DecodeRequest:
+        """That of all rows, or, where rows of several share passes, one with the same ``acceptance``."""
+        return self.requests[0]
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The rows that are sampled, known on the host."""
+        return [row for row, request in enumerate(self.requests) if request.seeds is not None]
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """As :attr:`medusa.drafters.protocol.DraftContext.temperature`."""
+        given = [0.0 if each.seeds is None else each.temperature for each in self.requests]
+        if self.seeds is None:
+            return 1.0
+        if len(set(given)) == 1:
+            return given[0]
+        return torch.tensor(given, device=self.lengths.device)[:, None, None]
+
     def noise(self, num_positions: int, vocab_size: int) -> Tensor | None:
-        """Noise for the tokens 1 .. num_positions after the root, (B, num_positions, V)."""
-        if self.request.seeds is None:
+        """Noise for the tokens 1 .. num_positions after the root, (B, num_positions, V); 0 in greedy rows."""
+        if self.seeds is None:
             return None
         ahead = torch.arange(num_positions, device=self.lengths.device)
-        return gumbel_noise(self.request.seeds, self.lengths[:, None] + ahead, vocab_size)
+        positions, sampled = self.lengths[:, None] + ahead, self.sampled_rows
+        if len(sampled) == len(self.requests):
+            return gumbel_noise(self.seeds, positions, vocab_size)
+        rows = torch.tensor(sampled, device=positions.device)
+        noise = gumbel_noise(self.seeds[rows], positions[rows], vocab_size)
+        return noise.new_zeros(len(positions), *noise.shape[1:]).index_copy(0, rows, noise)
+
+    def rows_by_processors(self) -> list[tuple[LogitsProcessorList, list[int]]]:
+        """The rows that share their logits processors, and these; all that have none come together."""
+        first = self.request.processors
+        if all(request.processors is first for request in self.requests):
+            return [(first, list(range(len(self.requests))))]
+        found: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
+        for row, request in enumerate(self.requests):
+            key = id(request.processors) if request.processors else 0
+            found.setdefault(key, (request.processors, []))[1].append(row)
+        return list(found.values())
 
     def append(self, new_tokens: list[list[int]]) -> None:
         """Add each row's new tokens."""
@@ -122,6 +186,7 @@ class DecodeState:
                 start = reach[row]
                 self.tokens[row, start : start + len(new)] = self.tokens.new_tensor(new)
         self.lengths = self.lengths + self.lengths.new_tensor([len(new) for new in new_tokens])
+        self.num_new = [count + len(new) for count, new in zip(self.num_new, new_tokens, strict=True)]
 
     def commit(self, acceptance: Acceptance, hidden: Tensor, is_chain: bool = False) -> None:
         """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` as for
@@ -144,19 +209,46 @@ class DecodeState:
         self.cache.keep_rows(index)
         self.features = None if self.features is None else self.features[index]
         self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
-        request = self.request
-        self.request = replace(
-            request,
-            seeds=None if request.seeds is None else request.seeds[index],
-            padding=tuple(request.padding[row] for row in kept) if request.padding else (),
-        )
+        self.requests = [self.requests[row] for row in kept]
+        self.num_new = [self.num_new[row] for row in kept]
+        self.padding = tuple(self.padding[row] for row in kept) if self.padding else ()
+        self.seeds = None if self.seeds is None or not self.sampled_rows else self.seeds[index]
 
-    def num_until_end(self, row: int, num_before: int, new: list[int]) -> tuple[int, bool]:
-        """How many of a row's ``new`` tokens belong to its answer, and whether the last of them ends it.
+    def join(self, other: DecodeState, most_rows: int = 0) -> None:
+        """Take in the rows of ``other``, of the same base; ``most_rows`` as for :meth:`TreeCache.join`.
 
-        ``num_before`` tokens of the answer are there already.
+        Raises:
+            ValueError: a request's rows must stay together, or its text depends on what is drafted.
         """
-        request = self.request
+        for state in (self, other):
+            if state.callers_batch is not None or not state.request.is_exact:
+                raise ValueError(
+                    "rows of several requests share passes only with acceptance='exact' and without "
+                    "processors or criteria of the caller's own, which want the whole batch; decode this one "
+                    "alone"
+                )
+        if self.seeds is not None or other.seeds is not None:
+            ours, theirs = (
+                state.lengths * 0 if state.seeds is None else state.seeds for state in (self, other)
+            )
+            self.seeds = torch.cat([ours, theirs])
+        self.padding = self._padding_of_rows() + other._padding_of_rows()
+        self.rows = self.rows + other.rows
+        self.requests, self.num_new = self.requests + other.requests, self.num_new + other.num_new
+        self.tokens = torch.cat(_as_wide(self.tokens, other.tokens))
+        if self.features is not None and other.features is not None:
+            self.features = torch.cat(_as_wide(self.features, other.features))
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.hidden = torch.cat([self.hidden, other.hidden])
+        self.cache.join(other.cache, most_rows)
+
+    def _padding_of_rows(self) -> tuple[Tensor, ...]:
+        """:attr:`padding`, one for each row."""
+        return self.padding or tuple(self.tokens[:, :0])
+
+    def num_until_end(self, row: int, new: list[int]) -> tuple[int, bool]:
+        """How many of a row's ``new`` tokens belong to its answer, and whether the last of them ends it."""
+        request, num_before = self.requests[row], self.num_new[row]
         if self.callers_batch is not None:
             return len(new), self.callers_batch.has_ended(self.rows[row])
         for count, token in enumerate(new, start=1):
@@ -169,5 +261,14 @@ class DecodeState:
     def _criteria_met(self, row: int, new: list[int]) -> bool:
         """Ask the stopping criteria about one row, padded as the caller's batch was."""
         so_far = self.tokens[row, : int(self.lengths[row])]
-        sequence = self.request.with_padding(row, torch.cat([so_far, so_far.new_tensor(new)]))
-        return bool(self.request.criteria(sequence[None], None).any())
+        parts = [*self.padding[row : row + 1], so_far, so_far.new_tensor(new)]
+        return bool(self.requests[row].criteria(torch.cat(parts)[None], None).any())
+
+
+def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:
+    """Both (B, S, ...), the narrower one filled with zeros behind."""
+    missing = first.shape[1] - second.shape[1]
+    fill = [0, 0] * (first.dim() - 2)
+    widths = (max(0, -missing), max(0, missing))
+    both = zip((first, second), widths, strict=True)
+    return [each if not more else torch.nn.functional.pad(each, (*fill, 0, more)) for each, more in both]

@@ -62,16 +62,17 @@ def _decode(
     pausing: Pausing | None,
 ) -> Iterator[StepResult]:
     clock = PhaseClock(statistics)
-    answers: list[list[int]] = [[] for _ in range(len(request.lengths))]
-    rows, first = begin(runners.base, drafter, request)
-    clock.prefill_done(num_rows=len(answers))
-    yield finish_step(rows, (drafter,), answers, [[token] for token in first], [[0]] * len(first), True)
+    num_rows = len(request.lengths)
+    drafter.begin(num_rows)
+    rows, first = begin(runners.base, request, drafter.reads_layers)
+    clock.prefill_done(num_rows)
+    yield finish_step(rows, (drafter,), num_rows, first, True)
     if not rows.rows:
         return
 
     num_left = request.max_new_tokens - 1
     clock.start()
-    view = HostView.of_rows(rows.rows, rows.lengths.tolist(), num_left, len(answers))
+    view = HostView.of_rows(rows.rows, rows.lengths.tolist(), num_left, num_rows)
     with runners.acquire(step, drafter, rows, host_sync_interval) as runner:
         state = runner.state
         state.reserve(view.slots_needed(1, drafter.max_depth + 1, drafter.num_nodes))

@@ -61,22 +61,21 @@ class StaticState:
         """Room for rows like ``given`` and W = ``num_steps``; :meth:`reserve` and :meth:`load` fill it."""
         num_rows, device = len(given.rows), given.lengths.device
         cache = FixedTreeCache(num_rows, len(given.cache.tree_layers), device)
-        seeds = given.request.seeds
-        request = replace(given.request, seeds=None if seeds is None else seeds.clone(), padding=())
         rows = DecodeState(
             rows=list(range(num_rows)),
             tokens=given.tokens.new_zeros(num_rows, 0),
             lengths=given.lengths.clone(),
             hidden=given.hidden.clone(),
             cache=cache,
-            request=request,
+            requests=given.requests,
+            seeds=None if given.seeds is None else given.seeds.clone(),
         )
         per_step = given.lengths.new_zeros(num_steps, num_rows)
         return cls(
             rows,
             cache,
             ends=given.lengths.clone(),
-            eos=torch.tensor(sorted(request.eos_ids), dtype=torch.long, device=device),
+            eos=torch.tensor(sorted(given.request.eos_ids), dtype=torch.long, device=device),
             finished=torch.zeros(num_rows, dtype=torch.bool, device=device),
             num_kept=per_step,
             num_accepted=per_step.clone(),
@@ -93,14 +92,14 @@ class StaticState:
 
     def load(self, given: DecodeState, num_left: int) -> None:
         """Go on from ``given``, whose rows may get ``num_left`` tokens more; it must fit what is reserved."""
-        rows, seeds = self.rows, given.request.seeds
+        rows = self.rows
         self.cache.load(given.cache)
         width = min(rows.tokens.shape[1], given.tokens.shape[1])
         rows.tokens[:, :width] = given.tokens[:, :width]
         rows.lengths.copy_(given.lengths)
         rows.hidden.copy_(given.hidden)
-        if seeds is not None and rows.request.seeds is not None:
-            rows.request.seeds.copy_(seeds)
+        if given.seeds is not None and rows.seeds is not None:
+            rows.seeds.copy_(given.seeds)
         self.ends.copy_(given.lengths + num_left)
         self.finished.fill_(False)
         self.num_unread.zero_()

@@ -184,8 +184,7 @@ class DynamicHeadsDrafter(HeadsDrafter):
         column = self._columns[token]
         is_known = follows & (column >= 0)
         place = column.clamp(min=0)[..., None].expand(-1, logits.shape[1], 1)
-        sharpness = 1.0 if context.noise is None else self.beta / context.temperature
-        log_q = (logits.float() * sharpness).log_softmax(-1)
+        log_q = (logits.float() * context.sharpness(self.beta)).log_softmax(-1)
         known = log_q.gather(2, place)  # (B, M, 1)
         log_q = log_q.scatter(2, place, known.masked_fill(is_known[..., None], -torch.inf))
         known = known.squeeze(2).nan_to_num(nan=WORST).masked_fill(~is_known, -torch.inf)

@@ -87,7 +87,7 @@ class LevelDrafter(StatelessDrafter):
         if context.noise is None:
             return logits
         noise = self.in_columns(context.noise[:, None, depth - 1])
-        return logits.float() * (self.beta / context.temperature) + noise
+        return logits.float() * context.sharpness(self.beta) + noise
 
     def in_columns(self, values: Tensor) -> Tensor:
         """Values of all tokens (..., V) as the columns of the drafter's logits have them, (..., V')."""

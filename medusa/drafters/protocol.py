@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -35,8 +36,8 @@ class DraftContext:
     """The base's own. A drafter may run tree nodes on it; what it leaves there uncommitted is overwritten."""
     noise: Tensor | None
     """(B, L, V): the noise that will choose the tokens 1 .. L positions after the root; None when greedy."""
-    temperature: float = 1.0
-    """Of the sampling distribution; 1.0 when greedy."""
+    temperature: float | Tensor = 1.0
+    """Of the sampling distribution; 1.0 when greedy. (B, 1, 1) where rows differ, 0 in greedy ones."""
     features: Tensor | None = None
     """(B, S, D), or as ``hidden``: the same at every committed position, if ``needs_features``."""
     sampled: DraftKind | None = None
@@ -47,6 +48,17 @@ class DraftContext:
     """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
     fixed_shape: bool = False
     """Static steps: the draft must have all of the drafter's nodes, and the host may read no tensor."""
+
+    def sharpness(self, beta: float) -> float | Tensor:
+        """What logits (B, M, V) are multiplied by before they are ranked together with :attr:`noise`.
+
+        ``beta / temperature``, where ``beta`` is the drafter's weight against the noise; 1 in greedy rows.
+        """
+        if self.noise is None:
+            return 1.0
+        if isinstance(self.temperature, Tensor):
+            return torch.where(self.temperature > 0, beta / self.temperature, 1.0)
+        return beta / self.temperature
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,14 @@ class TreeTopology:
         """Depth of the deepest node, or a bound on it where each step has another shape."""
         return self.lineage.shape[2] - 1
 
+    def of_rows(self, rows: Tensor) -> TreeTopology:
+        """The trees of ``rows`` (B',) long; itself where all rows share one."""
+        if self.parents.shape[0] == 1:
+            return self
+        return TreeTopology(
+            self.parents[rows], self.depths[rows], self.ancestors[rows], self.lineage[rows], self.is_chain
+        )
+
     @classmethod
     def from_parents(
         cls, parents: Tensor, depths: Tensor, max_depth: int, is_chain: bool = False

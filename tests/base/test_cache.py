@@ -180,16 +180,34 @@ def test_kept_rows_stay_whole_and_come_in_the_order_asked(kept):
 
 
 @pytest.mark.parametrize("length", [3, 20, GROWTH_STEP + 10], ids=["shorter", "longer", "past the capacity"])
-def test_a_replaced_row_holds_the_new_tokens_and_the_others_theirs(length):
-    cache, tokens = filled("llama", [9, 14, 12])
-    source, (new_tokens,) = filled("llama", [length], seed=8)
-    cache.replace_row(1, source)
-    tokens[1] = new_tokens
-    assert cache.lengths.tolist() == [9, length, 12]
-    assert cache.longest == max(12, length)
+@pytest.mark.parametrize("most_rows", [0, 8])
+def test_rows_that_join_hold_their_tokens_and_the_others_theirs(length, most_rows):
+    cache, tokens = filled("llama", [9, 14])
+    for seed in (8, 9):
+        source, new_tokens = filled("llama", [length], seed)
+        cache.join(source, most_rows)
+        tokens += new_tokens
+    assert cache.lengths.tolist() == [9, 14, length, length]
+    assert cache.longest == max(14, length)
     new = step(cache, "llama", tree_of(num_nodes=6, seed=1), torch.Generator().manual_seed(0))
-    for row in range(3):
-        assert_holds(cache, row, "llama", tokens[row] + new[row])
+    cache.keep_rows(torch.tensor([3, 1, 2]))
+    cache.join(cache.copy_of_row(0, length), most_rows)
+    cache.trim()
+    expected = [tokens[row] + new[row] for row in (3, 1, 2)] + [tokens[3]]
+    for row, held in enumerate(expected):
+        assert_holds(cache, row, "llama", held)
+
+
+def test_with_room_a_row_joins_and_leaves_without_a_copy_of_the_others():
+    cache, _ = filled("llama", [9, 14])
+    cache.join(filled("llama", [5])[0], most_rows=8)
+    places = [buffer.data_ptr() for layer in cache.tree_layers for buffer in layer.buffers]
+    cache.keep_rows(torch.tensor([2, 1]))
+    cache.join(filled("llama", [7])[0], most_rows=8)
+    assert places == [buffer.data_ptr() for layer in cache.tree_layers for buffer in layer.buffers]
+    before = cache.num_bytes
+    cache.trim()
+    assert cache.num_bytes < before and cache.capacity == 14
 
 
 def test_the_last_token_can_be_made_the_root_of_the_tree_to_come():

@@ -71,8 +71,9 @@ def sampling(num_rows: int, device="cpu") -> dict:
 def prefilled(base, drafter, lengths: list[int], **kwargs) -> StaticState:
     """The state after the prompts, with room for 256 tokens."""
     prompts = random_prompts(len(lengths), max(lengths))
-    rows, first = begin(base, drafter, DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs))
-    rows.append([[token] for token in first])
+    request = DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs)
+    drafter.begin(len(lengths))
+    rows, _ = begin(base, request, drafter.reads_layers)
     state = StaticState.like(rows, num_steps=4)
     state.reserve(256)
     state.load(rows, num_left=29)
@@ -91,7 +92,7 @@ def on_a_card(base, drafter, device: str) -> StaticState:
         lengths.new_zeros(2, 9), lengths, 30, eos_ids=frozenset({3}), **sampling(2, device)
     )
     hidden = torch.empty(2, (1 + len(drafter.reads_layers)) * config.hidden_size, device=device)
-    rows = DecodeState([0, 1], request.tokens, lengths, hidden, cache, request)
+    rows = DecodeState([0, 1], request.tokens, lengths, hidden, cache, [request] * 2, request.seeds)
     state = StaticState.like(rows, num_steps=4)
     state.reserve(256)
     state.load(rows, num_left=29)
@@ -177,7 +178,7 @@ def test_a_step_runs_on_a_model_sharded_over_devices(kind, last):
         drafter.begin(2)
         state = on_a_card(base, drafter, last)
         for layer, device in zip(state.cache.tree_layers, ("cpu", CARD), strict=True):
-            layer.entries = [entries.to(device) for entries in layer.entries]
+            layer.hold([entries.to(device) for entries in layer.entries])
         with seen_hidden(base, layers=drafter.reads_layers) as seen:
             for _ in range(2):
                 static_step(base, drafter, state, seen)

@@ -6,18 +6,24 @@ message, in the order they end.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from transformers import PreTrainedModel
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
+from medusa.base.causal_lm import verify
 from medusa.base.position_limits import common_context
+from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, Row
+from medusa.decoding.state import DecodeRequest
+from medusa.drafters.plain import PlainDrafter
 from medusa.prompts import Message, encode_messages
-from medusa.training.distillation.continuous_batch import ContinuousBatch, Row
 from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
+from medusa.training.distillation.repetition import repeated_tail
 
 QUESTION_TEMPERATURE = 1.0
 """How the model's own questions are sampled; greedy decoding would always give the same question."""
@@ -111,29 +117,40 @@ class LocalAnswerer:
     def replies(
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
     ) -> Iterator[Outcome]:
-        batch: ContinuousBatch[Conversation] = ContinuousBatch(
-            self.base, self.batch_size, self.max_new_tokens, self.stop_loops
-        )
+        limits = BatchLimits(max_rows=self.batch_size, max_slots=sys.maxsize, chunk=512, prefix_bytes=0)
+        batch = ContinuousBatch(self.base, limits, lambda _: PlainDrafter(), lambda *_: None, verify)
+        under_way: list[Row] = []
         while True:
             if is_time_up():
-                batch.cut()
-            for row in batch.take_finished():
+                for row in under_way:
+                    batch.cancel(row)
+            ended = [row for row in under_way if row.finish_reason is not None]
+            under_way = [row for row in under_way if row.finish_reason is None]
+            for row in ended:
                 yield row.tag, self._reply(row)
-            while batch.num_vacant and (conversation := next_conversation()) is not None:
+            while len(under_way) < self.batch_size and (conversation := next_conversation()) is not None:
                 row = self._row(conversation)
                 refusal = self._refusal(row)
                 if refusal is not None:
                     yield conversation, refusal
                     continue
                 batch.add(row)
-                count_tokens(1)
-            if not batch.num_rows:
+                under_way.append(row)
+            if not under_way:
                 return
-            if not batch.has_finished:
-                batch.step()
-                count_tokens(batch.num_rows)
+            for progress in batch.step():
+                if progress.row.error is not None:
+                    raise progress.row.error
+                count_tokens(len(progress.tokens))
+                self._cut_loop(progress.row, batch)
 
-    def _row(self, conversation: Conversation) -> Row[Conversation]:
+    def _cut_loop(self, row: Row, batch: ContinuousBatch) -> None:
+        """End ``row`` where it began to repeat itself, if it did."""
+        if self.stop_loops and (repeated := repeated_tail(row.tokens)):
+            batch.cancel(row)
+            del row.tokens[-repeated:]
+
+    def _row(self, conversation: Conversation) -> Row:
         if conversation.messages:
             encoded = encode_messages(self.tokenizer, conversation.messages)
             prompt, stops = encoded["input_ids"][0].tolist(), self.stop_ids
@@ -141,9 +158,19 @@ class LocalAnswerer:
         else:
             prompt, stop = question_frame(self.tokenizer)
             stops, temperature = self.stop_ids | {stop}, QUESTION_TEMPERATURE
-        return Row(conversation, prompt, stops, temperature, conversation.seed)
+        device, is_sampled = self.base.device, temperature > 0
+        request = DecodeRequest(
+            torch.tensor([prompt], device=device),
+            torch.tensor([len(prompt)], device=device),
+            self.max_new_tokens,
+            seeds=torch.tensor([conversation.seed], device=device) if is_sampled else None,
+            temperature=temperature if is_sampled else 1.0,
+            processors=LogitsProcessorList([TemperatureLogitsWarper(temperature)] if is_sampled else []),
+            eos_ids=stops,
+        )
+        return Row(request, conversation)
 
-    def _refusal(self, row: Row[Conversation]) -> Refusal | None:
+    def _refusal(self, row: Row) -> Refusal | None:
         context, length = common_context(self.base), len(row.prompt)
         if context is None or length + self.max_new_tokens <= context:
             return None
@@ -152,12 +179,13 @@ class LocalAnswerer:
             f"the base model's context of {context} positions"
         )
 
-    def _reply(self, row: Row[Conversation]) -> Reply:
-        text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
+    def _reply(self, row: Row) -> Reply:
         was_cut = row.finish_reason != "stop"
+        tokens = row.tokens if was_cut else row.tokens[:-1]  # the last one only ended it
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if was_cut:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose last bytes were cut off
-        return Reply(text, was_cut, len(row.tokens))
+        return Reply(text, was_cut, len(tokens))
 
 
 class EndpointAnswerer:

@@ -1,0 +1,443 @@
+"""Continuous batching: requests join and leave the passes of one base between steps.
+
+The step is that of :mod:`medusa.decoding.loop`; what differs is who takes part. A request waits, has its
+prompt read a chunk at a time between the steps of the others, joins them as a row of its own, and leaves when
+it ends or is cancelled. Each row has its own length, settings, seed and processors, and its tokens are those
+that it would get alone: a row's noise is keyed by its seed and its positions, and no row sees another.
+
+Memory is bounded by ``max_slots``. Where rows outgrow it, the youngest one steps back into the queue and has
+its text so far read again later, which does not change what follows either.
+
+One thread at a time may use a batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from medusa.acceptance.sampling import TokenLogprobs
+from medusa.base.cache import GROWTH_STEP
+from medusa.base.causal_lm import CausalLM, new_cache, prefill
+from medusa.base.position_limits import common_context
+from medusa.decoding.loop import Advance, RowsFailed, Verify, advanced, begin, record_step
+from medusa.decoding.pausing import Pausing
+from medusa.decoding.prefixes import PrefixStore, num_shared
+from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.statistics import DecodingStatistics, PhaseClock
+from medusa.drafters.protocol import Drafter
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may."""
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What a batch may hold at once."""
+
+    max_rows: int = 16
+    """Requests that decode together."""
+    max_slots: int = 32768
+    """Cache slots of all rows together. Every row takes as many as the longest, in steps of 256."""
+    max_waiting: int = 64
+    """Requests that wait."""
+    chunk: int = 256
+    """Prompt tokens that are read between two steps."""
+    prefix_bytes: int = 256 * 2**20
+    """Keys and values of texts that have ended, for requests that begin in the same way."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_slots", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_waiting", "prefix_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+@dataclass(eq=False)
+class Row:
+    """One request and its answer so far."""
+
+    request: DecodeRequest
+    """Of one row."""
+    tag: Any = None
+    """Whatever the caller knows the row by."""
+    tokens: list[int] = field(default_factory=list)
+    """The answer; a token that ended it included."""
+    finish_reason: str | None = None
+    """"stop": a token or criterion ended it; "length": ``max_new_tokens``; "cancelled"; "error"."""
+    error: Exception | None = None
+    num_reused: int = 0
+    """Tokens of the prompt that were not read again."""
+    order: int = -1
+    """When it joined, among the rows of the batch."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.tokens[0, : int(self.request.lengths[0])].tolist()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step gave one row; without tokens where the row has only ended."""
+
+    row: Row
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    """The depth of the guess behind each token; 0 for the base model's own."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, where the request asked for them."""
+
+
+@dataclass
+class _Reading:
+    """The row whose prompt is being read."""
+
+    row: Row
+    ids: list[int]
+    request: DecodeRequest
+    """That of the row, with the answer so far behind the prompt."""
+    prefix: Prefix
+
+
+class ContinuousBatch:
+    """Rows under way on one base.
+
+    Call :meth:`add` at any time, and :meth:`step` for as long as :attr:`is_busy`.
+
+    Args:
+        base: the base model as its engine runs it.
+        drafter_for: the drafter for so many rows. Called once for each number.
+        pausing_for: what pauses guessing among so many rows with this drafter; None never pauses.
+        run: how a tree is verified, bound to the layers that drafters read.
+        layers: these layers.
+        needs_features: whether drafters want the states of the whole text.
+        max_nodes: of a draft.
+    """
+
+    def __init__(
+        self,
+        base: CausalLM,
+        limits: BatchLimits,
+        drafter_for: Callable[[int], Drafter],
+        pausing_for: Callable[[int, Drafter], Pausing | None],
+        run: Verify,
+        layers: tuple[int, ...] = (),
+        needs_features: bool = False,
+        max_nodes: int = 1,
+    ):
+        self.base, self.limits = base, limits
+        self.statistics = DecodingStatistics()
+        self.num_drafted = 0
+        """Draft tokens that were verified."""
+        self.prefixes = PrefixStore(limits.prefix_bytes)
+        self.waiting: deque[Row] = deque()
+        self._drafter_for, self._pausing_for, self._run = drafter_for, pausing_for, run
+        self._layers, self._needs_features, self._max_nodes = layers, needs_features, max_nodes
+        self._clock = PhaseClock(self.statistics)
+        self._reading: _Reading | None = None
+        self._state: DecodeState | None = None
+        self._rows: dict[int, Row] = {}  # by the number that the state knows them by
+        self._num_joined = 0
+        self._drafters: dict[int, Drafter] = {}
+        self._pausings: dict[int, Pausing | None] = {}
+        self._guided_by: Drafter | None = None  # the drafter that knows the rows as they are
+        self._context = common_context(base)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that decode."""
+        return len(self._rows)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to do in a step."""
+        return bool(self._rows or self.waiting or self._reading)
+
+    @property
+    def num_slots(self) -> int:
+        """Cache slots that are allocated for the rows under way, of ``max_slots``."""
+        reading = 0 if self._reading is None else self._reading.prefix.cache.capacity
+        return reading + (0 if self._state is None else len(self._rows) * self._state.cache.capacity)
+
+    def add(self, row: Row) -> None:
+        """Have ``row`` wait for its turn.
+
+        Raises:
+            QueueFull: too many wait already.
+            ValueError: it cannot share passes with others, or can never fit.
+        """
+        self.check(row.request)
+        if self.num_vacant < 1:
+            raise QueueFull(f"{len(self.waiting)} requests wait already")
+        self.waiting.append(row)
+
+    @property
+    def num_vacant(self) -> int:
+        """Requests that can be added now: those that would join at once, and those that may wait."""
+        limits, reading = self.limits, int(self._reading is not None)
+        return limits.max_waiting + max(0, limits.max_rows - self.num_rows - reading) - len(self.waiting)
+
+    def check(self, request: DecodeRequest) -> None:
+        """Raise ValueError unless a batch like this can ever answer ``request``."""
+        if len(request.lengths) != 1:
+            raise ValueError(f"a row of a batch is one request, got one of {len(request.lengths)} rows")
+        if request.in_step or not request.is_exact:
+            raise ValueError(
+                "requests share passes only with acceptance='exact' and the logits processors and stopping "
+                "criteria of generate itself; call generate for this one"
+            )
+        length, new = int(request.lengths[0]), request.max_new_tokens
+        given = f"prompt of {length} tokens + max_new_tokens={new}"
+        if self._context is not None and length + new > self._context:
+            raise ValueError(f"{given} must fit the {self._context} positions that rows of a batch may have")
+        if (taken := self._slots(1, length + new)) > self.limits.max_slots:
+            raise ValueError(f"{given} must fit max_slots={self.limits.max_slots}, and may take {taken}")
+
+    def cancel(self, row: Row) -> None:
+        """Drop ``row`` wherever it is; nothing happens if it has ended."""
+        if row in self.waiting:
+            self.waiting.remove(row)
+        if self._reading is not None and self._reading.row is row:
+            self._reading = None
+        row.finish_reason = row.finish_reason or "cancelled"
+        self._drop_ended()
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """Read at most a chunk of prompts, then one pass of all rows; what each row got, first tokens too."""
+        progress = self._read_prompts()
+        if self._rows:
+            progress += self._decode()
+        return progress
+
+    def _read_prompts(self) -> list[Progress]:
+        progress: list[Progress] = []
+        budget = self.limits.chunk
+        while budget > 0 and self._next_reading() is not None:
+            reading = self._next_reading()
+            assert reading is not None
+            try:
+                missing = len(reading.ids) - reading.prefix.cache.longest
+                if missing > budget:
+                    self._read_chunk(reading, budget)
+                elif self._rows and not self._fits(len(reading.ids)):
+                    self._read_later(reading)  # the others have grown meanwhile
+                    break
+                else:
+                    self._reading = None
+                    progress += self._read_to_the_end(reading)
+                budget -= missing
+            except Exception as error:  # whatever a request does to the model is its own loss
+                self._reading = None
+                progress.append(self._failed(reading.row, _cause(error)))
+        return progress
+
+    def _next_reading(self) -> _Reading | None:
+        """The row being read, or the next one that waits, if there is room for it."""
+        if self._reading is None and self.waiting and self._has_room_for(self.waiting[0]):
+            row = self.waiting.popleft()
+            ids = row.prompt + row.tokens
+            tokens = torch.tensor([ids], device=row.request.tokens.device)
+            request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
+            prefix, row.num_reused = self._known_prefix(ids)
+            self._reading = _Reading(row, ids, request, prefix)
+        return self._reading
+
+    def _has_room_for(self, row: Row) -> bool:
+        """Whether all rows and this one can grow for a while."""
+        if not self._rows:
+            return True
+        length = int(row.request.lengths[0]) + len(row.tokens)
+        return self.num_rows < self.limits.max_rows and self._fits(length, GROWTH_STEP)
+
+    def _fits(self, length: int, growth: int = 0) -> bool:
+        """Whether a row of ``length`` tokens may join, all of them grown by so many tokens."""
+        longest = max(length, 0 if self._state is None else self._state.cache.longest)
+        return self._slots(self.num_rows + 1, longest + growth) <= self.limits.max_slots
+
+    def _read_later(self, reading: _Reading) -> None:
+        self._reading = None
+        self.waiting.appendleft(reading.row)
+
+    def _slots(self, num_rows: int, longest: int) -> int:
+        """Slots that so many rows take, with a tree behind ``longest`` tokens."""
+        return num_rows * -(-(longest + self._max_nodes) // GROWTH_STEP) * GROWTH_STEP
+
+    def _known_prefix(self, ids: list[int]) -> tuple[Prefix, int]:
+        """A copy of what has been read of ``ids`` before, by a row under way or one that has ended; all but
+        the last token at most, after which the first new one is chosen."""
+        prefix, length = self.prefixes.longest(ids[:-1])
+        state, source = self._state, -1
+        for index, number in enumerate(() if state is None else state.rows):
+            row = self._rows[number]
+            committed = (row.prompt + row.tokens)[:-1]
+            shared = num_shared(committed, ids[:-1])
+            if shared > length:
+                length, source = shared, index
+        if source >= 0 and state is not None:
+            features = None if state.features is None else state.features[source : source + 1, :length]
+            return Prefix(state.cache.copy_of_row(source, length), features), length
+        if prefix is not None:
+            features = None if prefix.features is None else prefix.features[:, :length]
+            return Prefix(prefix.cache.copy_of_row(0, length), features), length
+        return Prefix(new_cache(self.base, 1)), 0
+
+    def _read_chunk(self, reading: _Reading, num_tokens: int) -> None:
+        prefix = reading.prefix
+        lengths = prefix.cache.lengths + num_tokens
+        hidden, _ = prefill(self.base, reading.request.tokens, lengths, prefix.cache, layers=self._layers)
+        if self._needs_features:
+            prefix.features = prefix.features_with(hidden)
+
+    def _read_to_the_end(self, reading: _Reading) -> list[Progress]:
+        """Choose the first token of a prompt, and have the row join the others unless that ends it."""
+        row = reading.row
+        given = (reading.request, self._layers, self._needs_features, reading.prefix, len(row.tokens))
+        state, advance = begin(self.base, *given, refuses_nan=True)
+        if not row.tokens:
+            self.statistics.num_rows += 1
+        row.order = self._num_joined
+        state.rows, self._num_joined = [row.order], self._num_joined + 1
+        self._rows[row.order] = row
+        try:
+            self._join(state)
+        except Exception as error:  # it may have joined in some layers and not in others
+            return self._all_failed(error)
+        progress = self._emit([row], advance)
+        self._drop_ended()
+        return progress
+
+    def _join(self, state: DecodeState) -> None:
+        self._guided_by = None
+        if self._state is None:
+            self._state = state
+            return
+        longest = max(self._state.cache.longest, state.cache.longest)
+        room = self.limits.max_slots // self._slots(1, longest)
+        self._state.join(state, min(self.limits.max_rows, room))
+
+    def _decode(self) -> list[Progress]:
+        self._make_room()
+        state = self._state
+        assert state is not None
+        drafter, pausing, has_changed = self._guide(len(state.rows))
+        self._clock.start()
+        guessing = drafter if pausing is None else pausing.chosen(drafter)
+        rows = [self._rows[number] for number in state.rows]
+        try:
+            advance = advanced(self.base, guessing, state, self._clock, self._run)
+        except RowsFailed as failed:
+            progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
+            self._drop_ended()
+            state.cache.trim()  # nothing that is no number stays where masked slots are read
+            return progress
+        except Exception as error:
+            return self._all_failed(error)
+        seconds = None if has_changed else self._clock.step_seconds
+        record_step(advance, guessing is drafter, self.statistics, pausing, seconds)
+        self.num_drafted += advance.num_drafted * len(rows)
+        progress = self._emit(rows, advance)
+        self._drop_ended()
+        return progress
+
+    def _guide(self, num_rows: int) -> tuple[Drafter, Pausing | None, bool]:
+        """Who guesses for so many rows, what pauses it, and whether the rows are new to it."""
+        if num_rows not in self._drafters:
+            self._drafters[num_rows] = self._drafter_for(num_rows)
+        drafter, size = self._drafters[num_rows], num_rows.bit_length()
+        if size not in self._pausings:
+            self._pausings[size] = self._pausing_for(num_rows, drafter)
+        pausing, has_changed = self._pausings[size], drafter is not self._guided_by
+        if has_changed:
+            drafter.begin(num_rows)
+            self._guided_by = drafter
+        return drafter, pausing, has_changed
+
+    def _emit(self, rows: list[Row], advance: Advance) -> list[Progress]:
+        progress = []
+        for index, row in enumerate(rows):
+            tokens = advance.tokens[index]
+            row.tokens.extend(tokens)
+            if advance.has_ended[index]:
+                is_full = len(row.tokens) >= row.request.max_new_tokens
+                is_end = tokens[-1] in row.request.eos_ids
+                row.finish_reason = "length" if is_full and not is_end else "stop"
+            progress.append(Progress(row, tokens, advance.depths[index], advance.logprobs.get(index)))
+        return progress
+
+    def _make_room(self) -> None:
+        """Send the youngest rows back into the queue while there are more slots to fill than may be."""
+        assert self._state is not None
+        while True:
+            taken = 0 if self._reading is None else self._reading.prefix.cache.capacity
+            if self._slots(self.num_rows, self._state.cache.longest) + taken <= self.limits.max_slots:
+                break
+            if self._reading is not None:
+                self._read_later(self._reading)
+                continue
+            youngest = max(self._rows.values(), key=lambda row: row.order)
+            self._drop([youngest])
+            self.waiting.appendleft(youngest)
+        if self.num_rows * self._state.cache.capacity > self.limits.max_slots:
+            self._state.cache.trim()
+
+    def _all_failed(self, error: Exception) -> list[Progress]:
+        """A pass has failed, or a join: the rows under way are lost, the batch is not."""
+        progress = [self._failed(row, error) for row in self._rows.values()]
+        self._rows, self._state, self._guided_by = {}, None, None
+        return progress
+
+    def _failed(self, row: Row, error: Exception) -> Progress:
+        row.error, row.finish_reason = error, "error"
+        return Progress(row)
+
+    def _drop_ended(self) -> None:
+        self._drop([row for row in self._rows.values() if row.finish_reason is not None])
+
+    def _drop(self, dropped: list[Row]) -> None:
+        """Take rows out of the passes; what they have read is kept for others, and for themselves."""
+        state = self._state
+        if not dropped or state is None:
+            return
+        gone = set()
+        for row in dropped:
+            index = state.rows.index(row.order)
+            gone.add(index)
+            del self._rows[row.order]
+            if row.error is None:
+                self._keep_prefix(row, state, index)
+        if not self._rows:
+            self._state = self._guided_by = None
+            return
+        kept = _with_holes_filled(len(state.rows), gone)
+        state.keep_rows(kept)
+        if self._guided_by is not None:
+            self._guided_by.keep_rows(torch.tensor(kept, device=state.lengths.device))
+
+    def _keep_prefix(self, row: Row, state: DecodeState, index: int) -> None:
+        ids = (row.prompt + row.tokens)[:-1]
+        if self.limits.prefix_bytes and not self.prefixes.is_known(ids):
+            features = None
+            if state.features is not None:
+                features = state.features[index : index + 1, : len(ids)].clone()
+            self.prefixes.keep(ids, Prefix(state.cache.copy_of_row(index, len(ids)), features))
+
+
+def _cause(error: Exception) -> Exception:
+    """What made a row fail."""
+    is_wrapped = isinstance(error, RowsFailed) and isinstance(error.__cause__, Exception)
+    return error.__cause__ if is_wrapped else error  # type: ignore[return-value]
+
+
+def _with_holes_filled(num_rows: int, gone: set[int]) -> list[int]:
+    """The rows but those in ``gone``, the last ones in the holes: few rows have to move."""
+    num_kept = num_rows - len(gone)
+    last = [row for row in range(num_kept, num_rows) if row not in gone]
+    return [last.pop() if row in gone else row for row in range(num_kept)]

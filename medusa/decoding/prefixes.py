@@ -1,0 +1,75 @@
+"""Prefixes that were read before: a conversation's next turn does not read its history again.
+
+Keys and values of a text depend on its tokens alone, so whoever begins with the same tokens can start from a
+copy of them. Kept is what rows leave behind when they end, until a limit of memory is reached; the least
+recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medusa.decoding.state import Prefix
+
+
+@dataclass(frozen=True)
+class _Kept:
+    ids: tuple[int, ...]
+    prefix: Prefix
+
+
+class PrefixStore:
+    """Prefixes of one base, ``max_bytes`` of keys, values and features at most; 0 keeps none."""
+
+    def __init__(self, max_bytes: int):
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
+        self.max_bytes = max_bytes
+        self._kept: list[_Kept] = []  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return sum(each.prefix.num_bytes for each in self._kept)
+
+    def longest(self, ids: Sequence[int]) -> tuple[Prefix | None, int]:
+        """What shares most first tokens with ``ids``, and how many; counts as a use of it."""
+        ids = tuple(ids)
+        shared = [num_shared(each.ids, ids) for each in self._kept]
+        if not any(shared):
+            return None, 0
+        best = shared.index(max(shared))
+        used = self._kept.pop(best)
+        self._kept.append(used)
+        return used.prefix, shared[best]
+
+    def is_known(self, ids: Sequence[int]) -> bool:
+        """Whether something that is kept begins with ``ids``."""
+        return any(num_shared(each.ids, ids) == len(ids) for each in self._kept)
+
+    def keep(self, ids: Sequence[int], prefix: Prefix) -> None:
+        """Keep ``prefix``, which has read exactly ``ids``; what it continues is not kept beside it."""
+        ids = tuple(ids)
+        if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids):
+            return
+        self._kept = [each for each in self._kept if num_shared(each.ids, ids) < len(each.ids)]
+        self._kept.append(_Kept(ids, prefix))
+        while self.num_bytes > self.max_bytes:
+            del self._kept[0]
+
+
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start."""
+    low, high = 0, min(len(first), len(second))
+    first, second = tuple(first), tuple(second)
+    while low < high:  # the first ``low`` agree, and some of the first ``high + 1`` do not
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

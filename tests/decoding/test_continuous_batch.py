@@ -1,0 +1,340 @@
+"""Requests join and leave a batch between steps, and each says what it says alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import (
+    BUSHY,
+    VOCAB_SIZE,
+    RandomPausing,
+    random_prompts,
+    tiny_model,
+)
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from test_loop import random_heads
+from tiny_chat import chat_base, chat_heads, wide_tree
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+
+from medusa import CandidateTree, MedusaModel
+from medusa.base.cache import TreeCache
+from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, QueueFull, Row
+from medusa.heads.eagle import EagleConfig, EagleHead
+
+EOS = 11
+
+
+def model_of(architecture: str, seed: int = 0) -> MedusaModel:
+    base = tiny_model(architecture)
+    return MedusaModel(base, random_heads(base, seed=seed), BUSHY)
+
+
+def eagle_model() -> MedusaModel:
+    base = tiny_model("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        head = EagleHead(EagleConfig(32, VOCAB_SIZE, num_attention_heads=4))
+    return MedusaModel(base, head, CandidateTree.chain(3))
+
+
+def alone(model: MedusaModel, prompt: list[int], options: dict) -> list[int]:
+    """The answer of plain decoding."""
+    ids = torch.tensor([prompt])
+    return model.generate(ids, tree=CandidateTree.chain(0), **options)[0, len(prompt) :].tolist()
+
+
+def answer_all(batch: ContinuousBatch, rows: list[Row]) -> None:
+    for row in rows:
+        batch.add(row)
+    while batch.is_busy:
+        batch.step()
+
+
+def row_of(model: MedusaModel, prompt: list[int], **options) -> Row:
+    return Row(model.request(torch.tensor([prompt]), **options))
+
+
+@st.composite
+def requests(draw) -> tuple[list[int], dict]:
+    """A prompt and the options of a call."""
+    prompt = draw(st.lists(st.integers(3, 60), min_size=1, max_size=40))
+    options = {
+        "max_new_tokens": draw(st.integers(1, 20)),
+        "do_sample": draw(st.booleans()),
+        "pad_token_id": 0,
+    }
+    if options["do_sample"]:
+        options |= {"temperature": draw(st.sampled_from([0.6, 1.0, 1.4])), "seed": draw(st.integers(0, 99))}
+        options |= draw(st.sampled_from([{}, {"top_k": 7}, {"top_p": 0.8, "min_p": 0.02}]))
+    if draw(st.booleans()):
+        options["eos_token_id"] = [EOS, 12, 13]
+    options |= draw(
+        st.sampled_from(
+            [{}, {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 4}]
+        )
+    )
+    return prompt, options
+
+
+LIMITS = st.builds(
+    BatchLimits,
+    max_rows=st.integers(1, 5),
+    max_slots=st.sampled_from([256, 512, 768, 4096]),
+    max_waiting=st.just(64),
+    chunk=st.sampled_from([1, 3, 8, 64]),
+    prefix_bytes=st.sampled_from([0, 4096, 2**20]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(["llama", "gemma3", "mistral-sliding", "gpt-neox", "eagle"]),
+    arrivals=st.lists(st.tuples(requests(), st.integers(0, 6)), min_size=1, max_size=7),
+    limits=LIMITS,
+    pauses=st.booleans(),
+    cancelled=st.sets(st.integers(0, 6), max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_a_request_says_what_it_says_alone_whatever_is_batched_with_it(
+    kind, arrivals, limits, pauses, cancelled, seed
+):
+    """Random arrivals, a step or several apart; some begin as others do, some are cancelled midway."""
+    model = eagle_model() if kind == "eagle" else model_of(kind, seed)
+    if pauses:
+        model._pausing_of = lambda *_: RandomPausing(seed)
+    batch = model.continuous_batch(limits)
+    arrivals = [
+        ((arrivals[0][0][0][:length] + prompt if length else prompt, options), length)
+        for (prompt, options), length in arrivals
+    ]
+    rows = [row_of(model, prompt, **options) for (prompt, options), _ in arrivals]
+    for index, (row, (_, num_steps)) in enumerate(zip(rows, arrivals, strict=True)):
+        batch.add(row)
+        for _ in range(num_steps):
+            batch.step()
+        if index in cancelled:
+            batch.cancel(rows[index // 2])
+    while batch.is_busy:
+        batch.step()
+        assert batch.num_slots <= max(limits.max_slots, 256)
+        assert batch.prefixes.num_bytes <= limits.prefix_bytes
+    for row, ((prompt, options), _) in zip(rows, arrivals, strict=True):
+        note(f"{prompt} {options} {row.finish_reason}")
+        expected = alone(model, prompt, options)
+        if row.finish_reason == "cancelled":
+            assert row.tokens == expected[: len(row.tokens)]
+        else:
+            assert row.tokens == expected
+            has_ended = "eos_token_id" in options and expected[-1] in options["eos_token_id"]
+            assert row.finish_reason == ("stop" if has_ended else "length")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_in_int8_too_a_request_says_what_it_says_alone(do_sample):
+    model = MedusaModel(chat_base(), chat_heads(), wide_tree(), engine="int8")
+    options = [
+        {"max_new_tokens": 24, "do_sample": do_sample, **({"seed": seed} if do_sample else {})}
+        for seed in range(5)
+    ]
+    prompts = [random_prompts(1, 3 + 17 * seed % 50, seed)[0].tolist() for seed in range(5)]
+    rows = [row_of(model, each[0], **each[1]) for each in zip(prompts, options, strict=True)]
+    answer_all(model.continuous_batch(BatchLimits(max_rows=3, chunk=16)), rows)
+    for row, prompt, given_options in zip(rows, prompts, options, strict=True):
+        assert row.tokens == alone(model, prompt, given_options)
+
+
+def test_rows_that_outgrow_the_slots_step_back_and_go_on_as_if_nothing_had_been():
+    model = model_of("llama")
+    prompts = random_prompts(2, 236).tolist()
+    rows = [row_of(model, prompt, max_new_tokens=270, do_sample=True, seed=7) for prompt in prompts]
+    batch = model.continuous_batch(BatchLimits(max_rows=3, max_slots=1024, prefix_bytes=0))
+    stepped_back = 0
+    for row in rows:
+        batch.add(row)
+    while batch.is_busy:
+        running = batch.num_rows
+        ended = sum(bool(progress.row.finish_reason) for progress in batch.step())
+        stepped_back += batch.num_rows < running - ended
+        assert batch.num_slots <= 1024
+    assert stepped_back > 0
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.tokens == alone(model, prompt, {"max_new_tokens": 270, "do_sample": True, "seed": 7})
+
+
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new():
+    model = model_of("llama")
+    batch = model.continuous_batch(BatchLimits())
+    first = row_of(model, random_prompts(1, 50)[0].tolist(), max_new_tokens=10, do_sample=False)
+    answer_all(batch, [first])
+    follow_up = first.prompt + first.tokens + [5, 6, 7]
+    second = row_of(model, follow_up, max_new_tokens=10, do_sample=False)
+    third = row_of(model, [*follow_up[:-1], 9], max_new_tokens=10, do_sample=False)
+    answer_all(batch, [second, third])  # the third finds what the second, still under way, has read
+    assert (second.num_reused, third.num_reused) == (59, 62)
+    for row in (second, third):
+        assert row.tokens == alone(model, row.prompt, {"max_new_tokens": 10, "do_sample": False})
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_the_others():
+    model = model_of("llama")
+    batch = model.continuous_batch(BatchLimits(chunk=10), plain=True)
+    running = row_of(model, [5, 6], max_new_tokens=60, do_sample=False)
+    batch.add(running)
+    batch.step()
+    batch.add(row_of(model, random_prompts(1, 95)[0].tolist(), max_new_tokens=5, do_sample=False))
+    before = len(running.tokens)
+    steps = 0
+    while batch.num_rows == 1:
+        batch.step()
+        steps += 1
+    assert steps == 10 and len(running.tokens) == before + 10
+
+
+def test_a_cancelled_row_is_gone_at_once_wherever_it_was():
+    model = model_of("llama")
+    batch = model.continuous_batch(BatchLimits(max_rows=1, chunk=4))
+    rows = [row_of(model, list(range(3, 23)), max_new_tokens=50, do_sample=False) for _ in range(3)]
+    batch.add(rows[0])
+    while not rows[0].tokens:
+        batch.step()
+    batch.add(rows[1])
+    batch.cancel(rows[0])
+    assert batch.num_rows == 0 and batch.is_busy
+    batch.step()  # reads the first chunk of the next prompt
+    batch.cancel(rows[1])
+    assert not batch.is_busy and batch.step() == []
+    batch.add(rows[2])
+    batch.cancel(rows[2])
+    assert not batch.is_busy
+    assert {row.finish_reason for row in rows} == {"cancelled"}
+
+
+class Raises(SuppressTokensLogitsProcessor):
+    """Fails when the text is long enough."""
+
+    def __call__(self, input_ids, scores):
+        raise ArithmeticError("no")
+
+
+def test_a_processor_that_raises_ends_its_own_request_alone(monkeypatch):
+    monkeypatch.setattr("medusa.acceptance.sampling.TEXT_PROCESSORS", (Raises,))
+    model, options = model_of("llama"), {"max_new_tokens": 20, "do_sample": False}
+    good, bad = (row_of(model, [seed, 6, 7], **options) for seed in (4, 5))
+    batch = model.continuous_batch(BatchLimits())
+    batch.add(good)
+    batch.add(bad)
+    batch.step()
+    broken = LogitsProcessorList([Raises([3])])
+    state = batch._state
+    state.requests[1] = replace(state.requests[1], processors=broken)
+    while batch.is_busy:
+        batch.step()
+    assert (bad.finish_reason, str(bad.error)) == ("error", "no")
+    assert good.tokens == alone(model, [4, 6, 7], options)
+    late = row_of(model, [8, 9], **options)
+    late.request = replace(late.request, processors=broken)
+    answer_all(batch, [late])
+    assert (late.finish_reason, late.num_reused) == ("error", 0)
+
+
+def test_logits_that_are_no_numbers_end_their_own_request_alone():
+    model, options = model_of("llama"), {"max_new_tokens": 30, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits(), plain=True)
+    good, bad = (row_of(model, [seed, 6, 7], **options) for seed in (4, 5))
+    batch.add(good)
+    batch.add(bad)
+    batch.step()
+    for layer in batch._state.cache.tree_layers:
+        layer.entries[1][1, :, 0] = float("nan")
+    while bad.finish_reason is None:
+        batch.step()
+    assert "not numbers" in str(bad.error)
+    late = row_of(model, [8, 9], **options)
+    answer_all(batch, [late])
+    for row in (good, late):
+        assert row.tokens == alone(model, row.prompt, options)
+
+
+def test_a_pass_that_fails_loses_its_rows_and_not_the_batch(monkeypatch):
+    model, options = model_of("llama"), {"max_new_tokens": 10, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits())
+    lost = row_of(model, [4, 5], **options)
+    batch.add(lost)
+    run = batch._run
+
+    def fails(*_args):
+        raise MemoryError("out of memory")
+
+    batch._run = fails
+    batch.step()
+    assert (lost.finish_reason, str(lost.error)) == ("error", "out of memory")
+    batch._run = run
+    monkeypatch.setattr(TreeCache, "join", fails)
+    both = [row_of(model, [token, 5], **options) for token in (4, 6)]
+    answer_all(batch, both)
+    assert [str(row.error) for row in both] == ["out of memory"] * 2
+    monkeypatch.undo()
+    kept = [row_of(model, [token, 5], **options) for token in (4, 6)]
+    answer_all(batch, kept)
+    for row in kept:
+        assert row.tokens == alone(model, row.prompt, options)
+
+
+def test_logprobs_are_those_of_plain_decoding():
+    model = model_of("llama")
+    options = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.7, "seed": 3, "num_logprobs": 4}
+
+    def reported(plain):
+        batch, found = model.continuous_batch(BatchLimits(), plain=plain), []
+        batch.add(row_of(model, [5, 6, 7], **options))
+        while batch.is_busy:
+            found += [entry for progress in batch.step() for entry in progress.logprobs or []]
+        return found
+
+    drafted, plain = reported(False), reported(True)
+    assert [each.token for each in drafted] == [each.token for each in plain] and len(plain) == 16
+    ids = torch.tensor([[5, 6, 7] + [each.token for each in plain]])
+    with torch.no_grad():
+        expected = model.base(ids).logits[0, 2:-1].log_softmax(-1)
+    for index, (ours, theirs) in enumerate(zip(drafted, plain, strict=True)):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert ours.logprob == pytest.approx(float(expected[index, ours.token]), abs=1e-4)
+        assert [token for token, _ in ours.top] == expected[index].topk(4).indices.tolist()
+        assert [value for _, value in ours.top] == pytest.approx(
+            expected[index].topk(4).values.tolist(), abs=1e-4
+        )
+
+
+def test_the_queue_and_the_sizes_have_limits():
+    model, options = model_of("llama"), {"max_new_tokens": 5, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits(max_rows=1, max_slots=512, max_waiting=1))
+    for _ in range(2):
+        batch.add(row_of(model, [4, 5], **options))
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        batch.add(row_of(model, [4, 5], **options))
+    with pytest.raises(ValueError, match="max_slots=512, and may take 768"):
+        batch.add(row_of(model, random_prompts(1, 600)[0].tolist(), **options))
+    with pytest.raises(ValueError, match="one request, got one of 2 rows"):
+        batch.add(Row(model.request(random_prompts(2, 4), **options)))
+    own = LogitsProcessorList(
+        [type("Own", (LogitsProcessor,), {"__call__": lambda self, ids, scores: scores})()]
+    )
+    with pytest.raises(ValueError, match="call generate for this one"):
+        batch.add(row_of(model, [4, 5], logits_processor=own, **options))
+    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+        BatchLimits(max_rows=0)
+    with pytest.raises(ValueError, match="one shape"):
+        model.continuous_batch(step="static")
+
+
+def test_the_tree_follows_the_number_of_rows():
+    model, asked = model_of("llama"), []
+    tree_for = model.tree_for
+    model.tree_for = lambda num_rows, *rest: asked.append(num_rows) or tree_for(num_rows, *rest)
+    rows = [row_of(model, [seed], max_new_tokens=4 + 6 * seed, do_sample=False) for seed in (4, 5, 6)]
+    answer_all(model.continuous_batch(BatchLimits()), rows)
+    assert {1, 2, 3} <= set(asked)
