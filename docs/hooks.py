@@ -40,6 +40,7 @@ ROOMS = (
     "trees",
     "training",
     "measurement",
+    "serving",
     "interop",
 )
 REST = "rest"
@@ -47,6 +48,7 @@ REST = "rest"
 COMMANDS = (
     "medusa chat",
     "medusa generate",
+    "medusa serve",
     "medusa info",
     "medusa export",
     "medusa check",

@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from medusa.cli.chat_session import TextStream
 from medusa.cli.options import AnswerOptions, ProgramOptions, parse
 from medusa.cli.program import (
     encode_prompts,
@@ -41,6 +40,7 @@ from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.progress import log_console
 from medusa.tables import print_table, times
+from medusa.text_stream import TextStream
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_LIMIT = 4

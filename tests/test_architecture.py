@@ -17,17 +17,22 @@ EXTRAS = {
     "accelerate",
     "datasets",
     "deepspeed",
+    "fastapi",
     "gguf",
     "httpx",
     "llama_cpp",
     "matplotlib",
     "peft",
+    "prometheus_client",
+    "pydantic",
+    "starlette",
     "torchao",
+    "uvicorn",
     "wandb",
 }
 FLOORS = (
     ("cli",),
-    ("measurement", "training", "interop"),
+    ("measurement", "training", "interop", "serving"),
     ("model",),
     ("decoding",),
     ("drafters",),
@@ -36,7 +41,18 @@ FLOORS = (
     ("heads",),
     ("base",),
     ("trees",),
-    ("choices", "files", "hardware", "hub", "plots", "pretrained", "progress", "prompts", "tables"),
+    (
+        "choices",
+        "files",
+        "hardware",
+        "hub",
+        "plots",
+        "pretrained",
+        "progress",
+        "prompts",
+        "tables",
+        "text_stream",
+    ),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -86,7 +86,9 @@ def commands_in(text):
     """(program, flags) of every command line in the code of a document."""
     for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
-            found = re.search(r"(?:train|inference|scripts)/\w+\.py|medusa (?:chat|generate|info)\b", line)
+            found = re.search(
+                r"(?:train|inference|scripts)/\w+\.py|medusa (?:chat|generate|serve|info)\b", line
+            )
             if found:
                 yield found.group(), re.findall(r"(?<=\s)--([\w-]+)", line[found.end() :].partition("#")[0])
 

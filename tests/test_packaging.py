@@ -21,7 +21,7 @@ CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {
     name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()
 }
-INSTALLED_BY_MAKE = ("train", "demo", "docs", "dev")
+INSTALLED_BY_MAKE = ("train", "serve", "demo", "docs", "dev")
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_library_and_no_program(wheel):
 
 def test_the_wheel_holds_every_module_of_the_library(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "medusa").rglob("*.py")}
-    assert modules <= set(wheel[0])
+    assert modules | {"medusa/serving/page.html"} <= set(wheel[0])
 
 
 def test_the_console_command_is_there(wheel):

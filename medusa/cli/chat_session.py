@@ -16,11 +16,9 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.model import MedusaModel
 from medusa.prompts import Message, encode_messages
+from medusa.text_stream import TextStream
 from medusa.trees.candidate_tree import CandidateTree
 
-REPLACEMENT = "\ufffd"
-LONGEST_INCOMPLETE = 3
-"""Bytes of a UTF-8 character that can be there while its last one is missing."""
 EndedBy = Literal["end", "max_new_tokens", "context", "interrupt"]
 
 
@@ -72,40 +70,6 @@ def use_compiled_if_there(model: MedusaModel) -> None:
     meanwhile; with the trees that were timed in these."""
     if model.step == "general" and model.is_compiled:
         model.step = "compiled"
-
-
-class TextStream:
-    """Tokens in, text out as soon as no later token can change it.
-
-    A character may take several tokens, and its first bytes alone decode to replacement characters,
-    so these are held back until they are complete or known to be broken. Joined, the pieces are the
-    tokenizer's own decoding of all tokens.
-    """
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self._window: list[int] = []  # enough tokens to decode the next one in context
-        self._num_emitted = 0  # characters of the window's text that are out
-
-    def feed(self, token: int) -> str:
-        """The text that ``token`` makes certain; often a word, sometimes nothing."""
-        self._window.append(token)
-        text = self._decoded(self._window)
-        num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), LONGEST_INCOMPLETE)
-        piece = text[self._num_emitted : len(text) - num_held]
-        self._num_emitted += len(piece)
-        if not num_held and (last := self._decoded(self._window[-1:])):
-            self._window, self._num_emitted = self._window[-1:], len(last)
-        return piece
-
-    def finish(self) -> str:
-        """What was held back, at the end of the answer."""
-        text = self._decoded(self._window)
-        rest, self._num_emitted = text[self._num_emitted :], len(text)
-        return rest
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class ChatSession:

@@ -96,6 +96,81 @@ class GenerateOptions(AnsweringOptions):
             raise ValueError("system goes with the chat template, which raw leaves out; give one of them")
 
 
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where to listen, and to whom."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network, and wants an API key."""
+    port: int = 8000
+    """0 takes any that is free, and says which."""
+    api_key: tuple[str, ...] = ()
+    """Clients must send one of these as Bearer key; also from MEDUSA_API_KEY, with commas between."""
+    cors_origin: tuple[str, ...] = ()
+    """Origins whose web pages may call the server; none by default."""
+    max_body_mib: int = 4
+    """Largest body of a request."""
+    log_prompts: bool = False
+    """Write what users say into the log."""
+    grace: float = 30.0
+    """Seconds that running answers get to end after Ctrl-C or SIGTERM."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "port", "grace")
+        check_at_least(self, 1, "max_body_mib")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How much at once. Requests beyond it wait, and beyond the queue get 503 with Retry-After."""
+
+    max_rows: int = 16
+    """Answers that decode together."""
+    max_waiting: int = 64
+    """Requests that wait."""
+    max_slots: int = 32768
+    """Key-value cache of the running answers, in tokens: answers times the longest of them."""
+    prefix_mib: int = 256
+    """Key-value cache of texts that have ended: a conversation's next turn does not read them again."""
+    chunk: int = 256
+    """Prompt tokens that are read between two steps of the running answers."""
+    max_new_tokens: int = 4096
+    """Longest answer, also where a client names none."""
+    timeout: float = 600.0
+    """Longest time for an answer, waiting included, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_rows", "max_slots", "chunk", "max_new_tokens")
+        check_at_least(self, 0, "max_waiting", "prefix_mib")
+        check_above(self, 0, "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/completions, /v1/models, /health,
+    /metrics. Requests are decoded together, and each gets the text that it would get alone.
+
+        medusa serve
+        medusa serve --engine int8 --step compiled --max-rows 8
+        medusa serve --host 0.0.0.0 --api-key SECRET
+
+        curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+            -d '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+
+    Needs the serve extra: pip install 'medusa-heads[serve]'.
+    """
+
+    model: ModelOptions = ModelOptions()
+    model_name: str | None = None
+    """What clients call the model; none is the last part of the base's name."""
+    plain: bool = False
+    """Decode without heads: the same text, slower."""
+    address: AddressOptions = AddressOptions()
+    load: LoadOptions = LoadOptions()
+    traceback: bool = False
+    """Show where in the code an error arose."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
     """Compile a model's forward pass for this machine, once: it answers two to three times as fast then.

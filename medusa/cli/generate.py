@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.cli.chat_session import TextStream, use_compiled_if_there
+from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.chat_terminal import cost_line
 from medusa.cli.commands import GenerateOptions
 from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
@@ -18,6 +18,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.model import MedusaModel
 from medusa.progress import log_console
 from medusa.prompts import Message, encode_messages, encode_text
+from medusa.text_stream import TextStream
 
 
 def generate(options: GenerateOptions) -> None:

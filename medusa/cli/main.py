@@ -1,5 +1,5 @@
-"""The ``medusa`` command: chat with a model, answer one prompt, look into heads, carry them to others and
-back.
+"""The ``medusa`` command: chat with a model, answer one prompt, serve many users, look into heads, carry them
+to others and back.
 
 What needs torch is imported when a subcommand runs: help, the version and mistakes are answered at once.
 """
@@ -21,6 +21,7 @@ from medusa.cli.commands import (
     ImportOptions,
     InfoOptions,
     PushOptions,
+    ServeOptions,
 )
 from medusa.cli.options import parse
 from medusa.cli.reporting import exit_status
@@ -31,6 +32,7 @@ Medusa heads: several tokens per forward pass, the same text.
 
     medusa chat          talk with a model
     medusa generate      answer one prompt
+    medusa serve         answer over HTTP, as OpenAI's servers do
     medusa compile       make answers faster on this CPU, once
     medusa info          look into a heads directory
     medusa export        write heads for vLLM or Text Generation Inference
@@ -73,6 +75,12 @@ def _generate(options: GenerateOptions) -> None:
     generate(options)
 
 
+def _serve(options: ServeOptions) -> None:
+    from medusa.cli.serve import serve
+
+    serve(options)
+
+
 def _compile(options: CompileOptions) -> None:
     from medusa.cli.program import compile_model
 
@@ -112,6 +120,7 @@ def _push(options: PushOptions) -> None:
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "chat": (ChatOptions, _chat),
     "generate": (GenerateOptions, _generate),
+    "serve": (ServeOptions, _serve),
     "compile": (CompileOptions, _compile),
     "info": (InfoOptions, _info),
     "export": (ExportOptions, _export),

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, wide_tree
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
-from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError, TextStream
+from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
 from medusa.cli.chat_terminal import ChatTerminal
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
 from medusa.decoding.loop import StepResult
@@ -68,36 +66,6 @@ def scripted(*answers, color_depth=False, max_context=512, **chat_settings):
         color_system="standard" if color_depth else None,
     )
     return ChatTerminal(session, console, color_depth), screen.getvalue
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=30))
-def test_streamed_pieces_join_to_the_whole_text_and_never_show_half_a_character(text):
-    stream = TextStream(TOKENIZER)
-    pieces = [stream.feed(token) for token in TOKENIZER(text, add_special_tokens=False).input_ids]
-    if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-    assert "".join(pieces) + stream.finish() == text
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 259), max_size=30))
-def test_streaming_any_tokens_gives_the_tokenizers_own_decoding(tokens):
-    stream = TextStream(TOKENIZER)
-    streamed = "".join(map(stream.feed, tokens)) + stream.finish()
-    assert streamed == TOKENIZER.decode(tokens, skip_special_tokens=True)
-
-
-def test_words_keep_their_spaces_where_a_lone_token_would_lose_its_own():
-    pieces = Tokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1, "<end>": 2}, unk_token="<end>"))
-    pieces.decoder = decoders.Metaspace()
-    stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=pieces))
-    assert [stream.feed(token) for token in (0, 1, 1)] == ["one", " two", " two"]
-
-
-def test_text_appears_as_soon_as_it_is_certain():
-    stream = TextStream(TOKENIZER)
-    assert [stream.feed(token) for token in TOKENIZER("aé😀").input_ids] == ["a", "", "é", "", "", "", "😀"]
 
 
 def test_history_holds_questions_and_answers_and_is_rendered_with_the_template():

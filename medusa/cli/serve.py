@@ -1,0 +1,54 @@
+"""``medusa serve``: load a model, and answer over HTTP until told to stop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePath
+
+from medusa.cli.chat_session import use_compiled_if_there
+from medusa.cli.commands import ServeOptions
+from medusa.cli.program import load_model
+from medusa.decoding.continuous_batch import BatchLimits
+from medusa.progress import log_console
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        ImportError: the serve extra is not installed.
+        ValueError: the model cannot be served in this way.
+        OSError: the address cannot be listened on.
+    """
+    try:
+        from medusa.serving.application import AccessSettings
+        from medusa.serving.server import run_server
+        from medusa.serving.service import Service, ServiceSettings
+    except ImportError as error:
+        raise ImportError(f"medusa serve needs {error.name}: pip install 'medusa-heads[serve]'") from error
+    keys = (*options.address.api_key, *filter(None, os.environ.get("MEDUSA_API_KEY", "").split(",")))
+    if options.address.host not in LOOPBACK and not keys:
+        log_console().print(
+            f"warning: listening on {options.address.host} without --api-key: whoever reaches this machine "
+            "may use the model",
+            style="bold red",
+            soft_wrap=True,
+        )
+    model, load = load_model(options.model, with_heads=not options.plain), options.load
+    use_compiled_if_there(model)
+    name = options.model_name or PurePath(model.base.name_or_path or "model").name
+    limits = BatchLimits(
+        max_rows=load.max_rows,
+        max_slots=load.max_slots,
+        max_waiting=load.max_waiting,
+        chunk=load.chunk,
+        prefix_bytes=load.prefix_mib * 2**20,
+    )
+    settings = ServiceSettings(name, limits, load.max_new_tokens, load.timeout, options.plain)
+    access = AccessSettings(
+        keys, options.address.max_body_mib * 2**20, options.address.cors_origin, options.address.log_prompts
+    )
+    address = options.address
+    run_server(Service(model, settings), access, address.host, address.port, address.grace)

@@ -1,0 +1,386 @@
+"""The HTTP application: OpenAI's endpoints over one :class:`medusa.serving.service.Service`.
+
+Nothing here decodes. Bodies are limited, keys are compared in constant time, and an answer never shows a
+path, a template or a traceback. A client that disconnects has its answers dropped before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from medusa.serving.errors import RequestError
+from medusa.serving.replies import Replies, usage_of
+from medusa.serving.requests import ChatRequest, CompletionRequest, field_of, message_of
+from medusa.serving.service import Service, overloaded
+from medusa.serving.worker import Answer, Update
+
+log = logging.getLogger("medusa.serving")
+OPEN_PATHS = ("/", "/health")
+"""What needs no key: it tells nothing."""
+BODY_SECONDS = 30.0
+"""In which a body must have come."""
+
+
+@dataclass(frozen=True)
+class AccessSettings:
+    """Who may ask, and how much at once."""
+
+    api_keys: tuple[str, ...] = ()
+    """One of these is wanted where there are any."""
+    max_body_bytes: int = 4 * 2**20
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers; none by default."""
+    logs_prompts: bool = False
+
+
+def create_application(service: Service, access: AccessSettings) -> FastAPI:
+    """The application; ``service`` must have been started."""
+    app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Gate, access=access)
+    if access.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(access.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(HTTPException, _http_refused)
+    app.add_exception_handler(Exception, _broken)
+
+    page = (files("medusa.serving") / "page.html").read_text(encoding="utf-8")
+
+    @app.get("/")
+    async def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers=page_headers(page))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        ready = service.is_ready
+        return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.exposed(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model_card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        if name != service.settings.model_name:
+            raise RequestError(f"the model {name!r} is not here", 404, "model", "model_not_found")
+        return service.model_card()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        asked = await _checked(request, ChatRequest)
+        return await _reply(request, asked, service, functools.partial(service.chat_prompt, asked), access)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        asked = await _checked(request, CompletionRequest)
+        return await _reply(request, asked, service, functools.partial(service.text_prompt, asked), access)
+
+    return app
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """What the browser must hold ``page`` to: only its own script and style count, and it asks only here."""
+    allowed = {
+        tag: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
+            for body in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        )
+        for tag in ("script", "style")
+    }
+    policy = (
+        f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+class Gate:
+    """Keys, body sizes and request ids, before anything is read or parsed."""
+
+    def __init__(self, app: Callable[..., Any], access: AccessSettings):
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+            await send(message)
+
+        headers = dict(scope["headers"])
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            await JSONResponse(refusal.body, refusal.status)(scope, receive, send_with_id)
+            return
+        await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
+        if self.access.api_keys and path not in OPEN_PATHS:
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+            known = [hmac.compare_digest(given, key.encode()) for key in self.access.api_keys]
+            if not any(known):
+                return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.access.max_body_bytes:
+            return _too_large(self.access.max_body_bytes)
+        return None
+
+
+def _limited(receive: Any, most: int) -> Any:
+    """``receive``, refusing bodies that turn out too large."""
+    received = 0
+
+    async def counted() -> Any:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > most:
+            raise _too_large(most)
+        return message
+
+    return counted
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(f"the body must have at most {most} bytes", 413, code="body_too_large")
+
+
+async def _refused(_request: Request, error: Any) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_refused(request: Request, error: Any) -> JSONResponse:
+    says = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
+    refusal = RequestError(says.get(error.status_code, "the request cannot be read"), error.status_code)
+    return JSONResponse(refusal.body, error.status_code, error.headers)
+
+
+async def _broken(request: Request, error: Exception) -> JSONResponse:
+    identity = request.scope["state"]["request_id"]
+    log.error("request %s failed", identity, exc_info=error)
+    refusal = RequestError(f"the server failed on this request; its log knows it as {identity}", 500)
+    return JSONResponse(refusal.body, 500)
+
+
+async def _checked(request: Request, kind: Any) -> Any:
+    """The body as ``kind``.
+
+    Raises:
+        RequestError: it is no JSON object, or a field is wrong.
+    """
+    try:
+        raw = await asyncio.wait_for(request.body(), BODY_SECONDS)
+    except TimeoutError as error:
+        raise RequestError("the body did not come in time", 408, code="timeout") from error
+    try:
+        body = json.loads(raw, parse_constant=_no_number)
+        json.dumps(body, ensure_ascii=False).encode()  # halves of characters are no text
+    except (ValueError, RecursionError) as error:
+        raise RequestError("the body must be JSON", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = field_of(first["loc"])
+        raise RequestError(f"{name or 'the body'}: {message_of(first)}", param=name or None) from error
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+async def _reply(
+    request: Request,
+    asked: ChatRequest | CompletionRequest,
+    service: Service,
+    prompt_of: Callable[[], list[int]],
+    access: AccessSettings,
+) -> Response:
+    """The answers to ``asked``, whole or as a stream."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+
+    def listener_of(choice: int) -> Callable[[Update], None]:
+        def listen(update: Update) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(queue.put_nowait, (choice, update))
+
+        return listen
+
+    prompt = await run_in_threadpool(prompt_of)
+    if not prompt:
+        raise RequestError("the prompt must not be empty", param="prompt")
+    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of)
+    service.submit(answers)
+    record = _Record(request, asked, answers, len(prompt), access)
+
+    def end() -> None:
+        service.worker.cancel(answers)
+        record.write()
+
+    replies = Replies(asked, service.settings.model_name, service.tokenizer)
+    if asked.stream:
+        events = _events(asked, len(answers), queue, replies, record)
+        return EventStream(events, end)
+    try:
+        updates = await _unless_disconnected(request, _collected(queue, len(answers)))
+    finally:
+        end()
+    if updates is None:
+        return Response(status_code=499)
+    for of_choice in updates:
+        if (failure := _failure(of_choice[-1].finish_reason)) is not None:
+            raise failure
+    return JSONResponse(replies.whole(updates, record.usage))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; ``at_end`` is called however the stream ends, also when it never began."""
+
+    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object]):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self.at_end = at_end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.at_end()
+
+
+async def _events(
+    asked: ChatRequest | CompletionRequest,
+    num_answers: int,
+    queue: asyncio.Queue[tuple[int, Update]],
+    replies: Replies,
+    record: _Record,
+) -> AsyncIterator[str]:
+    """Server-sent events: who speaks, what is said, usage where it is wanted, and that it is over."""
+    for index in range(num_answers) if replies.is_chat else ():
+        yield _event(replies.first(index))
+    left = num_answers
+    while left:
+        index, update = await queue.get()
+        if (failure := _failure(update.finish_reason)) is not None:
+            yield _event(failure.body)
+            return
+        chunk = replies.part(index, update)
+        if chunk is not None:
+            yield _event(chunk)
+        left -= update.finish_reason is not None
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield _event(replies.usage(record.usage))
+    yield "data: [DONE]\n\n"
+
+
+def _event(body: Any) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _failure(reason: str | None) -> RequestError | None:
+    """What a client is told of an answer that ended in this way; None for a good end."""
+    if reason == "timeout":
+        return RequestError("the answer took longer than this server allows", 504, code="timeout")
+    if reason == "overloaded":
+        return overloaded()
+    if reason == "error":
+        return RequestError("the server failed on this answer", 500, code="internal_error")
+    return None
+
+
+async def _collected(queue: asyncio.Queue[tuple[int, Update]], num_answers: int) -> list[list[Update]]:
+    """All updates of each answer."""
+    updates: list[list[Update]] = [[] for _ in range(num_answers)]
+    left = num_answers
+    while left:
+        index, update = await queue.get()
+        updates[index].append(update)
+        left -= update.finish_reason is not None
+    return updates
+
+
+async def _unless_disconnected(request: Request, work: Any) -> Any:
+    """The result of ``work``; None, with the work cancelled, if the client leaves before."""
+
+    async def leaves() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leaves())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+class _Record:
+    """What is counted and logged of one request."""
+
+    def __init__(
+        self,
+        request: Request,
+        asked: ChatRequest | CompletionRequest,
+        answers: Sequence[Answer],
+        num_prompt: int,
+        access: AccessSettings,
+    ):
+        self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
+        self.said = {"request_id": request.scope["state"]["request_id"], "path": request.url.path}
+        self.said |= {"stream": asked.stream, "n": asked.n}
+        if access.logs_prompts:
+            prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
+            self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        reused = self.answers[0].row.num_reused
+        return usage_of(self.num_prompt, reused, sum(answer.num_tokens for answer in self.answers))
+
+    def write(self) -> None:
+        ended = [answer.row.finish_reason for answer in self.answers]
+        counted = {**self.usage, "seconds": round(time.monotonic() - self.began, 4), "ended": ended}
+        log.info(json.dumps({**self.said, **counted}, default=str))
+
+
+def _as_json(part: Any) -> Any:
+    return part.model_dump() if hasattr(part, "model_dump") else part

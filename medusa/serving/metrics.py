@@ -1,0 +1,108 @@
+"""What the server counts, for Prometheus; names after the prefix are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from medusa.decoding.continuous_batch import ContinuousBatch
+
+PREFIX = "medusa:"
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class BatchCollector(Collector):
+    """What the batches know by themselves, read when it is asked for."""
+
+    def __init__(self, batches: Mapping[bool, ContinuousBatch]):
+        self.batches = batches
+
+    def collect(self) -> Iterable[Metric]:
+        batches = [*self.batches.values()]
+        drafted = self.batches[False]
+        used = sum(batch.num_slots for batch in batches) / sum(batch.limits.max_slots for batch in batches)
+        gauges = {
+            "num_requests_running": ("Requests that decode", sum(batch.num_rows for batch in batches)),
+            "num_requests_waiting": ("Requests that wait", sum(len(batch.waiting) for batch in batches)),
+            "kv_cache_usage_perc": ("Part of the cache slots that is allocated", used),
+            "prefix_cache_bytes": ("Kept prefixes", sum(batch.prefixes.num_bytes for batch in batches)),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(PREFIX + name, text, value=float(value))
+        histogram = list(drafted.statistics.accepted_histogram)
+        counters = {
+            "spec_decode_num_drafts": (
+                "Steps of rows that guessed",
+                _reached(histogram, 0) - drafted.statistics.num_paused,
+            ),
+            "spec_decode_num_draft_tokens": ("Draft tokens verified", drafted.num_drafted),
+            "spec_decode_num_accepted_tokens": ("Draft tokens accepted", drafted.statistics.num_accepted),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=float(value))
+        per_position = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "The same by depth, from 0",
+            labels=["position"],
+        )
+        for depth in range(1, len(histogram)):
+            per_position.add_metric([str(depth - 1)], float(_reached(histogram, depth)))
+        yield per_position
+
+
+def _reached(histogram: list[int], depth: int) -> int:
+    return sum(histogram[depth:])
+
+
+class ServerMetrics:
+    """The counters of one server."""
+
+    def __init__(self, batches: Mapping[bool, ContinuousBatch]):
+        self.registry = CollectorRegistry()
+        self.registry.register(BatchCollector(batches))
+        self._first = Histogram(
+            f"{PREFIX}time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._between = Histogram(
+            f"{PREFIX}inter_token_latency_seconds",
+            "Between tokens; those of one step share its time evenly",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._generated = Counter(f"{PREFIX}generation_tokens", "Tokens of answers", registry=self.registry)
+        self._prompt = Counter(f"{PREFIX}prompt_tokens", "Tokens of prompts", registry=self.registry)
+        self._reused = Counter(
+            f"{PREFIX}prefix_cache_hits", "Tokens of prompts that were not read again", registry=self.registry
+        )
+        self._ended = Counter(
+            f"{PREFIX}request_success",
+            "Answers by how they ended",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+
+    def began(self, seconds: float, num_tokens: int, num_prompt: int, num_reused: int) -> None:
+        """An answer has got its first tokens, so long after it was asked for."""
+        self._first.observe(seconds)
+        self._generated.inc(num_tokens)
+        self._prompt.inc(num_prompt)
+        self._reused.inc(num_reused)
+
+    def went_on(self, seconds: float, num_tokens: int) -> None:
+        """An answer has got more tokens, so long after the last ones."""
+        for _ in range(num_tokens):
+            self._between.observe(seconds / num_tokens)
+        self._generated.inc(num_tokens)
+
+    def ended(self, reason: str) -> None:
+        self._ended.labels(reason).inc()
+
+    def exposed(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)

@@ -1,0 +1,132 @@
+"""What clients get: the bodies and the chunks of OpenAI's two endpoints."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from medusa.acceptance.sampling import TokenLogprobs
+from medusa.serving.answer_text import Piece
+from medusa.serving.requests import ChatRequest, CompletionRequest
+from medusa.serving.worker import Update
+
+
+class Replies:
+    """The objects of one reply; those of its chunks share an id.
+
+    Args:
+        asked: the request.
+        tokenizer: names the tokens in log-probabilities.
+    """
+
+    def __init__(self, asked: ChatRequest | CompletionRequest, model_name: str, tokenizer: Any):
+        self.is_chat, self.tokenizer = isinstance(asked, ChatRequest), tokenizer
+        self.wants_logprobs = asked.num_logprobs is not None
+        self.wants_depths = bool(asked.stream_options and asked.stream_options.include_depths)
+        self._shared = {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model_name,
+        }
+        self._num_chars: dict[int, int] = {}
+
+    def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a reply that is not streamed, of all updates of each choice."""
+        choices = []
+        for index, of_choice in enumerate(updates):
+            text = _text([piece for update in of_choice for piece in update.pieces])
+            choice: dict[str, Any] = {"index": index, "finish_reason": of_choice[-1].finish_reason}
+            if self.is_chat:
+                choice["message"] = {"role": "assistant", "content": text}
+            else:
+                choice["text"] = text
+            entries = [entry for update in of_choice for entry in update.logprobs]
+            choice["logprobs"] = self._logprobs(index, entries)
+            choices.append(choice)
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._shared, "object": kind, "choices": choices, "usage": usage}
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The chunk that says who speaks."""
+        return self._chunk(
+            [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        )
+
+    def part(self, index: int, update: Update) -> dict[str, Any] | None:
+        """The chunk of an update; None where there is nothing to tell yet."""
+        text = _text(update.pieces)
+        logprobs = self._logprobs(index, update.logprobs) if update.logprobs else None
+        if not text and logprobs is None and update.finish_reason is None:
+            return None
+        choice: dict[str, Any] = {"index": index, "finish_reason": update.finish_reason, "logprobs": logprobs}
+        if self.is_chat:
+            choice["delta"] = {"content": text} if text else {}
+        else:
+            choice["text"] = text
+        if self.wants_depths:
+            choice["medusa"] = {
+                "pieces": [[piece.text, piece.depth] for piece in update.pieces],
+                "num_tokens": update.num_tokens,
+                "num_steps": update.num_steps,
+            }
+        return self._chunk([choice])
+
+    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, for clients that ask for it."""
+        return {**self._chunk([]), "usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return {**self._shared, "object": kind, "choices": choices}
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        if self.is_chat:
+            return {"content": [self._chat_entry(entry) for entry in entries]}
+        offset, offsets = self._num_chars.get(index, 0), []
+        tokens = [self._name(entry.token) for entry in entries]
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._num_chars[index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._name(token): _finite(logprob) for token, logprob in entry.top} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._named(token, logprob) for token, logprob in entry.top]
+        return {**self._named(entry.token, entry.logprob), "top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self._name(token)
+        return {"token": name, "logprob": _finite(logprob), "bytes": [*name.encode()]}
+
+    def _name(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def usage_of(num_prompt: int, num_reused: int, num_tokens: int) -> dict[str, Any]:
+    """Tokens of the prompt, how many of these were not read again, and tokens of all answers."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_reused},
+    }
+
+
+def _finite(logprob: float) -> float:
+    """What JSON can hold; clients know this number for a token that is never chosen."""
+    return max(logprob, -9999.0)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)

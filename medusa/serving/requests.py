@@ -1,0 +1,204 @@
+"""What clients may ask: the bodies of OpenAI's two endpoints, checked field by field.
+
+Fields that are not named here are ignored, as clients expect; fields that are named and cannot be honoured
+are refused, so that nobody gets something else than was asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_validator
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 512
+MAX_CHOICES = 16
+TYPE_NAME = re.compile(r"str|int|float|bool|list\[.*\]")
+"""What pydantic puts behind a field that may have several types."""
+SEEDS = 2**62
+"""Seeds are whole numbers of less than this."""
+
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the answer."""
+
+    include_usage: StrictBool = False
+    include_depths: StrictBool = False
+    """Ours: ``medusa`` in each choice, the text in pieces with the depth of the guess behind each."""
+
+
+class SharedFields(BaseModel):
+    """The fields that both endpoints read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=10)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(strict=True, ge=0, lt=SEEDS)] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: StrictBool = False
+    medusa_plain: StrictBool = False
+    """Ours: decode this request without guessing, for comparison."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, given: dict[str, float] | None) -> dict[str, float] | None:
+        for key in given or {}:
+            if not key.isdecimal():
+                raise ValueError(f"keys must be token ids, got {key[:20]!r}")
+        return given
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, given: str | list[str] | None) -> list[str]:
+        stops = [given] if isinstance(given, str) else given or []
+        if len(stops) > MAX_STOPS or any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
+            raise ValueError(
+                f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters, got {len(stops)} strings"
+            )
+        return stops
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of an answer at most, if the client says."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        return self.stop if isinstance(self.stop, list) else []
+
+    def refused(self) -> tuple[str, str] | None:
+        """A field that is given and cannot be honoured, and why; None when there is none."""
+        return None
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+
+    @property
+    def as_template(self) -> dict[str, str]:
+        """As a chat template reads it."""
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(SharedFields):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_go_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def refused(self) -> tuple[str, str] | None:
+        if self.tools:
+            return "tools", "this server calls no tools; leave tools out"
+        if (self.response_format or {}).get("type", "text") != "text":
+            return "response_format", "this server writes free text only; leave response_format out"
+        return None
+
+
+class CompletionRequest(SharedFields):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[Whole]
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = 16
+    echo: StrictBool | None = None
+    suffix: str | None = None
+    best_of: Whole | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _not_empty(cls, given: str | list[int]) -> str | list[int]:
+        if not given:
+            raise ValueError("must not be empty")
+        return given
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def refused(self) -> tuple[str, str] | None:
+        for name, is_asked in (("echo", self.echo), ("suffix", self.suffix), ("best_of", self.best_of)):
+            if is_asked and not (name == "best_of" and self.best_of == self.n):
+                return name, f"this server has no {name}; leave it out"
+        return None
+
+
+def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
+    """For ``MedusaModel.request``: what ``generate`` is told, with OpenAI's defaults (temperature 1).
+
+    What a model's own generation configuration says of sampling takes no part: clients of this protocol
+    expect the distribution as it is.
+    """
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    arguments: dict[str, Any] = {"do_sample": temperature > 0}
+    arguments["repetition_penalty"] = asked.repetition_penalty or 1.0
+    if temperature > 0:
+        arguments |= {"temperature": temperature, "top_k": max(0, asked.top_k or 0)}
+        arguments |= {"top_p": asked.top_p or 1.0, "min_p": asked.min_p or None}
+    if asked.logit_bias:
+        arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in asked.logit_bias.items()]
+    return arguments
+
+
+def field_of(location: tuple[Any, ...]) -> str:
+    """The field that a validation error is about, as a client writes it: ``messages[0].content``."""
+    parts = [part for part in location if not (isinstance(part, str) and TYPE_NAME.fullmatch(part))]
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".")
+
+
+def message_of(error: Mapping[str, Any]) -> str:
+    """What is wrong with the field, without what pydantic puts around it."""
+    return str(error["msg"]).removeprefix("Value error, ")

@@ -1,0 +1,220 @@
+"""One model behind the protocol: from a checked request to answers under way, and what the server allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jinja2.exceptions import TemplateError
+from transformers import LogitsProcessorList
+
+from medusa.acceptance.penalties import OccurrencePenalty
+from medusa.base.causal_lm import vocab_size
+from medusa.base.position_limits import common_context
+from medusa.decoding.continuous_batch import BatchLimits, QueueFull
+from medusa.model import MedusaModel
+from medusa.serving.answer_text import AnswerText
+from medusa.serving.errors import RequestError
+from medusa.serving.metrics import ServerMetrics
+from medusa.serving.requests import ChatRequest, CompletionRequest, SharedFields, sampling_arguments
+from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
+
+RETRY_AFTER = 2
+"""Seconds after which a client may ask again when there is no room."""
+PLAIN_ROWS = 4
+"""Answers without guessing that are under way at once, for comparison."""
+
+
+def overloaded() -> RequestError:
+    """What a client is told when there is no room."""
+    text = "the server is busy: as many requests wait as may; try again later"
+    return RequestError(text, 503, code="overloaded", retry_after=RETRY_AFTER)
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What a server allows."""
+
+    model_name: str
+    """As clients call it."""
+    limits: BatchLimits = field(default_factory=BatchLimits)
+    max_new_tokens: int = 4096
+    """Longest answer, also where the client says nothing."""
+    seconds: float = 600.0
+    """Longest time that an answer may take."""
+    plain: bool = False
+    """Guess nothing."""
+
+
+class Service:
+    """Answers requests with one model.
+
+    Raises:
+        ValueError: the model has no tokenizer, or its steps cannot be shared.
+    """
+
+    def __init__(self, model: MedusaModel, settings: ServiceSettings):
+        if model.tokenizer is None:
+            raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
+        self.model, self.settings, self.tokenizer = model, settings, model.tokenizer
+        few = replace(settings.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
+        batches = {
+            False: model.continuous_batch(settings.limits, plain=settings.plain),
+            True: model.continuous_batch(few, plain=True),
+        }
+        self.metrics = ServerMetrics(batches)
+        self.worker = Worker(batches, self.metrics)
+        self.is_draining = False
+        """New requests are refused."""
+
+    def start(self) -> None:
+        """Decode from here on."""
+        self.worker.start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.worker.is_alive and not self.is_draining
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that prompt and answer may have together."""
+        return common_context(self.model.base)
+
+    def chat_prompt(self, asked: ChatRequest) -> list[int]:
+        """The tokens of a conversation, as the chat template renders it.
+
+        Raises:
+            RequestError: there is no template, or it refuses these messages.
+        """
+        if self.tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        messages = [message.as_template for message in asked.messages]
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        except (TemplateError, TypeError, KeyError) as error:
+            raise RequestError(
+                "the model's chat template refuses these messages: their roles or their order",
+                param="messages",
+            ) from error
+
+    def text_prompt(self, asked: CompletionRequest) -> list[int]:
+        """The tokens of text to continue.
+
+        Raises:
+            RequestError: a token id is none of the model's.
+        """
+        if isinstance(asked.prompt, str):
+            return self.tokenizer(asked.prompt)["input_ids"]
+        self._check_tokens(asked.prompt, "prompt")
+        return list(asked.prompt)
+
+    def answers(
+        self,
+        asked: SharedFields,
+        prompt: Sequence[int],
+        listener_of: Callable[[int], Callable[[Update], None]],
+    ) -> list[Answer]:
+        """The ``n`` answers to ``prompt``, not yet under way; choice i draws from ``seed + i``.
+
+        Raises:
+            RequestError: something asked for is not to be had here.
+        """
+        if asked.model not in (None, "", self.settings.model_name):
+            raise RequestError(
+                f"the model {asked.model!r} is not here; there is {self.settings.model_name!r}",
+                404,
+                "model",
+                "model_not_found",
+            )
+        if (refusal := asked.refused()) is not None:
+            raise RequestError(refusal[1], param=refusal[0])
+        self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
+        arguments: dict[str, Any] = {
+            **sampling_arguments(asked),
+            "max_new_tokens": self._longest(asked, len(prompt)),
+            "num_logprobs": asked.num_logprobs,
+        }
+        if asked.frequency_penalty or asked.presence_penalty:
+            penalty = OccurrencePenalty(
+                len(prompt), asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
+            )
+            arguments["logits_processor"] = LogitsProcessorList([penalty])
+        if self.model.base.generation_config.pad_token_id is None:
+            arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
+        first = asked.seed
+        if first is None:
+            first = int(torch.randint(2**62 - asked.n, ()))
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        answers = []
+        for choice in range(asked.n):
+            try:
+                request = self.model.request(
+                    ids, attention_mask=torch.ones_like(ids), seed=first + choice, **arguments
+                )
+                if asked.ignore_eos:
+                    request = replace(request, eos_ids=frozenset())
+                self.worker.batches[asked.medusa_plain].check(request)
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+            text = AnswerText(self.tokenizer, asked.stops)
+            seconds, is_plain = self.settings.seconds, asked.medusa_plain
+            answers.append(Answer(request, text, listener_of(choice), is_plain=is_plain, seconds=seconds))
+        return answers
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Have ``answers`` decoded.
+
+        Raises:
+            RequestError: there is no room now, or the server is about to end.
+        """
+        if self.is_draining:
+            raise RequestError(
+                "the server is shutting down", 503, code="shutting_down", retry_after=RETRY_AFTER
+            )
+        try:
+            self.worker.submit(answers)
+        except QueueFull as error:
+            raise overloaded() from error
+        except WorkerEnded as error:
+            raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
+
+    def _longest(self, asked: SharedFields, num_prompt: int) -> int:
+        """Tokens that the answer may have."""
+        context, most = self.context, self.settings.max_new_tokens
+        room = most if context is None else context - num_prompt
+        name = "max_completion_tokens" if getattr(asked, "max_completion_tokens", None) else "max_tokens"
+        if room < 1 or (asked.longest or 0) > room:
+            raise RequestError(
+                f"this model's context is {context} tokens, and the prompt has {num_prompt}"
+                + (f", with {name}={asked.longest}" if asked.longest else "")
+                + "; shorten one of them",
+                param="messages" if isinstance(asked, ChatRequest) and room < 1 else name,
+                code="context_length_exceeded",
+            )
+        if asked.longest is not None and asked.longest > most:
+            raise RequestError(
+                f"an answer may have {most} tokens here, got {name}={asked.longest}", param=name
+            )
+        return asked.longest or min(room, most)
+
+    def _check_tokens(self, ids: Sequence[int], param: str) -> None:
+        size = vocab_size(self.model.base)
+        for token in ids:
+            if not 0 <= token < size:
+                raise RequestError(
+                    f"{param} must hold token ids of 0 to {size - 1}, got {token}", param=param
+                )
+
+    def model_card(self) -> Mapping[str, Any]:
+        """The entry of ``GET /v1/models``."""
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "medusa",
+            "max_model_len": self.context,
+        }

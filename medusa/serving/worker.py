@@ -1,0 +1,221 @@
+"""The thread that decodes: it alone touches the batches, and tells each request what it got.
+
+Requests come in as :class:`Answer` from any thread. Each has a listener, which this thread calls with what is
+new. Plain and drafted requests have a batch each; where both are busy they share the machine's time evenly,
+so that two answers to one question can be raced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa.acceptance.sampling import TokenLogprobs
+from medusa.decoding.continuous_batch import ContinuousBatch, Progress, QueueFull, Row
+from medusa.decoding.state import DecodeRequest
+from medusa.serving.answer_text import AnswerText, Piece
+from medusa.serving.metrics import ServerMetrics
+
+log = logging.getLogger("medusa.serving")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new in an answer."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    """Of the answer so far."""
+    num_steps: int = 0
+    """Forward passes that it took so far, the reading of the prompt included as one."""
+    finish_reason: str | None = None
+    """"stop", "length", "timeout", "overloaded" or "error": the last update."""
+
+
+class Answer:
+    """One answer under way, from its request to its last update."""
+
+    def __init__(
+        self,
+        request: DecodeRequest,
+        text: AnswerText,
+        listener: Callable[[Update], None],
+        *,
+        is_plain: bool = False,
+        seconds: float = float("inf"),
+    ):
+        self.row = Row(request, tag=self)
+        self.text, self.listener, self.is_plain = text, listener, is_plain
+        self.arrived = self.last = time.monotonic()
+        self.deadline = self.arrived + seconds
+        self.num_tokens = self.num_steps = 0
+
+
+class WorkerEnded(RuntimeError):
+    """Nothing is decoded any more."""
+
+
+class Worker:
+    """Runs ``batches``, drafted (False) and plain (True), on a thread of its own."""
+
+    def __init__(self, batches: Mapping[bool, ContinuousBatch], metrics: ServerMetrics):
+        self.batches, self.metrics = dict(batches), metrics
+        self.seconds = dict.fromkeys(self.batches, 0.0)
+        self._changed = threading.Condition()
+        self._added: list[Answer] = []
+        self._cancelled: list[Answer] = []
+        self._active: set[Answer] = set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the step under way; what is not answered then ends with an error."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._is_closing
+
+    @property
+    def num_active(self) -> int:
+        """Answers that have not ended."""
+        return len(self._active) + len(self._added)
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Have ``answers``, of one request, decoded; all of them or none.
+
+        Raises:
+            QueueFull: there is no room in the queue.
+            WorkerEnded: the thread has ended.
+        """
+        with self._changed:
+            if not self.is_alive:
+                raise WorkerEnded("the decoding thread has ended")
+            for is_plain, batch in self.batches.items():
+                new = sum(answer.is_plain is is_plain for answer in [*self._added, *answers])
+                if new > max(0, batch.num_vacant):
+                    raise QueueFull(f"{len(batch.waiting)} requests wait already")
+            self._added.extend(answers)
+            self._changed.notify()
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """Drop ``answers`` before the next step; those that have ended already are left alone."""
+        with self._changed:
+            self._cancelled.extend(answers)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_changes():
+                self._end_overdue()
+                busy = [is_plain for is_plain, batch in self.batches.items() if batch.is_busy]
+                if busy:
+                    self._step(min(busy, key=lambda is_plain: self.seconds[is_plain]))
+        except Exception:
+            log.exception("the decoding thread has failed")
+        finally:
+            with self._changed:
+                self._is_closing = True
+                left = [*self._active, *self._added]
+                self._active, self._added = set(), []
+            for answer in left:
+                self._end(answer, "error")
+
+    def _take_changes(self) -> bool:
+        """Take in what was submitted and cancelled, waiting while there is nothing to do; false to end."""
+        with self._changed:
+            while not (self._is_closing or self._added or self._cancelled or self._is_busy):
+                self._changed.wait()
+            added, self._added = self._added, []
+            cancelled, self._cancelled = self._cancelled, []
+            if self._is_closing:
+                self._added = added
+                return False
+            self._active.update(added)
+        if not self._is_busy:  # both begin together
+            self.seconds = dict.fromkeys(self.batches, 0.0)
+        for answer in added:
+            batch = self.batches[answer.is_plain]
+            if not batch.is_busy:  # who comes later does not make up for having been idle
+                self.seconds[answer.is_plain] = max(self.seconds.values())
+            try:
+                batch.add(answer.row)
+            except QueueFull:  # rows have stepped back into the queue since there was room
+                self._end(answer, "overloaded")
+        for answer in cancelled:
+            if answer in self._active:
+                self._drop(answer)
+                self.metrics.ended("cancelled")
+        return True
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(batch.is_busy for batch in self.batches.values())
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for answer in [answer for answer in self._active if now > answer.deadline]:
+            self._drop(answer)
+            self._end(answer, "timeout")
+
+    def _step(self, is_plain: bool) -> None:
+        began = time.perf_counter()
+        progress = self.batches[is_plain].step()
+        self.seconds[is_plain] += time.perf_counter() - began
+        for each in progress:
+            self._tell(each)
+
+    def _tell(self, progress: Progress) -> None:
+        answer: Any = progress.row.tag
+        row, text = progress.row, answer.text
+        if row.error is not None:
+            log.error("an answer failed: %s", type(row.error).__name__, exc_info=row.error)
+            self._end(answer, "error")
+            return
+        tokens = progress.tokens
+        num_text = len(tokens) - (row.finish_reason == "stop" and tokens[-1] in row.request.eos_ids)
+        now, num_prompt = time.monotonic(), int(row.request.lengths[0])
+        if answer.num_steps == 0:
+            self.metrics.began(now - answer.arrived, len(tokens), num_prompt, row.num_reused)
+        else:
+            self.metrics.went_on(now - answer.last, len(tokens))
+        answer.last = now
+        num_fed, pieces = text.feed(tokens[:num_text], progress.depths[:num_text])
+        answer.num_steps += 1
+        reason = row.finish_reason
+        answer.num_tokens += num_fed if text.is_stopped else len(tokens)
+        if text.is_stopped and reason is None:
+            self.batches[answer.is_plain].cancel(row)
+        if text.is_stopped:
+            reason = "stop"
+        elif reason is not None:
+            pieces += text.finish()
+            reason = "stop" if text.is_stopped else reason
+        update = Update(
+            pieces, (progress.logprobs or [])[:num_fed], answer.num_tokens, answer.num_steps, reason
+        )
+        if reason is not None:
+            self._active.discard(answer)
+            self.metrics.ended(reason)
+        answer.listener(update)
+
+    def _drop(self, answer: Answer) -> None:
+        self._active.discard(answer)
+        self.batches[answer.is_plain].cancel(answer.row)
+
+    def _end(self, answer: Answer, reason: str) -> None:
+        """End an answer that has no more tokens."""
+        self._active.discard(answer)
+        self.metrics.ended(reason)
+        answer.listener(Update(answer.text.finish(), [], answer.num_tokens, answer.num_steps, reason))

@@ -1,0 +1,96 @@
+"""``medusa serve``: from flags to a server, and a real one from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import openai
+import pytest
+from conftest import CHECKOUT, REAL_BASE
+from tiny_chat import save_chat_model
+
+from medusa.cli.main import main
+from medusa.serving import server
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("served"))
+
+
+def flags_of(directories) -> list[str]:
+    base, heads = directories
+    return ["serve", "--base", base, "--heads", heads, "--port", "0"]
+
+
+def test_flags_reach_the_server(directories, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(server, "run_server", lambda *given: started.append(given))
+    monkeypatch.setenv("MEDUSA_API_KEY", "second,third")
+    flags = ["--api-key", "first", "--max-rows", "3", "--prefix-mib", "1", "--chunk", "7", "--timeout", "9"]
+    assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", "--model-name", "mine"]) == 0
+    ((service, access, host, port, grace),) = started
+    limits = service.worker.batches[False].limits
+    assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
+    assert (service.settings.model_name, service.settings.seconds) == ("mine", 9)
+    assert access.api_keys == ("first", "second", "third")
+    assert (host, port, grace) == ("0.0.0.0", 0, 30)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_another_host_without_a_key_is_warned_of(directories, monkeypatch, capsys):
+    monkeypatch.setattr(server, "run_server", lambda *_: None)
+    monkeypatch.delenv("MEDUSA_API_KEY", raising=False)
+    assert main([*flags_of(directories), "--host", "0.0.0.0"]) == 0
+    assert "without --api-key" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_address_in_use_is_said_before_anything_else(directories, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main([*flags_of(directories)[:-1], port]) == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_BASE.exists(), reason="the embedded base model is not here")
+def test_the_real_model_answers_as_alone_and_ends_what_is_running_when_told_to_stop(
+    real_base, real_tokenizer
+):
+    started = subprocess.Popen(
+        [sys.executable, "-m", "medusa.cli.main", "serve", "--port", "0", "--engine", "eager"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )
+    try:
+        address = next(found[1] for line in started.stderr if (found := re.search(r"ready: (\S+)", line)))
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        messages = [{"role": "user", "content": "Why is the sky blue?"}]
+        asked = {"model": "smollm2-135m-instruct", "temperature": 0, "max_tokens": 40}
+        first = client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+        ids = real_tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        alone = real_base.generate(**ids, do_sample=False, max_new_tokens=40)[0, ids["input_ids"].shape[1] :]
+        assert first == real_tokenizer.decode(alone, skip_special_tokens=True)
+        messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And at dusk?"}]
+        second = client.chat.completions.create(messages=messages, **asked)
+        assert second.usage.prompt_tokens_details.cached_tokens > 40
+        stream = client.chat.completions.create(messages=messages, stream=True, **asked)
+        pieces = [next(iter(stream))]
+        started.send_signal(signal.SIGTERM)
+        pieces += list(stream)
+        said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        assert said == second.choices[0].message.content
+        assert started.wait(60) == 0
+    finally:
+        started.kill()

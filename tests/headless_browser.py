@@ -1,0 +1,125 @@
+"""A real Chromium without a window, told what to do as its own developer tools tell it, over a pipe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Browser:
+    """One page."""
+
+    def __init__(self) -> None:
+        assert CHROMIUM is not None
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        self._home = tempfile.TemporaryDirectory(prefix="medusa-browser-")
+        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe"
+        command = f"exec {CHROMIUM} {flags} --user-data-dir={self._home.name} about:blank"
+        self._process = subprocess.Popen(
+            ["bash", "-c", f"{command} 3<&{theirs_in} 4>&{theirs_out}"],
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
+        self._number, self._rest, self._session = 0, b"", None
+        self.messages: list[dict[str, Any]] = []
+        """Events: requests, what the console said, exceptions."""
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params: Any) -> Any:
+        self._number += 1
+        call = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            call["sessionId"] = self._session
+        self._out.write(json.dumps(call).encode() + b"\0")
+        self._out.flush()
+        while True:
+            message = self._received()
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
+            self.messages.append(message)
+
+    def _received(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            more = self._in.read1(65536)
+            assert more, "the browser has ended"
+            self._rest += more
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def visit(self, url: str) -> None:
+        self.send("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def value(self, script: str) -> Any:
+        """What ``script`` is in the page, a promise waited for."""
+        got = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in got, got
+        return got["result"].get("value")
+
+    def until(self, script: str, seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.value(f"Boolean({script})"):
+            assert time.monotonic() < deadline, (
+                f"{script} did not come true: {self.value('document.body.innerText')}"
+            )
+            time.sleep(0.05)
+
+    def type(self, text: str) -> None:
+        """Into whatever has the focus."""
+        self.send("Input.insertText", text=text)
+
+    def press(self, key: str, code: int) -> None:
+        for kind in ("rawKeyDown", "char", "keyUp") if key == "Enter" else ("rawKeyDown", "keyUp"):
+            text = {"text": "\r"} if key == "Enter" else {}
+            self.send(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
+            )
+
+    def click(self, selector: str) -> None:
+        self.value(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
+
+    @property
+    def requested(self) -> list[str]:
+        """Every address that the page has asked for."""
+        return [
+            each["params"]["request"]["url"]
+            for each in self.messages
+            if each.get("method") == "Network.requestWillBeSent"
+        ]
+
+    @property
+    def complaints(self) -> list[dict[str, Any]]:
+        """Exceptions and what the console called an error."""
+        return [
+            each
+            for each in self.messages
+            if each.get("method") == "Runtime.exceptionThrown"
+            or (each.get("method") == "Runtime.consoleAPICalled" and each["params"]["type"] == "error")
+        ]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._out.close()
+        self._in.close()
+        self._home.cleanup()

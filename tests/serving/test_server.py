@@ -1,0 +1,360 @@
+"""The server as its users meet it: OpenAI's own client, and bytes, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_chat import chat_model
+from tiny_server import TOKENIZER, Running, expected, running
+
+from medusa.decoding.continuous_batch import BatchLimits
+from medusa.serving.application import AccessSettings
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ALONE = {"max_new_tokens": 24, "do_sample": True, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny_chat_model():
+    return chat_model()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_chat_model):
+    with running(tiny_chat_model) as started:
+        yield started
+
+
+def client_of(server: Running, **options) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **options)
+
+
+def said(stream) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def test_an_answer_is_that_of_generate_streamed_or_not(server, tiny_chat_model):
+    client = client_of(server)
+    for seed, temperature in ((0, 0.0), (5, 0.7), (6, 1.0)):
+        sampled = {"temperature": temperature, "seed": seed} if temperature else {"do_sample": False}
+        tokens, text = expected(tiny_chat_model, HELLO, **{**ALONE, **sampled})
+        asked = {
+            "model": "tiny",
+            "messages": HELLO,
+            "max_tokens": 24,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        whole = client.chat.completions.create(**asked)
+        assert whole.choices[0].message.content == text
+        assert whole.usage.completion_tokens == len(tokens)
+        ended = tokens[-1] == TOKENIZER.eos_token_id
+        assert whole.choices[0].finish_reason == ("stop" if ended else "length")
+        options = {"include_usage": True}
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert said(chunks) == text
+        assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(
+            update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+        )
+
+
+def test_choices_draw_from_seeds_that_follow_each_other(server, tiny_chat_model):
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 16, "seed": 3, "n": 3}
+    reply = client_of(server).chat.completions.create(**asked)
+    texts = [
+        expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": 16}, seed=3 + i)[1] for i in range(3)
+    ]
+    assert [choice.message.content for choice in reply.choices] == texts
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(server, tiny_chat_model):
+    async def answers(asked):
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(client.chat.completions.create(**each) for each in asked))
+
+    asked = [
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hello " * (1 + index % 5)}],
+            "max_tokens": 8 + index,
+            "temperature": 0.8 * (index % 2),
+            "seed": index,
+        }
+        for index in range(12)
+    ]
+    for each, reply in zip(asked, asyncio.run(answers(asked)), strict=True):
+        sampled = {"do_sample": False}
+        if each["temperature"]:
+            sampled = {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": each["seed"]}
+        _, text = expected(tiny_chat_model, each["messages"], max_new_tokens=each["max_tokens"], **sampled)
+        assert reply.choices[0].message.content == text
+
+
+def test_stop_strings_end_an_answer_and_are_not_sent(server, tiny_chat_model):
+    client = client_of(server)
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
+    text = client.chat.completions.create(**asked).choices[0].message.content
+    stop = text[5:8]
+    for stream in (False, True):
+        reply = client.chat.completions.create(**asked, stop=[stop, "never said"], stream=stream)
+        got = said(reply) if stream else reply.choices[0].message.content
+        assert got == text[: text.find(stop)]
+    wait_until(lambda: server.num_active == 0)
+
+
+def test_penalties_and_biases_have_their_way(server):
+    client = client_of(server)
+    asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    letter = TOKENIZER("x")["input_ids"][0]
+    biased = client.completions.create(**asked, logit_bias={str(letter): 100})
+    assert biased.choices[0].text == "x" * 8
+    penalised = client.completions.create(**asked, logit_bias={str(letter): 40}, presence_penalty=2)
+    assert penalised.choices[0].text.startswith("x")
+    once = client.completions.create(**asked, logit_bias={str(letter): 1}, frequency_penalty=2)
+    assert max(map(once.choices[0].text.count, once.choices[0].text)) <= 3
+
+
+def test_logprobs_are_the_base_models_own(server, tiny_chat_model):
+    client = client_of(server)
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 0.9, "seed": 4}
+    reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
+    stream = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3, stream=True)
+    streamed = [
+        entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [each.token for each in streamed] == [each.token for each in reply.logprobs.content]
+    tokens, _ = expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": 12}, temperature=0.9, seed=4)
+    ids = TOKENIZER.apply_chat_template(
+        HELLO, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    whole = ids.new_tensor([ids[0].tolist() + tokens])
+    logprobs = tiny_chat_model.base(whole).logits[0].detach().log_softmax(-1)
+    kept = [token for token in tokens if token != TOKENIZER.eos_token_id]
+    for index, (token, entry) in enumerate(zip(kept, reply.logprobs.content, strict=True)):
+        assert entry.logprob == pytest.approx(float(logprobs[ids.shape[1] - 1 + index, token]), abs=1e-3)
+        assert len(entry.top_logprobs) == 3
+    completed = client.completions.create(model="tiny", prompt="ab", max_tokens=4, logprobs=2, seed=1)
+    entries = completed.choices[0].logprobs
+    assert len(entries.tokens) == len(entries.token_logprobs) == len(entries.text_offset)
+
+
+WRONG = [
+    ({"messages": HELLO, "temperature": 3}, "temperature"),
+    ({"messages": HELLO, "temperature": "hot"}, "temperature"),
+    ({"messages": HELLO, "top_p": 0}, "top_p"),
+    ({"messages": HELLO, "n": 0}, "n"),
+    ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HELLO, "max_completion_tokens": 99999}, "max_completion_tokens"),
+    ({"messages": HELLO, "stop": ["a"] * 99}, "stop"),
+    ({"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": []}, "messages"),
+    ({"messages": HELLO, "stop": 5}, "stop"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), WRONG, ids=[f"{field} {i}" for i, (_, field) in enumerate(WRONG)])
+def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, body, field):
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "tiny", **body})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == field and error["type"] == "invalid_request_error" and error["message"]
+
+
+def test_other_refusals_are_in_the_same_form(server):
+    client = client_of(server)
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here; there is 'tiny'"):
+        client.chat.completions.create(model="gpt", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="context is 512 tokens, and the prompt has 600"):
+        client.completions.create(model="tiny", prompt=[5] * 600)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    for method, path, status in (("GET", "/v1/chat/completions", 405), ("GET", "/nowhere", 404)):
+        reply = httpx.request(method, server.url + path)
+        assert reply.status_code == status and reply.json()["error"]["message"]
+    for body in (
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"temperature": NaN}',
+        b'{"messages": "\\ud800"}',
+        b'{"messages": ' + b"[" * 100_000,
+    ):
+        reply = httpx.post(f"{server.url}/v1/chat/completions", content=body)
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
+    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "unknown": 1, "max_tokens": 1})
+    assert reply.status_code == 200 and reply.headers["x-request-id"]
+
+
+def test_a_client_that_leaves_frees_its_row(server):
+    stream = client_of(server).chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert server.num_active == 1
+    stream.close()
+    wait_until(lambda: server.num_active == 0)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = json.dumps({"messages": HELLO, "max_tokens": 480, "ignore_eos": True})
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    wait_until(lambda: server.num_active == 1)
+    connection.close()
+    wait_until(lambda: server.num_active == 0)
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_metrics_count_what_was_done(server):
+    client_of(server).completions.create(model="tiny", prompt="Hello", max_tokens=20, temperature=0)
+    text = httpx.get(f"{server.url}/metrics").text
+    values = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
+    assert values["medusa:generation_tokens_total"] > 10
+    assert values["medusa:spec_decode_num_draft_tokens_total"] > 0
+    assert values["medusa:time_to_first_token_seconds_count"] > 0
+    assert 'medusa:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in values
+    assert values["medusa:num_requests_running"] == 0
+
+
+def test_a_server_with_a_key_wants_it_and_large_bodies_are_refused():
+    with running(chat_model(), AccessSettings(api_keys=("secret", "other"), max_body_bytes=2000)) as guarded:
+        url = f"{guarded.url}/v1/models"
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xe9"}):
+            reply = httpx.get(url, headers={name: value.encode("latin-1") for name, value in header.items()})
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+        key = {"Authorization": "Bearer other"}
+        assert httpx.get(url, headers=key).status_code == 200
+        assert httpx.get(f"{guarded.url}/health").status_code == 200
+        assert httpx.get(f"{guarded.url}/metrics").status_code == 401
+        body = json.dumps({"prompt": "x" * 3000}).encode()
+        for content in (body, iter([body[:1500], body[1500:]])):
+            reply = httpx.post(f"{guarded.url}/v1/completions", content=content, headers=key)
+            assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
+
+
+def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end():
+    limits = BatchLimits(max_rows=1, max_waiting=0)
+    with running(chat_model(), limits=limits, seconds=1.5) as small:
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 480, "extra_body": {"ignore_eos": True}}
+        slow = small.service.worker.batches[False]
+        step = slow.step
+        slow.step = lambda: time.sleep(0.05) or step()
+        stream = client_of(small).chat.completions.create(**asked, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.InternalServerError) as refused:
+            client_of(small).chat.completions.create(**asked)
+        assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+        with pytest.raises(openai.APIError, match="longer than this server allows"):
+            list(stream)
+        small.service.is_draining = True
+        assert httpx.get(f"{small.url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            client_of(small).chat.completions.create(**asked)
+
+
+def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog):
+    with running(chat_model()) as broken:
+        batch = broken.service.worker.batches[False]
+        run = batch._run
+
+        def fails(*_args):
+            raise RuntimeError("secret path /etc/passwd")
+
+        batch._run = fails
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0}
+        with pytest.raises(openai.InternalServerError) as told:
+            client_of(broken).chat.completions.create(**asked)
+        assert "secret" not in str(told.value)
+        with pytest.raises(openai.APIError, match="the server failed on this answer"):
+            list(client_of(broken).chat.completions.create(**asked, stream=True))
+        batch._run = run
+        assert client_of(broken).chat.completions.create(**asked).choices[0].message.content
+        batch.step = fails
+        with pytest.raises(openai.InternalServerError):
+            client_of(broken).chat.completions.create(**asked)
+        wait_until(lambda: httpx.get(f"{broken.url}/health").status_code == 503)
+        with pytest.raises(openai.InternalServerError, match="cannot answer any more"):
+            client_of(broken).chat.completions.create(**asked)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
+    "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "response_format", "medusa_plain",
+]  # fmt: skip
+
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(
+    st.sampled_from(["chat/completions", "completions"]),
+    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    st.booleans(),
+)
+def test_no_body_breaks_the_server(server, path, fields, is_complete):
+    whole = {"messages": HELLO, "prompt": "a", "max_tokens": 2} if is_complete else {}
+    body = json.dumps({**whole, **fields})
+    reply = httpx.post(f"{server.url}/v1/{path}", content=body, timeout=60)
+    assert reply.status_code in (200, 400, 404), reply.text
+    if reply.status_code != 200:
+        assert reply.json()["error"]["message"]
+
+
+def test_requests_of_random_lengths_that_come_and_go_leave_nothing_behind(server):
+    chance = random.Random(0)
+
+    async def visit(client, index):
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": chance.randint(1, 40), "seed": index}
+        stream = await client.chat.completions.create(**asked, stream=True)
+        stay = chance.randint(0, 20)
+        async for _ in stream:
+            stay -= 1
+            if stay < 0:
+                break
+        await stream.close()
+
+    async def everybody():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            await asyncio.gather(*(visit(client, index) for index in range(24)))
+
+    asyncio.run(everybody())
+    wait_until(lambda: server.num_active == 0)
+    assert not any(batch.is_busy for batch in server.service.worker.batches.values())

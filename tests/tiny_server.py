@@ -1,0 +1,62 @@
+"""A server on a real socket, over a tiny model that runs on the CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from tiny_chat import chat_tokenizer
+
+from medusa import CandidateTree, MedusaModel
+from medusa.decoding.continuous_batch import BatchLimits
+from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.server import _listening
+from medusa.serving.service import Service, ServiceSettings
+
+TOKENIZER = chat_tokenizer()
+
+
+class Running:
+    """A server and how to reach it."""
+
+    def __init__(self, service: Service, port: int):
+        self.service, self.port = service, port
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def num_active(self) -> int:
+        return self.service.worker.num_active
+
+
+@contextmanager
+def running(model: MedusaModel, access: AccessSettings | None = None, **options) -> Iterator[Running]:
+    limits = options.pop("limits", BatchLimits(max_rows=4, chunk=32))
+    service = Service(model, ServiceSettings("tiny", limits, **options))
+    listening = _listening("127.0.0.1", 0)
+    app = create_application(service, access or AccessSettings())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server.install_signal_handlers = lambda: None
+    service.start()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield Running(service, listening.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.worker.close()
+
+
+def expected(model: MedusaModel, messages: list[dict], **options) -> tuple[list[int], str]:
+    """The tokens and the text that ``generate`` gives alone, plainly."""
+    ids = TOKENIZER.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    sequence = model.generate(**ids, tree=CandidateTree.chain(0), **options)
+    tokens = sequence[0, ids["input_ids"].shape[1] :].tolist()
+    return tokens, TOKENIZER.decode(tokens, skip_special_tokens=True)
