@@ -62,7 +62,7 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LOOP_ATTENTION = "medusa_loop_sdpa"
 """An attention implementation of ``transformers``: :func:`loop_attention`."""
-VERSION = 1
+VERSION = 2
 """Of what is compiled: raise it with every change of what a pass computes."""
 COMPILERS = ("g++", "clang++", "c++")
 VECTOR = 16
@@ -72,6 +72,9 @@ CHANGING_ROPE = ("dynamic", "longrope")
 INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 """Weights become constants, and products Inductor's own kernels, which read few rows twice as fast as
 oneDNN's. Where it has none, oneDNN's remain."""
+GCC_OPTIONS = "-fno-tree-loop-distribute-patterns --param max-completely-peel-times=64 --param max-completely-peeled-insns=2000"
+"""Keep the sums of a product of five rows and more in registers. g++ 12 makes one ``memset`` of the loop that
+sets them to zero, and leaves what a ``memset`` has touched in memory."""
 TOLERANCE = 1e-2
 """Largest difference of logits between the compiled pass and the view, over the largest logit: int8 rounds
 what differs in the last bit to another step."""
@@ -145,8 +148,9 @@ class CompiledPass:
             layer.reserve(num_slots)
         keys, values = zip(*(layer.entries for layer in cache.tree_layers), strict=True)
         positions = positions.expand(len(tokens), -1)
-        inputs = [tokens, positions, cache.slots, *masks.values(), *keys, *values]
-        hidden, logits = self.library.run([each.contiguous() for each in inputs])
+        assert all(each.is_contiguous() for each in (*keys, *values)), "written to in place"
+        inputs = [each.contiguous() for each in (tokens, positions, cache.slots, *masks.values())]
+        hidden, logits = self.library.run([*inputs, *keys, *values])
         return layers_of(hidden, self.layers, layers), logits
 
 
@@ -233,9 +237,16 @@ def _export(view: CausalLM, layers: tuple[int, ...], package: Path) -> None:
         ),
         strict=False,
     )
-    torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(package), inductor_configs=INDUCTOR_OPTIONS
-    )
+    options = {**INDUCTOR_OPTIONS, **_compiler_options()}
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
+
+
+def _compiler_options() -> dict[str, str]:
+    """:data:`GCC_OPTIONS` for Inductor, which has one setting that reaches the compiler's command line."""
+    is_gcc = Path(os.environ.get("CXX", COMPILERS[0])).name.startswith("g++")
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    has_setting = hasattr(torch._inductor.config.cpp, "march")
+    return {"cpp.march": f"native {GCC_OPTIONS}"} if is_gcc and is_x86 and has_setting else {}
 
 
 def _masks(view: CausalLM, lengths: Tensor, num_slots: int, topology: TreeTopology) -> dict[str, Tensor]:
@@ -314,9 +325,10 @@ class _Entries(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, heads, N, width); all that it may read."""
+        rows, heads = torch.arange(self.slots.shape[0]), torch.arange(key_states.shape[1])
+        where = (rows[:, None, None], heads[:, None], self.slots[:, None])
         for entries, states in zip(self.entries, (key_states, value_states), strict=True):
-            _, heads, _, width = states.shape
-            entries.scatter_(2, self.slots[:, None, :, None].expand(-1, heads, -1, width), states)
+            entries.index_put_(where, states)  # Inductor writes in place here, and copies all for scatter_
         keys, values = self.entries
         return keys[:, :, : self.num_slots], values[:, :, : self.num_slots]
 
@@ -394,21 +406,25 @@ def loop_attention(
     """Attention as sums of products, for Inductor: query (B, H, N, width), key and value (B, H', S, width),
     attention_mask (B, 1, N, S) that is added -> (B, N, H, width).
 
-    Queries and exponentials are made to exist in memory: otherwise every loop computes them anew. Both sums
-    over slots go slot by slot, in vectors that run across something else: where an accepted node moves to
-    another slot, only zeros come between.
+    Queries and exponentials are made to exist in memory: otherwise every loop computes them anew. Sums over
+    slots go slot by slot, in vectors that run across something else: where an accepted node moves to another
+    slot, only zeros come between. The vectors of a value are sums of their own, which one loop adds side by
+    side. Heads come first, since threads share the outermost loops, and one row may be all rows there are.
     """
     assert attention_mask is not None
     batch, num_heads, num_nodes, width = query.shape
-    groups = (batch, key.shape[1], num_heads // key.shape[1], num_nodes)
-    queries = torch.ops._inductor_test.realize(query).reshape(*groups, 1, width)
-    scores = (queries * key[:, :, None, None]).sum(-1) * (width**-0.5 if scaling is None else scaling)
-    scores = scores + attention_mask[:, None]  # (B, H', G, N, S)
+    num_groups = key.shape[1]
+    queries = query.reshape(batch, num_groups, num_heads // num_groups, num_nodes, 1, width)
+    queries = torch.ops._inductor_test.realize(queries.permute(1, 2, 0, 3, 4, 5).contiguous())
+    keys, values = (each.transpose(0, 1)[:, None, :, None] for each in (key, value))  # (H', 1, B, 1, S, width)
+    scores = (queries * keys).sum(-1) * (width**-0.5 if scaling is None else scaling)
+    scores = scores + attention_mask[:, 0]  # (H', G, B, N, S)
     weights = torch.ops._inductor_test.realize((scores - scores.amax(-1, keepdim=True)).exp())[..., None]
-    some = value[:, :, None, None, :, :VECTOR]
-    total = (weights * (some == some)).sum(-2)[..., :1]  # of ones that Inductor does not know to be ones
-    output = (weights * value[:, :, None, None]).sum(-2) / total
-    return output.reshape(batch, num_heads, num_nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+    parts = values.split(VECTOR, dim=-1)
+    sums = [(weights * part).sum(-2) for part in parts]
+    total = (weights * (parts[0] == parts[0])).sum(-2)[..., :1]  # of ones that Inductor does not know to be ones
+    output = torch.cat([each / total for each in sums], dim=-1)  # (H', G, B, N, width)
+    return output.permute(2, 3, 0, 1, 4).reshape(batch, num_nodes, num_heads, -1).contiguous(), None
 
 
 AttentionInterface.register(LOOP_ATTENTION, loop_attention)
