@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from medusa.base.causal_lm import (
     embedding_weight,
     hidden_size,
     output_embedding,
-    verify,
     vocab_size,
 )
 from medusa.base.loading import load_base, load_tokenizer
@@ -35,7 +33,6 @@ from medusa.decoding.step_runners import StepRunners
 from medusa.decoding.steps import (
     check_step,
     decode_in_steps,
-    holds_packed_weights,
     missing_for_compiled,
 )
 from medusa.drafters.heads import drafter_of_heads
@@ -279,7 +276,7 @@ class MedusaModel:
     @property
     def is_compiled(self) -> bool:
         """Whether the library of ``step="compiled"`` is on disk; false where none is made."""
-        if not holds_packed_weights(self.runner) or missing_for_compiled(self.runner) is not None:
+        if not self._runners.compile_passes or missing_for_compiled(self.runner) is not None:
             return False
         return self._runners.compiled_path.exists()
 
@@ -290,7 +287,7 @@ class MedusaModel:
             ValueError: this engine compiles no pass, or something is missing.
         """
         check_step("compiled", self.runner)
-        if not holds_packed_weights(self.runner):
+        if not self._runners.compile_passes:
             raise ValueError(
                 f"engine={self.engine!r} compiles its steps as they first run, and keeps no library; "
                 "use engine='packed' or 'int8' on a CPU"
@@ -378,9 +375,9 @@ class MedusaModel:
         kind = step or self.step
         check_step(kind, self.runner)
         layers = () if self.heads is None else self.heads.reads_layers
-        run = partial(verify, layers=layers)
-        if kind == "compiled" and holds_packed_weights(self.runner):
-            run = partial(self._runners.compiled_pass(layers)[0].verify, layers=layers)
+        compiled = None
+        if kind == "compiled" and self._runners.compile_passes:
+            compiled, _ = self._runners.compiled_pass(layers)
         elif kind != "general":
             raise ValueError(
                 f"step={kind!r} runs steps of one shape, and a batch that rows join changes its own; use "
@@ -400,7 +397,7 @@ class MedusaModel:
             limits or BatchLimits(),
             drafter_for,
             pausing_for,
-            run,
+            compiled,
             layers,
             needs_features=isinstance(self.heads, EagleHead),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,

@@ -205,12 +205,13 @@ def prefill(
     cache: TreeCache,
     chunk: int = 512,
     layers: Sequence[int] = (),
+    run: Callable[..., tuple[Tensor, Tensor]] = verify,
 ) -> tuple[Tensor, Tensor]:
     """Commit the tokens that ``cache`` lacks; hidden states (B, T', D) and logits (B, V) after the last.
 
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
     than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
-    prompt is a tree too, a chain, so it goes through :func:`verify`, ``chunk`` tokens at a time to bound
+    prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound
     memory; with LongRoPE (see :mod:`medusa.base.position_limits`) the first chunk of a long prompt is as long
     as it takes to switch the factors.
     """
@@ -229,7 +230,7 @@ def prefill(
         num_new = missing.clamp(max=width)
         last = (num_new - 1).clamp(min=0)[:, None]
         chain = TreeTopology.chain(width, tokens.device)
-        part_hidden, part_logits = verify(base, part, chain, cache, select=last, layers=layers)
+        part_hidden, part_logits = run(base, part, chain, cache, select=last, layers=layers)
         cache.commit_prefix(num_new)
         logits = (
             torch.where((num_new > 0)[:, None], part_logits[:, 0], logits) if hidden else part_logits[:, 0]

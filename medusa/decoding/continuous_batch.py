@@ -16,20 +16,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.base.cache import GROWTH_STEP
-from medusa.base.causal_lm import CausalLM, new_cache, prefill
+from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify
 from medusa.base.position_limits import common_context
-from medusa.decoding.loop import Advance, RowsFailed, Verify, advanced, begin, record_step
+from medusa.decoding.loop import Advance, RowsFailed, advanced, begin, record_step
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.prefixes import PrefixStore, num_shared
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.drafters.protocol import Drafter
+from medusa.engine.compiled import CompiledPass
 
 
 class QueueFull(RuntimeError):
@@ -115,8 +117,8 @@ class ContinuousBatch:
         base: the base model as its engine runs it.
         drafter_for: the drafter for so many rows. Called once for each number.
         pausing_for: what pauses guessing among so many rows with this drafter; None never pauses.
-        run: how a tree is verified, bound to the layers that drafters read.
-        layers: these layers.
+        compiled: the pass of ``base`` that was compiled, to be run in the place of its modules.
+        layers: those that drafters read.
         needs_features: whether drafters want the states of the whole text.
         max_nodes: of a draft.
     """
@@ -127,7 +129,7 @@ class ContinuousBatch:
         limits: BatchLimits,
         drafter_for: Callable[[int], Drafter],
         pausing_for: Callable[[int, Drafter], Pausing | None],
-        run: Verify,
+        compiled: CompiledPass | None = None,
         layers: tuple[int, ...] = (),
         needs_features: bool = False,
         max_nodes: int = 1,
@@ -138,7 +140,8 @@ class ContinuousBatch:
         """Draft tokens that were verified."""
         self.prefixes = PrefixStore(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
-        self._drafter_for, self._pausing_for, self._run = drafter_for, pausing_for, run
+        self._drafter_for, self._pausing_for, self._compiled = drafter_for, pausing_for, compiled
+        self._run = partial(compiled.verify if compiled else verify, layers=layers)
         self._layers, self._needs_features, self._max_nodes = layers, needs_features, max_nodes
         self._clock = PhaseClock(self.statistics)
         self._reading: _Reading | None = None
@@ -292,7 +295,8 @@ class ContinuousBatch:
     def _read_chunk(self, reading: _Reading, num_tokens: int) -> None:
         prefix = reading.prefix
         lengths = prefix.cache.lengths + num_tokens
-        hidden, _ = prefill(self.base, reading.request.tokens, lengths, prefix.cache, layers=self._layers)
+        fill = self._compiled.prefill if self._compiled else prefill
+        hidden, _ = fill(self.base, reading.request.tokens, lengths, prefix.cache, layers=self._layers)
         if self._needs_features:
             prefix.features = prefix.features_with(hidden)
 
@@ -300,7 +304,7 @@ class ContinuousBatch:
         """Choose the first token of a prompt, and have the row join the others unless that ends it."""
         row = reading.row
         given = (reading.request, self._layers, self._needs_features, reading.prefix, len(row.tokens))
-        state, advance = begin(self.base, *given, refuses_nan=True)
+        state, advance = begin(self.base, *given, refuses_nan=True, compiled=self._compiled)
         if not row.tokens:
             self.statistics.num_rows += 1
         row.order = self._num_joined

@@ -35,6 +35,7 @@ from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.validation import DraftValidator
+from medusa.engine.compiled import CompiledPass
 from medusa.trees.candidate_tree import TreeTopology
 
 Verify = Callable[[CausalLM, Tensor, TreeTopology, TreeCache], tuple[Tensor, Tensor]]
@@ -75,13 +76,13 @@ def decode(
     request: DecodeRequest,
     statistics: DecodingStatistics | None = None,
     pausing: Pausing | None = None,
-    compiled_verify: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    compiled: CompiledPass | None = None,
 ) -> Iterator[StepResult]:
     """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes.
 
     ``pausing`` decides which steps draft; without, every one. Only an exact request has the same text then.
-    ``compiled_verify`` runs trees in the place of :func:`medusa.base.causal_lm.verify`: that of a pass that
-    was compiled for ``base`` (:mod:`medusa.engine.compiled`).
+    ``compiled`` is a pass that was compiled for ``base`` (:mod:`medusa.engine.compiled`), to be run in the
+    place of its modules.
     """
     statistics = DecodingStatistics() if statistics is None else statistics
     num_rows = len(request.lengths)
@@ -91,7 +92,7 @@ def decode(
 
     drafter.begin(num_rows)
     sampled = sampled_kind(drafter, request)
-    state, first = begin(base, request, drafter.reads_layers, drafter.needs_features)
+    state, first = begin(base, request, drafter.reads_layers, drafter.needs_features, compiled=compiled)
     state.sampled = sampled
     clock.prefill_done(num_rows=num_rows)
     yield finish_step(state, (drafter, resting), num_rows, first, True)
@@ -100,7 +101,7 @@ def decode(
         clock.start()
         guessing = drafter if pausing is None else pausing.chosen(drafter)
         validated = validator if guessing is drafter else None
-        run = partial(compiled_verify or verify, layers=drafter.reads_layers)
+        run = partial(compiled.verify if compiled else verify, layers=drafter.reads_layers)
         advance = advanced(base, guessing, state, clock, run, validated)
         record_step(advance, guessing is drafter, statistics, pausing, clock.step_seconds)
         yield finish_step(state, (drafter, resting), num_rows, advance, False)
@@ -144,16 +145,18 @@ def begin(
     before: Prefix | None = None,
     num_before: int = 0,
     refuses_nan: bool = False,
+    compiled: CompiledPass | None = None,
 ) -> tuple[DecodeState, Advance]:
     """Prefill: the state to go on from, which has each row's first token, and that token.
 
     ``layers`` and ``needs_features`` are those of who will draft, ``refuses_nan`` is of the state. ``before``
     holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt are of the
-    answer, which then goes on.
+    answer, which then goes on. ``compiled`` is that of :func:`decode`.
     """
     before = Prefix(new_cache(base, len(request.lengths))) if before is None else before
     cache, num_read = before.cache, before.cache.lengths
-    hidden, logits = prefill(base, request.tokens, request.lengths, cache, layers=layers)
+    fill = compiled.prefill if compiled else prefill
+    hidden, logits = fill(base, request.tokens, request.lengths, cache, layers=layers)
     last = request.lengths[:, None] - 1
     newest = (last - num_read[:, None])[..., None].expand(-1, -1, hidden.shape[2])
     state = DecodeState(

@@ -78,6 +78,7 @@ class Pausing:
 
     def __init__(self, cost: DraftCost, resting: Drafter | None = None):
         self.cost, self.resting = cost, resting or PlainDrafter()
+        self._nobody = PlainDrafter()
         self._balance = 0.0
         self._interval = FIRST_INTERVAL
         self._num_plain = 0  # steps to come that do not draft
@@ -94,7 +95,7 @@ class Pausing:
         """Who drafts the next step: ``drafter``, or in a pause :attr:`resting`, or nobody."""
         if self.drafts:
             return drafter
-        return self.resting if self._rests else PlainDrafter()
+        return self.resting if self._rests else self._nobody
 
     def record(
         self, tokens_per_row: float, seconds: float | None, num_steps: int = 1, rested: bool = False

@@ -31,7 +31,7 @@ from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
 from medusa.base.causal_lm import CausalLM, home_device
 from medusa.base.position_limits import check_positions
-from medusa.decoding.state import DecodeRequest
+from medusa.decoding.state import DecodeRequest, is_exact
 
 DROPPED_ARGUMENTS = {
     "assistant_model": "a model that drafts is a drafter here: pass drafter=",
@@ -73,8 +73,7 @@ def decode_request(
     lengths = tokens.shape[1] - torch.tensor(padding, device=tokens.device)
     check_positions(base, lengths.tolist(), max_new_tokens)
     processors, watching = _for_rows_alone(logits_processor, padding)
-    is_exact = acceptance == "exact" or (acceptance != "typical" and not do_sample)
-    in_step = _must_advance_in_step(watching, ends, len(tokens), is_exact, acceptance)
+    in_step = _must_advance_in_step(watching, ends, len(tokens), do_sample, acceptance)
     return DecodeRequest(
         tokens=tokens,
         lengths=lengths,
@@ -248,10 +247,10 @@ class _Ends:
 
 
 def _must_advance_in_step(
-    watching: list[LogitsProcessor], ends: _Ends, num_rows: int, is_exact: bool, acceptance: str
+    watching: list[LogitsProcessor], ends: _Ends, num_rows: int, samples: bool, acceptance: str
 ) -> bool:
     """Whether processors and criteria must be called as by ``transformers``: see ``decoding.in_step``."""
-    if is_exact:
+    if is_exact(acceptance, samples):
         waits_for_all = num_rows > 1 and bool(ends.others) and not ends.rows_end_apart
         return bool(watching or ends.watching) or waits_for_all
     asked = [*watching, *(ends.watching if num_rows > 1 else [])]

@@ -79,7 +79,12 @@ class DecodeRequest:
     @property
     def is_exact(self) -> bool:
         """Whether the text is the same whatever is drafted."""
-        return self.acceptance != "typical" and self.rule is None
+        return is_exact(self.acceptance, samples=self.seeds is not None)
+
+
+def is_exact(acceptance: str, samples: bool) -> bool:
+    """Whether this rule gives the same text whatever is drafted. Greedily, all but ``typical`` do."""
+    return acceptance == "exact" or (acceptance != "typical" and not samples)
 
 
 @dataclass

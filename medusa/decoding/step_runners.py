@@ -25,7 +25,7 @@ from medusa.decoding.static_step import StaticState, static_step
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import StaticDrafter
 from medusa.engine.compiled import CompiledPass, compiled_pass, library_path
-from medusa.engine.views import copy_sharing_parameters
+from medusa.engine.views import copy_sharing_parameters, holds_packed_weights
 
 MAX_KEPT = 16
 """Settings whose graphs a model keeps, and as many whose compiled steps."""
@@ -171,19 +171,39 @@ class StepRunners:
         self._compiled_base: CausalLM | None = None
         self._compile_lock = threading.Lock()
         self._pass: CompiledPass | None = None
+        self._paths: dict[tuple[int, ...], Path] = {}
+        self._checked: set[StepKind] = set()
+
+    def check(self, step: StepKind, check: Callable[[StepKind, CausalLM], None]) -> None:
+        """Have ``check`` raise unless the base runs such steps; it is asked once."""
+        if step not in self._checked:
+            check(step, self.base)
+            self._checked.add(step)
+
+    @cached_property
+    def compile_passes(self) -> bool:
+        """Whether ``step="compiled"`` compiles the base's pass alone; else whole steps."""
+        return holds_packed_weights(self.base)
 
     def compiled_pass(self, layers: Sequence[int] = ()) -> tuple[CompiledPass, float]:
         """The base's pass with the states of ``layers``, and the seconds that getting it took."""
         with self._compile_lock:
             if self._pass is not None and self._pass.gives(layers):
                 return self._pass, 0.0
-            self._pass = compiled_pass(self.base, sorted(self.layers.union(layers)))
+            given = tuple(sorted(self.layers.union(layers)))
+            self._pass = compiled_pass(self.base, given, self._library_path(given))
             return self._pass, self._pass.setup_seconds
 
-    @cached_property
+    @property
     def compiled_path(self) -> Path:
         """Where the library of :meth:`compiled_pass` is, or will be."""
-        return library_path(self.base, sorted(self.layers))
+        return self._library_path(tuple(sorted(self.layers)))
+
+    def _library_path(self, layers: tuple[int, ...]) -> Path:
+        """See :func:`medusa.engine.compiled.library_path`, which reads all weights for it."""
+        if layers not in self._paths:
+            self._paths[layers] = library_path(self.base, layers)
+        return self._paths[layers]
 
     @contextmanager
     def acquire(

@@ -40,7 +40,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.step_runners import StepRunners
 from medusa.drafters.protocol import Drafter, StaticDrafter, host_bound_parts
 from medusa.engine.compiled import missing_for_compiled_pass
-from medusa.engine.views import PackedProduct
+from medusa.engine.views import holds_packed_weights
 
 
 def decode_in_steps(
@@ -58,14 +58,14 @@ def decode_in_steps(
     Raises:
         ValueError: such steps do not run on this base, or cannot decode this request.
     """
-    check_step(step, runners.base)
+    runners.check(step, check_step)
     if step == "general":
         return decode(runners.base, drafter, request, statistics, pausing)
-    if step == "compiled" and holds_packed_weights(runners.base):
+    if step == "compiled" and runners.compile_passes:
         statistics = DecodingStatistics() if statistics is None else statistics
         compiled, setup_seconds = runners.compiled_pass(drafter.reads_layers)
         statistics.setup_seconds += setup_seconds
-        return decode(runners.base, drafter, request, statistics, pausing, compiled.verify)
+        return decode(runners.base, drafter, request, statistics, pausing, compiled)
     checked = static_drafter(step, drafter, request)
     return decode_static(step, runners, checked, request, statistics, pausing=pausing)
 
@@ -84,11 +84,6 @@ def missing_for_compiled(base: CausalLM) -> str | None:
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
     return missing_for_compiled_pass(base) if holds_packed_weights(base) else None
-
-
-def holds_packed_weights(base: CausalLM) -> bool:
-    """Whether ``base`` is a view whose pass is compiled alone; of all others the whole step is."""
-    return any(isinstance(module, PackedProduct) for module in base.modules())
 
 
 def missing_for_captured(base: CausalLM) -> str | None:

@@ -94,15 +94,8 @@ class SuffixDrafter(StatelessDrafter):
         is_match = match.num_matched >= self.min_match
         length = self.length if context.fixed_shape or is_match.any() else 0
         guesses = torch.where(is_match[:, None], match.continuation, root)[:, :length]
-        return Draft(torch.cat([root, guesses], dim=1), _chain(length + 1, root.device))
-
-
-def _chain(num_nodes: int, device: torch.device) -> TreeTopology:
-    """That of ``CandidateTree.chain``, made on the device."""
-    nodes = torch.arange(num_nodes, device=device)
-    is_above = nodes[:, None] >= nodes
-    lineage = torch.minimum(nodes[:, None], nodes)
-    return TreeTopology((nodes - 1).clamp(min=0)[None], nodes[None], is_above[None], lineage[None], True)
+        topology = TreeTopology.chain(length + 1, root.device, is_draft=True)
+        return Draft(torch.cat([root, guesses], dim=1), topology)
 
 
 def suffix_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:

@@ -10,7 +10,8 @@ number of queries, rows and masked slots, so in int8 too a node's logits do not 
 stands in, and float64 is not needed for it. The vector and the scalar form of a function such as exp differ
 in their last bit, so slots come in whole vectors, and int8 wants the model's widths to be whole vectors too.
 
-Prompts are read by the view's modules: long products are theirs to win.
+Prompts are chains of nodes, and read by the same pass; long ones in float32 by the view's modules, whose long
+products are faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,19 @@ CHANGING_ROPE = ("dynamic", "longrope")
 INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 """Weights become constants, and products Inductor's own kernels, which read few rows twice as fast as
 oneDNN's. Where it has none, oneDNN's remain."""
-GCC_OPTIONS = "-fno-tree-loop-distribute-patterns --param max-completely-peel-times=64 --param max-completely-peeled-insns=2000"
+GCC_OPTIONS = (
+    "-fno-tree-loop-distribute-patterns"
+    " --param max-completely-peel-times=64 --param max-completely-peeled-insns=2000"
+)
 """Keep the sums of a product of five rows and more in registers. g++ 12 makes one ``memset`` of the loop that
 sets them to zero, and leaves what a ``memset`` has touched in memory."""
+PROMPT_TOKENS = 128
+"""Tokens of prompts, in all rows, that a compiled pass reads at a time."""
+LONG_PROMPT = 192
+"""Prompts in float32 with more tokens than this are read by the view's modules. On SmolLM2-135M, two cores,
+64, 128 and 256 tokens take a compiled pass 199, 299 and 581 ms, the modules 263, 364 and 468. In int8 it is
+faster for any, and must read all: modules round otherwise, and a row's text would depend on the prompts
+beside it."""
 TOLERANCE = 1e-2
 """Largest difference of logits between the compiled pass and the view, over the largest logit: int8 rounds
 what differs in the last bit to another step."""
@@ -122,7 +133,9 @@ class CompiledPass:
     """Decoder layers whose states it gives beside the last (:func:`medusa.base.causal_lm.seen_hidden`)."""
     library: Any
     """Torch's runner of the shared library."""
-    setup_seconds: float
+    entry_sizes: tuple[tuple[int, int], ...]
+    """Heads and width of the keys of each layer, then of its values, as a cache holds them."""
+    setup_seconds: float = 0.0
     """What it took to compile or load."""
 
     def gives(self, layers: Sequence[int]) -> bool:
@@ -135,7 +148,7 @@ class CompiledPass:
         tokens: Tensor,
         topology: TreeTopology,
         cache: TreeCache,
-        *,
+        select: Tensor | None = None,
         layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify` of all nodes on ``base``, which must be the view."""
@@ -144,27 +157,46 @@ class CompiledPass:
         num_slots = -(-cache.num_slots // VECTOR) * VECTOR
         masks = _masks(base, cache.lengths, num_slots, topology)
         positions = node_positions(cache.lengths, topology, cache.num_positions or context_length(base))
-        for layer in cache.tree_layers:
+        for layer, (heads, width), (_, value_width) in zip(
+            cache.tree_layers, self.entry_sizes[::2], self.entry_sizes[1::2], strict=True
+        ):
+            if not layer.is_initialized:
+                nothing = torch.empty(len(tokens), heads, 0, width + value_width)
+                layer.lazy_initialization(*nothing.split([width, value_width], dim=-1))
             layer.reserve(num_slots)
         keys, values = zip(*(layer.entries for layer in cache.tree_layers), strict=True)
         positions = positions.expand(len(tokens), -1)
         assert all(each.is_contiguous() for each in (*keys, *values)), "written to in place"
         inputs = [each.contiguous() for each in (tokens, positions, cache.slots, *masks.values())]
         hidden, logits = self.library.run([*inputs, *keys, *values])
+        if select is not None:
+            logits = logits.gather(1, select[..., None].expand(-1, -1, logits.shape[2]))
         return layers_of(hidden, self.layers, layers), logits
 
+    def prefill(
+        self, base: CausalLM, tokens: Tensor, lengths: Tensor, cache: TreeCache, *, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`medusa.base.causal_lm.prefill` on ``base``, which must be the view."""
+        longest = int((lengths - cache.lengths).max())
+        if longest > LONG_PROMPT and not _is_int8(base):
+            return prefill(base, tokens, lengths, cache, layers=layers)
+        chunk = max(VECTOR, PROMPT_TOKENS // len(tokens))
+        return prefill(base, tokens, lengths, cache, chunk, layers, self.verify)
 
-def compiled_pass(view: CausalLM, layers: Sequence[int] = ()) -> CompiledPass:
+
+def compiled_pass(view: CausalLM, layers: Sequence[int] = (), path: Path | None = None) -> CompiledPass:
     """The pass of ``view``, from the cache directory, compiled first where it is not there.
+
+    ``path`` is its :func:`library_path`, for callers that know it.
 
     Raises:
         ValueError: the view cannot be exported, or what was compiled computes something else.
     """
-    began, path = time.perf_counter(), library_path(view, layers)
+    began, path = time.perf_counter(), path or library_path(view, layers)
     if not path.exists():
         _compile(view, tuple(layers), path)
-    library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
-    return CompiledPass(view, tuple(layers), library, time.perf_counter() - began)
+    loaded = _loaded(view, tuple(layers), path)
+    return replace(loaded, setup_seconds=time.perf_counter() - began)
 
 
 def library_path(view: CausalLM, layers: Sequence[int] = ()) -> Path:
@@ -206,8 +238,16 @@ def _compile(view: CausalLM, layers: tuple[int, ...], path: Path) -> None:
         finally:
             package.unlink(missing_ok=True)
         partial.chmod(0o755)
-        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(partial), 1)
-        _check_same(CompiledPass(view, layers, library, 0.0))
+        _check_same(_loaded(view, layers, partial))
+
+
+def _loaded(view: CausalLM, layers: tuple[int, ...], path: Path) -> CompiledPass:
+    cache = new_cache(view, 1)
+    with torch.no_grad():  # one token tells how large the entries of a cache are
+        prefill(view, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), cache)
+    entries = [each for layer in cache.tree_layers for each in layer.entries]
+    sizes = tuple((each.shape[1], each.shape[3]) for each in entries)
+    return CompiledPass(view, layers, torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1), sizes)
 
 
 @torch.no_grad()
@@ -262,11 +302,12 @@ def _check_same(compiled: CompiledPass) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size(view), (2, 24), generator=generator)
     given = []
-    for run in (verify, compiled.verify):
+    for fill, run in ((prefill, verify), (compiled.prefill, compiled.verify)):
         cache = new_cache(view, 2)
         with torch.no_grad():
-            prefill(view, ids[:, :20], torch.tensor([20, 13]), cache)
-            given.append(run(view, ids[:, 20:], tree.topology("cpu"), cache)[1])
+            _, after_prompt = fill(view, ids[:, :20], torch.tensor([20, 13]), cache)
+            _, after_nodes = run(view, ids[:, 20:], tree.topology("cpu"), cache)
+        given.append(torch.cat([after_prompt[:, None], after_nodes], dim=1))
     apart = float((given[0] - given[1]).abs().max() / given[0].abs().max())
     if not apart <= TOLERANCE:
         raise ValueError(
@@ -416,13 +457,17 @@ def loop_attention(
     num_groups = key.shape[1]
     queries = query.reshape(batch, num_groups, num_heads // num_groups, num_nodes, 1, width)
     queries = torch.ops._inductor_test.realize(queries.permute(1, 2, 0, 3, 4, 5).contiguous())
-    keys, values = (each.transpose(0, 1)[:, None, :, None] for each in (key, value))  # (H', 1, B, 1, S, width)
+    keys, values = (
+        each.transpose(0, 1)[:, None, :, None] for each in (key, value)
+    )  # (H', 1, B, 1, S, width)
     scores = (queries * keys).sum(-1) * (width**-0.5 if scaling is None else scaling)
     scores = scores + attention_mask[:, 0]  # (H', G, B, N, S)
     weights = torch.ops._inductor_test.realize((scores - scores.amax(-1, keepdim=True)).exp())[..., None]
     parts = values.split(VECTOR, dim=-1)
     sums = [(weights * part).sum(-2) for part in parts]
-    total = (weights * (parts[0] == parts[0])).sum(-2)[..., :1]  # of ones that Inductor does not know to be ones
+    total = (weights * (parts[0] == parts[0])).sum(-2)[
+        ..., :1
+    ]  # of ones that Inductor does not know to be ones
     output = torch.cat([each / total for each in sums], dim=-1)  # (H', G, B, N, width)
     return output.permute(2, 3, 0, 1, 4).reshape(batch, num_nodes, num_heads, -1).contiguous(), None
 

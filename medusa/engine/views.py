@@ -69,6 +69,11 @@ class PackedProduct(nn.Module):
         self._packed = self._in_own_layout(self._packed)
 
 
+def holds_packed_weights(base: CausalLM) -> bool:
+    """Whether ``base`` is a view of which a pass can be compiled alone (:mod:`medusa.engine.compiled`)."""
+    return any(isinstance(module, PackedProduct) for module in base.modules())
+
+
 class TakenWeights:
     """What the weights of modules were when something was made of them: tells whether they have changed."""
 

@@ -172,11 +172,13 @@ class TreeTopology:
         return cls(parents, depths, ancestors, lineage, is_chain)
 
     @classmethod
-    def chain(cls, num_nodes: int, device: torch.device | str) -> TreeTopology:
-        """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it; trivial ``lineage``."""
+    def chain(cls, num_nodes: int, device: torch.device | str, is_draft: bool = False) -> TreeTopology:
+        """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it. ``lineage``, which is as
+        large as the mask and tells what is accepted of a draft, is trivial unless it is one."""
         nodes = torch.arange(num_nodes, device=device)[None]
         ancestors = torch.ones(1, num_nodes, num_nodes, dtype=torch.bool, device=device).tril()
-        return cls((nodes - 1).clamp(min=0), nodes, ancestors, nodes[..., None], is_chain=True)
+        lineage = torch.minimum(nodes[..., None], nodes[:, None]) if is_draft else nodes[..., None]
+        return cls((nodes - 1).clamp(min=0), nodes, ancestors, lineage, is_chain=True)
 
 
 def best_tree(

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
-from medusa.base.causal_lm import verify
 from medusa.base.position_limits import common_context
 from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, Row
 from medusa.decoding.state import DecodeRequest
@@ -118,7 +117,7 @@ class LocalAnswerer:
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
     ) -> Iterator[Outcome]:
         limits = BatchLimits(max_rows=self.batch_size, max_slots=sys.maxsize, chunk=512, prefix_bytes=0)
-        batch = ContinuousBatch(self.base, limits, lambda _: PlainDrafter(), lambda *_: None, verify)
+        batch = ContinuousBatch(self.base, limits, lambda _: PlainDrafter(), lambda *_: None)
         under_way: list[Row] = []
         while True:
             if is_time_up():
