@@ -124,7 +124,7 @@ def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite:
     operations += [CommitOperationDelete(each) for each in deleted]
     with _explained_push_errors(api, name, user, is_empty=present is None):
         if present is None:
-            api.create_repo(name, private=private)
+            api.create_repo(name, private=private or None)  # None is what the account has chosen
         commit = api.create_commit(
             name,
             operations,
