@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import shutil
-import tempfile
+import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 
 @contextmanager
@@ -17,10 +22,77 @@ def replaced_file(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` for a file that takes its place when the block ends well."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        yield partial
+        with disk_errors(path):
+            yield partial
+            sync(partial)
         os.replace(partial, path)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, lies on the disk, where a crash leaves it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """:func:`sync` for all that is in ``directory``, and for itself."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what libraries raise when the disk refuses a write below ``path`` into an OSError in words."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, OSError) as error:
+        refusals = ("os error", "PytorchStreamWriter failed", "No space left", "File too large")
+        if not any(refusal in str(error) for refusal in refusals):
+            raise
+        room = shutil.disk_usage(_existing(path)).free
+        raise OSError(
+            f"{path} could not be written, and {room / 2**30:.1f} GiB are free there; make room and give the "
+            f"same command again ({error})"
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.absolute().parent)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keeps ``directory``, which is made, from all other processes that ask for it.
+
+    Raises:
+        BlockingIOError: another process has it; the message says which.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise BlockingIOError(
+                f"{directory} is in use by {file.read().strip() or 'another process'}; wait until it has "
+                "ended, or choose another directory"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -61,14 +133,28 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
     if not overwrite:
         check_writable_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir()
     try:
-        yield partial
-        for path in (partial, *partial.rglob("*")):  # mkdtemp and safetensors let nobody else read
-            path.chmod(0o755 if path.is_dir() else 0o644)
+        with disk_errors(target):
+            yield partial
+            _as_open_makes_them(partial)
+            sync_tree(partial)
         _take_the_place(partial, target)
+        sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _as_open_makes_them(directory: Path) -> None:
+    """Give the files in ``directory`` the rights that the umask leaves; safetensors lets nobody else read."""
+    plain = directory / ".rights"
+    plain.touch()
+    rights = plain.stat().st_mode
+    plain.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(rights)
 
 
 def _take_the_place(partial: Path, target: Path) -> None:
@@ -84,6 +170,17 @@ def _take_the_place(partial: Path, target: Path) -> None:
         os.replace(retired, target)
         raise
     shutil.rmtree(retired)
+
+
+def clear_interrupted(directory: Path) -> None:
+    """Remove what a :func:`replaced_directory` that was killed left beside ``directory``; call it when no
+    other process can be writing. A directory that had already made way is put back."""
+    for retired in sorted(directory.parent.glob(f".{directory.name}.retired-*")):
+        if not directory.exists():
+            os.replace(retired, directory)
+    for kind in ("partial", "retired"):
+        for left in directory.parent.glob(f".{directory.name}.{kind}-*"):
+            shutil.rmtree(left)
 
 
 def check_writable_target(directory: str | Path) -> None:

@@ -117,7 +117,16 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
 
 def trainer_on(configuration: TrainingConfiguration, base: Any, data: TrainingData) -> Trainer:
     recipe = new_recipe(configuration, base, data.training)
-    return Trainer(configuration, accelerator_of(configuration), recipe, data, Console(quiet=True))
+    trainer = Trainer(configuration, accelerator_of(configuration), recipe, data, Console(quiet=True))
+    go_on = trainer._begin
+
+    def begin() -> None:
+        """What the job does before there is a trainer, and then the trainer's own."""
+        trainer.run.begin(configuration)
+        go_on()
+
+    trainer._begin = begin
+    return trainer
 
 
 def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> TrainingConfiguration:

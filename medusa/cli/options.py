@@ -138,6 +138,8 @@ def _words(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> l
             if not isinstance(value, bool):
                 _refuse(f"{key} in {where} must be true or false, got {value!r}")
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, bool) and _stands_alone(flags[key]):
+            words.append(f"--{flag}={_ALONE[str(value).lower()]}")
         elif isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
             words += [f"--{flag}", *map(str, value)]
         elif isinstance(value, list | dict) or (value is None and not _optional(flags[key])):
@@ -148,7 +150,8 @@ def _words(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> l
 
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`."""
+    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and `--flag=always` for a
+    `--flag` that stands alone and takes always, never and other words."""
     kept: list[str] = []
     for word in words:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
@@ -156,12 +159,24 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         if value and flags.get(key) is bool:
             kept.append(f"--{key}")
             word = value
+        if flags.get(key) is not None and _stands_alone(flags[key]):
+            kept.append(f"--{key}=always" if not value else f"--{key}={_ALONE.get(value.lower(), value)}")
+            continue
         before = kept[-1] if kept else ""
-        if word.lower() in ("true", "false") and flags.get(before[2:].replace("-", "_")) is bool:
+        if before.endswith("=always") and _stands_alone(flags.get(before[2:-7], bool)) and word[:1] != "-":
+            kept[-1] = f"{before[:-7]}={_ALONE.get(word.lower(), word)}"
+        elif word.lower() in ("true", "false") and flags.get(before[2:].replace("-", "_")) is bool:
             kept[-1] = before if word.lower() == "true" else f"--no-{before[2:]}"
         else:
             kept.append(word)
     return kept
+
+
+_ALONE = {"true": "always", "false": "never"}
+
+
+def _stands_alone(kind: Any) -> bool:
+    return {"always", "never"} <= set(get_args(kind))
 
 
 def _given_pairs(words: Sequence[str]) -> list[tuple[str, str]]:

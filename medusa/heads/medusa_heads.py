@@ -12,6 +12,7 @@ Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class HeadsConfig:
     """Whether head d also reads the d tokens between its hidden state's own and the one it scores."""
     fused_layers: tuple[int, ...] = ()
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
+    logit_scale: float = 1.0
+    """What the base multiplies its logits by after its output embedding (Granite, Cohere); theirs too."""
 
     def __post_init__(self) -> None:
         check_counts(
@@ -73,6 +76,9 @@ class HeadsConfig:
         object.__setattr__(self, "fused_layers", tuple(layers))  # a list, where it comes from a file
         if not isinstance(self.reads_path, bool):
             raise ValueError(f"reads_path must be true or false, got {self.reads_path!r}")
+        scale = self.logit_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise ValueError(f"logit_scale must be a number above 0, got {reprlib.repr(scale)}")
         if self.unembedding == "low_rank":
             raise ValueError(
                 "unembedding='low_rank' was removed, since it gained nothing; medusa 0.1.0 is the last "
@@ -200,8 +206,8 @@ class MedusaHeads(TokenMapped):
 
         Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
         ``path`` (..., K) long, the K tokens after the hidden state's own, is for heads that read it.
-        Scaling and soft-capping that an architecture adds after its output embedding are left out:
-        they do not change the order of a head's guesses.
+        Logits are multiplied by ``logit_scale``, so that they are of the base's own size. Soft-capping that
+        an architecture adds after its output embedding is left out: it does not change the order of guesses.
         """
         rows = self.rows_of_path(path, output_embedding)
         return self.project(self.features(hidden, rows), output_embedding)
@@ -210,8 +216,8 @@ class MedusaHeads(TokenMapped):
         """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
         if self.config.unembedding == "full":
             per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
-            return torch.stack(per_head, dim=-2)
-        return self.unembedded(features, output_embedding)
+            return self._scaled(torch.stack(per_head, dim=-2))
+        return self._scaled(self.unembedded(features, output_embedding))
 
     def logits_of(
         self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
@@ -224,8 +230,11 @@ class MedusaHeads(TokenMapped):
         """
         features = self._features_of(index, hidden, self.rows_of_path(path, output_embedding))
         if self.config.unembedding == "full":
-            return F.linear(features, self.unembed[index])
-        return self.unembedded(features, output_embedding)
+            return self._scaled(F.linear(features, self.unembed[index]))
+        return self._scaled(self.unembedded(features, output_embedding))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
         """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).

@@ -88,9 +88,31 @@ def test_lists_and_switches_are_overridden_too(config, switch):
     found = read(*config, *arguments, "--fused_layers", "none")
     assert found.data.data == ["c.jsonl"]
     assert found.data.packing is False
-    assert found.run.resume is True
+    assert found.run.resume == "always"
     assert found.optimisation.cache_hidden_states is True
     assert found.medusa.fused_layers is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "never"),
+        (["--resume"], "always"),
+        (["--resume", "auto"], "auto"),
+        (["--resume=auto"], "auto"),
+        (["--resume", "true"], "always"),
+        (["--resume=false"], "never"),
+    ],
+    ids=str,
+)
+def test_resume_stands_alone_or_takes_a_word(config, words, expected):
+    assert read(*config, *words, "--data", "c.jsonl").run.resume == expected
+
+
+@pytest.mark.parametrize(("written", "expected"), [("auto", "auto"), ("true", "always"), ("no", "never")])
+def test_resume_may_stand_in_the_file(tmp_path, written, expected):
+    found = read(*write(tmp_path / "run.yaml", f"resume: {written}\n"), *REQUIRED)
+    assert found.run.resume == expected
 
 
 def test_none_takes_an_optional_key_back(config):

@@ -67,7 +67,7 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path):
     for file in (parts / "step-00000008").iterdir():
         file.unlink()
     (parts / "step-00000008").rmdir()
-    resumed = new_trainer(tmp_path / "parts", counting_rows(40), **options, resume=True)
+    resumed = new_trainer(tmp_path / "parts", counting_rows(40), **options, resume="always")
     resumed.train()
     assert history(resumed, "held_out") == history(whole, "held_out")
     seen = [[entry.get("num_tokens") for entry in entries_of(run)] for run in (resumed, whole)]

@@ -202,7 +202,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, monkeypa
     whole = new_trainer(tmp_path / "whole", checkpoint_steps=3)
     whole.train()
     stop_after(new_trainer(tmp_path / "part", checkpoint_steps=3), 4, monkeypatch)
-    resumed = new_trainer(tmp_path / "part", checkpoint_steps=3, resume=True)
+    resumed = new_trainer(tmp_path / "part", checkpoint_steps=3, resume="always")
     resumed.train()
     assert len(history(whole)) == 8
     assert history(resumed) == history(whole)

@@ -343,7 +343,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, rows, mo
     torch.manual_seed(0)
     stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
     torch.manual_seed(99)
-    resumed = new_trainer(tmp_path / "parts", rows, **options, resume=True)
+    resumed = new_trainer(tmp_path / "parts", rows, **options, resume="always")
     resumed.train()
     assert history(resumed) == history(whole)
     assert history(resumed, "held_out") == history(whole, "held_out")
@@ -502,4 +502,4 @@ def test_processes_that_share_out_parameters_are_refused(tmp_path, rows, monkeyp
 def test_a_run_with_another_adapter_is_not_resumed(tmp_path, rows):
     new_trainer(tmp_path, rows, checkpoint_steps=4).train()
     with pytest.raises(ConfigurationError, match=r"lora_rank: 4 -> 8; lora_targets: \[\] -> \['q_proj'\]"):
-        new_trainer(tmp_path, rows, resume=True, lora_rank=8, lora_targets=["q_proj"])
+        new_trainer(tmp_path, rows, resume="always", lora_rank=8, lora_targets=["q_proj"])

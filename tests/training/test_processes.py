@@ -76,7 +76,8 @@ def new_accelerator(monkeypatch) -> None:
     """Start a run where accelerate finds one process on a CPU."""
     alone = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1, device=torch.device("cpu"))
     monkeypatch.setattr(processes, "Accelerator", lambda **_: alone)
-    options: Any = (SimpleNamespace(precision="fp32"), SimpleNamespace(tracker="none", output_dir="out"))
+    run = SimpleNamespace(tracker="none", output_dir="out", timeout_minutes=1)
+    options: Any = (SimpleNamespace(precision="fp32"), run)
     processes.new_accelerator(*options)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from rich.console import Console
 from tiny_training import (
     assert_equal_weights,
     conversation,
@@ -133,7 +137,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     whole = new_trainer(tmp_path / "whole", rows, **options)
     whole.train()
     stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
-    resumed = new_trainer(tmp_path / "parts", rows, **options, resume=True)
+    resumed = new_trainer(tmp_path / "parts", rows, **options, resume="always")
     resumed.train()
     assert len(history(whole)) == 6
     assert history(resumed) == history(whole)
@@ -145,7 +149,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
 def test_resuming_a_finished_run_changes_nothing(tmp_path, rows):
     finished = new_trainer(tmp_path, rows, checkpoint_steps=4)
     finished.train()
-    again = new_trainer(tmp_path, rows, checkpoint_steps=4, resume=True)
+    again = new_trainer(tmp_path, rows, checkpoint_steps=4, resume="always")
     again.train()
     assert_equal_weights(again, finished, rtol=0, atol=0)
     assert again.state.step == 12
@@ -164,7 +168,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path, rows, m
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000005"]
-    resumed = new_trainer(tmp_path, rows, checkpoint_steps=100, resume=True)
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=100, resume="always")
     resumed.train()
     assert resumed.state.step == 12
 
@@ -173,8 +177,140 @@ def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
     trainer.train()
     (trainer.run.checkpoints / "step-00000010" / "run.json").unlink()
-    resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume=True)
-    assert resumed.run.load_checkpoint(resumed.accelerator, resumed.state).step == 5
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume="always")
+    assert resumed.run.load_checkpoint(resumed.accelerator, resumed.state)[0].step == 5
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("damage", [cut, zero, Path.unlink])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_damaged_checkpoint_is_named_and_an_older_whole_one_is_taken(tmp_path, rows, name, damage):
+    options = {"checkpoint_steps": 5, "keep_checkpoints": 1}
+    new_trainer(tmp_path, rows, **options | {"keep_checkpoints": 2}).train()
+    resumed = new_trainer(tmp_path, rows, **options, resume="always")
+    damage(resumed.run.checkpoints / "step-00000010" / name)
+    said = io.StringIO()
+    resumed.console = Console(file=said, width=500)
+    resumed.train()
+    assert f"step-00000010/{name} is" in said.getvalue()
+    assert "going on from step-00000005" in said.getvalue()
+    assert resumed.state.step == 12
+    assert [path.name for path in resumed.run.checkpoints.iterdir()] == ["step-00000010"]
+
+
+def test_where_no_checkpoint_is_whole_the_files_are_named(tmp_path, rows):
+    new_trainer(tmp_path, rows, checkpoint_steps=10).train()
+    resumed = new_trainer(tmp_path, rows, resume="always")
+    cut(resumed.run.checkpoints / "step-00000010" / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
+        resumed.train()
+
+
+def test_a_checkpoint_lies_on_the_disk_before_it_has_its_name(tmp_path, rows, monkeypatch):
+    synced, at_rename = set(), {}
+    fsync, replace = os.fsync, os.replace
+
+    def noting_fsync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def noting_replace(source: Any, target: Any) -> None:
+        if Path(target).name == "step-00000005":
+            written = {path: path.stat().st_ino for path in Path(source).rglob("*")}
+            at_rename.update({path.name: inode in synced for path, inode in written.items()})
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "replace", noting_replace)
+    new_trainer(tmp_path, rows, checkpoint_steps=5, max_steps=5).train()
+    assert at_rename.keys() >= {"model.safetensors", "optimizer.bin", "run.json"}
+    assert all(at_rename.values()), at_rename
+
+
+def test_there_is_a_checkpoint_every_half_hour_without_asking(tmp_path, rows, monkeypatch):
+    assert new_trainer(tmp_path, rows).configuration.run.checkpoint_minutes == 30
+    trainer = new_trainer(tmp_path, rows)
+    at, clock = iter(range(0, 10**6, 12 * 60)), time.monotonic  # a step takes twelve minutes
+    do_step, offset = trainer._step, [0.0]
+
+    def slow(*arguments: Any) -> None:
+        do_step(*arguments)
+        offset[0] = next(at) + 12 * 60
+
+    monkeypatch.setattr(trainer, "_step", slow)
+    monkeypatch.setattr("medusa.training.run.trainer.time.monotonic", lambda: clock() + offset[0])
+    trainer.train()
+    names = [path.name for path in sorted(trainer.run.checkpoints.iterdir())]
+    assert names == ["step-00000009", "step-00000012"]  # the last two of those after 3, 6, 9 and 12 steps
+
+
+def test_the_best_heads_are_kept_beside_the_last(tmp_path, rows, monkeypatch):
+    found = iter([1.5, 1.9, 1.2, 1.8])
+    monkeypatch.setattr(
+        "medusa.training.run.trainer.replayed_metrics",
+        lambda *_: {"held_out/tokens_per_step": next(found)},
+    )
+    trainer = new_trainer(tmp_path, rows, evaluation_steps=3)
+    trainer.train()
+    best, last = (load_heads(path) for path in (trainer.run.best, trainer.run.heads))
+    assert best.provenance["metrics"]["held_out/tokens_per_step"] == 1.9
+    assert best.provenance["training"]["steps"] == 6
+    assert last.provenance["training"]["steps"] == 12
+    assert not torch.equal(best.heads.blocks[0][0].linear.weight, last.heads.blocks[0][0].linear.weight)
+
+
+def test_what_a_finished_run_measured_is_not_logged_again_when_it_is_resumed(tmp_path, rows):
+    options = {"checkpoint_steps": 4, "evaluation_steps": 4}
+    finished = new_trainer(tmp_path, rows, **options)
+    finished.train()
+    again = new_trainer(tmp_path, rows, **options, resume="always")
+    again.train()
+    assert history(again, "held_out") == history(finished, "held_out")  # history refuses a step logged twice
+    assert list(history(again, "held_out")) == [4, 8, 12]
+
+
+def test_the_log_has_the_gradient_norm_the_memory_and_the_share_of_waiting(tmp_path, rows):
+    trainer = new_trainer(tmp_path, rows)
+    trainer.train()
+    entries = [entry for entry in trainer.run.logged_metrics() if "train/loss" in entry]
+    for entry in entries:
+        assert entry["gradient_norm"] > 0
+        assert 0 < entry["waiting_share"] < 1
+        assert 0.05 < entry["peak_gib"] < 100
+    assert len({entry["gradient_norm"] for entry in entries}) > 1
+
+
+def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate_and_says_so(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=4, evaluation_steps=4, precision="bf16")
+    do_step = trainer._step
+
+    def spoiled(source: Any, group: Any) -> None:
+        if trainer.state.step == 5:
+            with torch.no_grad():
+                trainer.heads.blocks[1][0].linear.weight[0, 0] = float("nan")
+        do_step(source, group)
+
+    monkeypatch.setattr(trainer, "_step", spoiled)
+    with pytest.raises(FloatingPointError, match=r"lower learning_rate .* precision=fp32 .* --resume takes"):
+        trainer.train()
+    AcceleratorState._reset_state(True)
+    mended = {"learning_rate": 1e-3, "precision": "fp32", "base_dtype": "float32"}
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=4, resume="always", **mended)
+    resumed.train()
+    assert resumed.state.step == 12
+    assert max(entry["learning_rate"] for step, entry in history(resumed).items() if step > 4) <= 1e-3
+    assert load_heads(resumed.run.heads).provenance["training"]["changes"] == [
+        "from step 4 on learning_rate: 0.01 -> 0.001",
+        "from step 4 on precision: 'bf16' -> 'fp32'",
+        "from step 4 on base_dtype: 'auto' -> 'float32'",
+    ]
 
 
 def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
@@ -389,13 +525,13 @@ def test_overwriting_starts_anew(tmp_path, rows):
 
 def test_there_must_be_something_to_resume(tmp_path, rows):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint to resume from"):
-        new_trainer(tmp_path, rows, resume=True)
+        new_trainer(tmp_path, rows, resume="always")
 
 
 def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
     new_trainer(tmp_path, rows, checkpoint_steps=5).train()
-    with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; learning_rate: 0.01 -> 0.5"):
-        new_trainer(tmp_path, rows, resume=True, num_heads=4, learning_rate=0.5)
+    with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; decay: 0.8 -> 0.5"):
+        new_trainer(tmp_path, rows, resume="always", num_heads=4, decay=0.5)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +546,7 @@ def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, chan
     new_trainer(tmp_path, rows, checkpoint_steps=5).train()
     if change == "data":
         rows[20:] = rows[21:]
-    trainer = new_trainer(tmp_path, rows, resume=True)
+    trainer = new_trainer(tmp_path, rows, resume="always")
     trainer.state.num_processes = 2 if change == "processes" else 1
     trainer.state.sharding = "FSDP" if change == "sharding" else "NO"
     with pytest.raises(ConfigurationError, match=message):

@@ -114,10 +114,20 @@ class TrainingConfiguration:
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
+REMEDIES = (
+    "learning_rate",
+    "final_learning_rate",
+    "max_grad_norm",
+    "weight_decay",
+    "precision",
+    "base_dtype",
+    "attention",
+)
+"""Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
 FREE_TO_CHANGE = frozenset(
-    ("num_epochs", "max_steps", "max_minutes", "block_elements", "cache_hidden_states")
+    ("num_epochs", "max_steps", "max_minutes", "block_elements", "cache_hidden_states", *REMEDIES)
 ) | {each.name for each in dataclasses.fields(RunOptions)}
-"""Keys that a resumed run may change: how long, how fast, and what it reports."""
+"""Keys that a resumed run may change: how long, how fast, what it reports, and :data:`REMEDIES`."""
 
 
 def changed_keys(earlier: dict[str, Any], now: TrainingConfiguration) -> list[str]:

@@ -5,6 +5,7 @@ The line under a field is its help on the command line. Each group checks its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,16 +14,19 @@ from medusa.heads.eagle import EagleConfig
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
 from medusa.training.losses.objectives import ObjectiveName, objective_named
 
+Resume = Literal["never", "always", "auto"]
+
 
 class ConfigurationError(ValueError):
     """The configuration cannot be used; the message says which key, the rule, and what arrived."""
 
 
 def _check(options: Any, rule: str, is_kept: Any, names: Sequence[str]) -> None:
-    """Raise ConfigurationError for the first of ``names`` that is given and does not keep the rule."""
+    """Raise ConfigurationError for the first of ``names`` that is given and does not keep the rule, or is not
+    finite."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and not is_kept(value):
+        if value is not None and not (is_kept(value) and math.isfinite(value)):
             raise ConfigurationError(f"{name} must be {rule}, got {value}")
 
 
@@ -111,7 +115,7 @@ class EagleOptions:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "num_attention_heads")
-        _at_least(0, self, "feature_weight")
+        _at_least(0, self, "feature_weight", "intermediate_size")
 
     def heads_config(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> EagleConfig:
         """The head on a base of these sizes."""
@@ -160,6 +164,7 @@ class DataOptions:
         if self.max_length < 2:
             raise ConfigurationError(f"max_length must be at least 2 tokens, got {self.max_length}")
         _at_least(1, self, "tokens_per_batch")
+        _at_least(0, self, "max_held_out", "seed")
         _at_least_0_below_1(self, "held_out_fraction")
         fractions = ("max_repeated_fraction", "near_duplicate_similarity")
         _check(self, "in (0, 1]", lambda value: 0 < value <= 1, fractions)
@@ -255,6 +260,9 @@ class OptimisationOptions:
     def __post_init__(self) -> None:
         _at_least(1, self, "num_epochs", "max_steps", "gradient_accumulation_steps")
         _above_0(self, "max_minutes", "learning_rate", "max_grad_norm")
+        _at_least(0, self, "warmup_steps", "weight_decay")
+        _at_least_0_below_1(self, "adam_beta2")
+        _check(self, "from 0 to 1", lambda value: 0 <= value <= 1, ("final_learning_rate",))
         limits = ("num_epochs", "max_steps", "max_minutes")
         if all(getattr(self, name) is None for name in limits):
             raise ConfigurationError(f"one of {', '.join(limits)} must say how long to train, got none")
@@ -268,8 +276,9 @@ class RunOptions:
     """Directory of the run; the heads are written to output_dir/heads."""
     overwrite: bool = False
     """Replace an earlier run in output_dir."""
-    resume: bool = False
-    """Continue from the latest checkpoint in output_dir."""
+    resume: Resume = "never"
+    """always, or --resume alone: continue from the latest checkpoint in output_dir. auto: the same where
+    there is one, else start; so one command starts a run and continues it."""
     inspect: bool = False
     """Print a sample of documents, the tokens trained on in colour, and stop."""
     logging_steps: int = 10
@@ -278,19 +287,25 @@ class RunOptions:
     """Steps between evaluations on held-out documents; the run always ends with one."""
     replayed_documents: int = 32
     """Held-out documents whose decoding each evaluation replays, for tokens per step; 0 for none."""
+    checkpoint_minutes: float | None = 30.0
+    """Minutes of optimisation between checkpoints; none for none. SIGTERM leaves one in any case."""
     checkpoint_steps: int | None = None
-    """Steps between checkpoints; by default there are none."""
+    """Steps between checkpoints, beside those of checkpoint_minutes."""
     keep_checkpoints: int = 2
     """Checkpoints kept."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """Experiment tracker that gets every log entry."""
     project: str = "medusa-heads"
     """Project name for the tracker."""
+    timeout_minutes: float = 60.0
+    """How long a process waits for the others before it gives up."""
     tree_nodes: int = 16
     """Nodes of the candidate tree that is calibrated on held-out documents at the end."""
 
     def __post_init__(self) -> None:
         steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
         _at_least(1, self, *steps, "keep_checkpoints", "tree_nodes")
-        if self.overwrite and self.resume:
+        _at_least(0, self, "replayed_documents")
+        _above_0(self, "checkpoint_minutes", "timeout_minutes")
+        if self.overwrite and self.resume != "never":
             raise ConfigurationError("overwrite and resume exclude each other, got both")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle import EagleHead, Heads
-from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import ConfigurationError
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.documents import Documents
+from medusa.training.losses.teacher import logit_scale
 
 SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""
@@ -28,6 +29,8 @@ def built_heads(
 ) -> H:
     """Heads with random weights, and the most frequent labels of ``training`` in their token map if any."""
     config = configuration.heads_config(hidden_size(base), vocab_size(base))
+    if isinstance(config, HeadsConfig):
+        config = replace(config, logit_scale=logit_scale(base))
     token_map = None
     if config.token_map_size is not None:
         most_frequent = training.most_frequent_labels(config.token_map_size, config.vocab_size)

@@ -11,12 +11,17 @@ begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -24,6 +29,9 @@ from medusa.heads.eagle import Heads
 from medusa.training.config.options import ConfigurationError, OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
 
+T = TypeVar("T")
+STOPPED = 75
+"""Exit status of a run that SIGTERM has stopped and that --resume continues: EX_TEMPFAIL of sysexits.h."""
 ON_CPU = "accelerate launch --config_file configs/accelerate_ddp.yaml --num_processes N"
 
 
@@ -42,7 +50,12 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
         log_with=None if run.tracker == "none" else run.tracker,
         project_dir=run.output_dir,
         # Left to itself accelerate counts one process where DeepSpeed runs on CPUs.
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_deepspeed and not has_device else [],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(
+                backend="gloo" if is_deepspeed and not has_device else None,
+                timeout=timedelta(minutes=run.timeout_minutes),
+            )
+        ],
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # accelerate tells transformers, which under ZeRO-3 would load the frozen base in shards; its weights
@@ -59,6 +72,80 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
             f"CPUs launch with: {ON_CPU}"
         )
     return accelerator
+
+
+def on_main_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """What ``work`` gives on the main process, on all of them; what it raises ends them all.
+
+    The error itself is raised on the main process; the others end with status 1 and leave the word to it.
+    """
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = work()
+        except (ValueError, OSError, ImportError) as error:
+            outcome[1] = error
+    if accelerator.num_processes > 1:
+        failed = broadcast_object_list([outcome[0], outcome[1] is not None])
+        if failed[1] and not accelerator.is_main_process:
+            raise SystemExit(1)
+        outcome[0] = failed[0]
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+class Agreement:
+    """Numbers on which the processes have to agree, exchanged between the hosts: no device waits for it."""
+
+    def __init__(self, accelerator: Accelerator, timeout_minutes: float):
+        self._group = None
+        if accelerator.num_processes > 1:
+            timeout = timedelta(minutes=timeout_minutes)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each number over all processes; all must call it."""
+        if self._group is None:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self._group)
+        return numbers.tolist()
+
+
+class StopSignal:
+    """Whether SIGTERM has come, for a loop that leaves a checkpoint first; a context manager.
+
+    Outside of :meth:`deferred` there is nothing to save, and the signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._is_deferred = False
+        self._before: Any = None
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within the block the signal is only noted."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+        if not self._is_deferred:
+            raise SystemExit(STOPPED)
 
 
 def check_launch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import shlex
 import subprocess
@@ -59,6 +60,7 @@ def provenance(
             "tokens": state.num_tokens,
             "minutes": round(state.seconds / 60, 2),
             "seconds_per_step": round(state.seconds / max(1, state.step), 4),
+            "changes": list(state.changes),
         },
         "metrics": dict(metrics),
     }
@@ -92,6 +94,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _commit(checkout: Path) -> str | None:
     """The git commit of a checkout, with "-dirty" when files differ from it; None outside of one."""
     try:

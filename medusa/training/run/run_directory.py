@@ -5,9 +5,12 @@
     training.png     what heads were worth on held-out documents, against the tokens they had seen
     checkpoints/     step-00000500/ ...: everything that --resume needs
     states/          hidden states of the frozen base, when they are cached
+    best/            the heads that had most tokens per step on held-out documents
     heads/           the result
+    tracker.json     by which the tracker knows the run when it goes on
 
-Everything that appears under its name is complete: it was written under another name and renamed.
+Everything that appears under its name is complete: it was written under another name, and lay on the disk
+before it was renamed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,9 +27,20 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from medusa.files import check_writable_target, read_json, write_json
+from medusa.files import (
+    check_writable_target,
+    clear_interrupted,
+    digest_of,
+    disk_errors,
+    read_json,
+    replaced_file,
+    sync,
+    sync_tree,
+    write_json,
+)
 from medusa.training.config.configuration import TrainingConfiguration, changed_keys
 from medusa.training.config.options import ConfigurationError
+from medusa.training.run.processes import on_main_process
 
 STATE_FILE = "run.json"
 
@@ -51,10 +66,19 @@ class RunState:
     """How the processes share the heads, in accelerate's words."""
     documents: str = ""
     """Digest of the training documents."""
+    most_tokens_per_step: float = 0.0
+    """On held-out documents, of the heads in best/."""
+    remedies: dict[str, Any] = field(default_factory=dict)
+    """The values of :data:`medusa.training.config.configuration.REMEDIES`."""
+    changes: list[str] = field(default_factory=list)
+    """What resumed runs changed of them, and at which step."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each other file of the checkpoint."""
 
 
 class RunDirectory:
-    """The files of one run. Methods that write are for the main process, :meth:`save_checkpoint` for all."""
+    """The files of one run. Methods that write are for the main process; those that take an accelerator are
+    for all."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -63,7 +87,9 @@ class RunDirectory:
         self.picture = self.path / "training.png"
         self.checkpoints = self.path / "checkpoints"
         self.states = self.path / "states"
+        self.best = self.path / "best"
         self.heads = self.path / "heads"
+        self.tracker = self.path / "tracker.json"
 
     def check(self, configuration: TrainingConfiguration) -> None:
         """Look before any work is done; changes nothing.
@@ -73,21 +99,35 @@ class RunDirectory:
             FileNotFoundError: there is nothing to resume.
             ValueError: the run to resume had another configuration.
         """
-        if configuration.run.resume:
-            self._check_resumable(configuration)
+        resume = configuration.run.resume
+        if resume == "always" and not self._checkpoints():
+            raise FileNotFoundError(
+                f"{self.checkpoints} holds no checkpoint to resume from; start with --overwrite, or with "
+                "--resume auto, which goes on where there is one"
+            )
+        if resume != "never" and self.config.exists():
+            self._check_same_run(configuration)
         elif not configuration.run.overwrite and self._foreign_entries(configuration.data.data):
             check_writable_target(self.path)
 
     def begin(self, configuration: TrainingConfiguration) -> None:
-        """Write the configuration; ``overwrite`` removes what an earlier run left."""
+        """Write the configuration; ``overwrite`` removes what an earlier run left, all but stored states."""
         self.path.mkdir(parents=True, exist_ok=True)
         if configuration.run.overwrite:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            self.metrics.unlink(missing_ok=True)
-            self.picture.unlink(missing_ok=True)
-        partial = self.config.with_suffix(".partial")
-        partial.write_text(configuration.as_yaml(), encoding="utf-8")
-        os.replace(partial, self.config)
+            for directory in (self.heads, self.best, self.checkpoints):
+                shutil.rmtree(directory, ignore_errors=True)
+            for file in (self.metrics, self.picture, self.tracker):
+                file.unlink(missing_ok=True)
+        for directory in (self.heads, self.best):
+            clear_interrupted(directory)
+        with replaced_file(self.config) as partial:
+            partial.write_text(configuration.as_yaml(), encoding="utf-8")
+
+    def tracker_id(self) -> str:
+        """By which a tracker knows this run: the same each time it goes on."""
+        if not self.tracker.exists():
+            write_json(self.tracker, {"id": uuid.uuid4().hex[:12]})
+        return read_json(self.tracker)["id"]
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
@@ -98,14 +138,14 @@ class RunDirectory:
         lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
         return [json.loads(line) for line in lines]
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the log entries that a resumed run writes again."""
+    def forget_metrics_after(self, step: int, is_over: bool = False) -> None:
+        """Drop the log entries that a resumed run writes again: of an evaluation at ``step`` only where the
+        run ``is_over`` there, since it then ends with one."""
         if not self.metrics.exists():
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        partial = self.metrics.with_suffix(".partial")
-        partial.write_text("".join(_entries_until(lines, step)), encoding="utf-8")
-        os.replace(partial, self.metrics)
+        with replaced_file(self.metrics) as partial:
+            partial.write_text("".join(_entries_until(lines, step, is_over)), encoding="utf-8")
 
     def save_checkpoint(self, accelerator: Accelerator, state: RunState, keep: int) -> Path:
         """Write a checkpoint and remove all but the ``keep`` latest; a failed write leaves those there were.
@@ -120,27 +160,34 @@ class RunDirectory:
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         try:
-            accelerator.save_state(str(partial))
-            if accelerator.is_main_process:
-                write_json(partial / STATE_FILE, asdict(state))
+            with disk_errors(target):
+                accelerator.save_state(str(partial))
+                accelerator.wait_for_everyone()
+                if accelerator.is_main_process:
+                    state.files = _digests(partial)
+                    write_json(partial / STATE_FILE, asdict(state))
+                    sync_tree(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             shutil.rmtree(target, ignore_errors=True)
             os.replace(partial, target)
+            sync(self.checkpoints)
             for old in self._checkpoints()[:-keep]:
                 shutil.rmtree(old)
         return target
 
-    def load_checkpoint(self, accelerator: Accelerator, now: RunState) -> RunState:
-        """Put the latest checkpoint into everything that ``accelerator`` prepared.
+    def load_checkpoint(self, accelerator: Accelerator, now: RunState) -> tuple[RunState, list[str]]:
+        """Put the latest whole checkpoint into everything that ``accelerator`` prepared.
+
+        Where the run stood comes back, and what was wrong with later checkpoints, which are removed.
 
         Raises:
-            ValueError: it is of a run with other documents or another number of processes than ``now``.
+            ValueError: none is whole; or it is of a run with other documents or another number of processes
+                than ``now``.
         """
-        latest = self._checkpoints()[-1]
+        latest, damage = on_main_process(accelerator, self._latest_whole)
         state = RunState(**read_json(latest / STATE_FILE))
         if state.num_processes != now.num_processes:
             raise ConfigurationError(
@@ -157,19 +204,37 @@ class RunDirectory:
                 f"the data is not what it was when the run in {self.path} began, so its batches would be "
                 "others; bring the data back, or start anew with --overwrite"
             )
+        for key, value in now.remedies.items():
+            if state.remedies.get(key, value) != value:
+                state.changes.append(f"from step {state.step} on {key}: {state.remedies[key]!r} -> {value!r}")
+        state.remedies = now.remedies
         accelerator.load_state(str(latest))
-        return state
+        return state, damage
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to resume."""
+        return bool(self._checkpoints())
 
     def _checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Finished checkpoints, oldest first."""
         return sorted(path for path in self.checkpoints.glob("step-*") if (path / STATE_FILE).exists())
 
-    def _check_resumable(self, configuration: TrainingConfiguration) -> None:
-        if not self._checkpoints():
-            raise FileNotFoundError(
-                f"{self.checkpoints} holds no checkpoint to resume from; start with --overwrite, and set "
-                "checkpoint_steps"
+    def _latest_whole(self) -> tuple[Path, list[str]]:
+        """The latest checkpoint whose files are what was written; what is wrong with later ones, which go."""
+        found = self._checkpoints()
+        damage = {path: _damage(path) for path in found}
+        whole = [path for path in found if damage[path] is None]
+        if not whole:
+            raise ConfigurationError(
+                f"no checkpoint in {self.checkpoints} is whole: {'; '.join(filter(None, damage.values()))}. "
+                "Start anew with --overwrite"
             )
+        later = found[found.index(whole[-1]) + 1 :]
+        for path in later:
+            shutil.rmtree(path)
+        return whole[-1], [f"{damage[path]}; going on from {whole[-1].name}" for path in later]
+
+    def _check_same_run(self, configuration: TrainingConfiguration) -> None:
         earlier = yaml.safe_load(self.config.read_text(encoding="utf-8"))
         changed = changed_keys(earlier, configuration)
         if changed:
@@ -190,12 +255,31 @@ def _is_inside(file: str, directory: Path) -> bool:
     return Path(file).resolve().parent == directory.resolve()
 
 
-def _entries_until(lines: Iterable[str], step: int) -> Iterable[str]:
-    """The complete entries no later than ``step``; a killed run may leave half a line at the end."""
+def _entries_until(lines: Iterable[str], step: int, is_over: bool) -> Iterable[str]:
+    """The complete entries that stay; a killed run may leave half a line at the end."""
     for line in lines:
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
             return
-        if entry["step"] <= step:
+        is_repeated = is_over and entry["step"] == step and any(key.startswith("held_out/") for key in entry)
+        if entry["step"] <= step and not is_repeated:
             yield line
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): digest_of(path) for path in files}
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, in words."""
+    try:
+        recorded = RunState(**read_json(checkpoint / STATE_FILE)).files
+    except (ValueError, TypeError) as error:
+        return f"{checkpoint / STATE_FILE} is damaged ({error})"
+    for name, digest in recorded.items():
+        path = checkpoint / name
+        if not path.exists() or digest_of(path) != digest:
+            return f"{path} is {'cut short or changed' if path.exists() else 'missing'}"
+    return None

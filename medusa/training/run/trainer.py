@@ -7,20 +7,22 @@ of targets in the group, is known from the plan, so no process has to ask anothe
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from rich.console import Console
 
 from medusa.base.causal_lm import output_embedding
 from medusa.heads.eagle import Heads
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
-from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.config.configuration import REMEDIES, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.documents import Documents
 from medusa.training.data.loading import TrainingData
@@ -28,10 +30,21 @@ from medusa.training.losses.sums import added, as_numbers, from_numbers
 from medusa.training.run.curve import draw_training, is_stale
 from medusa.training.run.metrics import one_line, replayed_metrics
 from medusa.training.run.optimisation import new_optimiser, schedule_of
-from medusa.training.run.processes import gathered_heads, micro_batch, prepare, share_of, whole_number
+from medusa.training.run.processes import (
+    STOPPED,
+    Agreement,
+    StopSignal,
+    gathered_heads,
+    micro_batch,
+    prepare,
+    share_of,
+    whole_number,
+)
 from medusa.training.run.recipe import Feed, Recipe
+from medusa.training.run.result import provenance, save_result
 from medusa.training.run.run_directory import RunDirectory, RunState
 from medusa.training.states.stored_states import StateFile, store_states
+from medusa.trees.candidate_tree import CandidateTree
 
 
 class Trainer:
@@ -56,11 +69,14 @@ class Trainer:
         on_everything = configuration.data.train_on == "everything"
         self.training = data.training.labelled_everywhere() if on_everything else data.training
         self.run = RunDirectory(configuration.run.output_dir)
+        values = configuration.as_dict()
         self.state = RunState(
             num_processes=accelerator.num_processes,
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
+            remedies={key: values[key] for key in REMEDIES},
         )
+        self.agreement = Agreement(accelerator, configuration.run.timeout_minutes)
         optimiser = new_optimiser(recipe.parameter_groups(), configuration.optimisation)
         self.module, self.optimiser = prepare(
             accelerator, self.loss, optimiser, configuration.optimisation.max_grad_norm
@@ -69,11 +85,18 @@ class Trainer:
         self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
         self.window = recipe.no_sums(accelerator.device)
         self.watch = FiniteWatch(accelerator.device)
+        self.gradient_norm = torch.zeros((), device=accelerator.device)
+        """Of the last step, before it was clipped."""
+        self.seconds_waiting = 0.0
+        """Spent on what the loss reads since the last log entry."""
 
     def train(self) -> dict[str, float]:
-        """Train until a limit is reached; the metrics on the held-out documents at the end come back.
+        """Train until a limit is reached and write the heads; the metrics on the held-out documents at the
+        end come back.
 
         Raises:
+            SystemExit: SIGTERM came; a checkpoint is written, and the status is
+                :data:`medusa.training.run.processes.STOPPED`.
             FloatingPointError: a loss or gradient is not finite; no checkpoint is written after that.
             MemoryError: a batch does not fit; the message names what to lower.
         """
@@ -84,26 +107,44 @@ class Trainer:
     def _train(self) -> dict[str, float]:
         training = self.feed(self.training, "training")
         held_out = self.feed(self.data.held_out, "held-out")
-        evaluated, metrics = -1, dict[str, float]()
-        with ProgressReporter("training", self.console, self.accelerator.is_main_process) as line:
-            spent_before, began = self.state.seconds, time.monotonic()
-            logged, note = (self.state.seconds, self.state.num_tokens), ""
+        with StopSignal() as stop, ProgressReporter("training", self.console, self._is_main) as line:
+            evaluated, metrics = self._loop(training, held_out, line, stop)
+        self.watch.check(self.configuration)
+        self.save(self.run.heads, metrics)  # what comes now may fail
+        return metrics if evaluated == self.state.step else self.evaluate(held_out)
+
+    def _loop(
+        self, training: Feed, held_out: Feed, line: ProgressReporter, stop: StopSignal
+    ) -> tuple[int, dict[str, float]]:
+        """Step until a limit is reached: the step of the last evaluation, -1 for none, and its metrics."""
+        options, evaluated, metrics = self.configuration.run, -1, dict[str, float]()
+        spent_before, began, note = self.state.seconds, time.monotonic(), ""
+        logged = self.state.seconds, self.state.num_tokens
+        checkpointed = self.state.seconds
+        with stop.deferred():
             for group in self._groups():
                 self._step(training, group)
-                self.state.seconds = self._agreed(spent_before + time.monotonic() - began)
-                if self._is_due(self.configuration.run.logging_steps):
+                seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
+                self.state.seconds, is_stopped = self.agreement.largest(seconds, stop.has_come)
+                if self._is_due(options.logging_steps):
                     note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
-                if self._is_due(self.configuration.run.evaluation_steps):
+                if self._is_due(options.evaluation_steps) and not is_stopped:
                     evaluated, metrics = self.state.step, self.evaluate(held_out)
                     line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
-                if self._is_due(self.configuration.run.checkpoint_steps):
+                minutes = (self.state.seconds - checkpointed) / 60
+                is_time = options.checkpoint_minutes is not None and minutes >= options.checkpoint_minutes
+                if self._is_due(options.checkpoint_steps) or is_time or is_stopped:
                     self.checkpoint()
+                    checkpointed = self.state.seconds
+                if is_stopped:
+                    line.say(f"stopped by SIGTERM at step {self.state.step}; --resume goes on from there")
+                    raise SystemExit(STOPPED)
                 line.show(self._progress, f"step {self.state.step}  {note}", self.state.seconds)
-        return metrics if evaluated == self.state.step else self.evaluate(held_out)
+        return evaluated, metrics
 
     def evaluate(self, feed: Feed) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
-        them would have had; empty when there are none."""
+        them would have had; empty when there are none. The heads with most tokens per step are kept."""
         self.watch.check(self.configuration)
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.data)
         sums = self.recipe.no_sums(self.accelerator.device)
@@ -115,9 +156,34 @@ class Trainer:
         heads = self.gathered_heads() if at_most else None
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most)
         metrics = self._record("held_out", sums, **replayed, num_tokens=self.state.num_tokens)
-        if self.accelerator.is_main_process and is_stale(self.run.picture):
+        if heads is not None and self.state.step:
+            self._keep_best(heads, metrics | replayed)
+        if self._is_main and is_stale(self.run.picture):
             draw_training(self.run.logged_metrics(), self.run.picture)
         return metrics | replayed
+
+    def _keep_best(self, heads: Heads, metrics: dict[str, float]) -> None:
+        tokens_per_step = metrics.get("held_out/tokens_per_step", 0.0)
+        if tokens_per_step > self.state.most_tokens_per_step:
+            self.state.most_tokens_per_step = tokens_per_step
+            self._write(self.run.best, heads, metrics, None)
+
+    def save(self, directory: Path, metrics: dict[str, float], tree: CandidateTree | None = None) -> None:
+        """Write the heads as they are now, with ``tree`` and ``metrics``; all processes must call it.
+
+        Raises:
+            OSError: the disk refused; what was in ``directory`` is untouched.
+        """
+        heads = self.gathered_heads()
+        if heads is not None:
+            self._write(directory, heads, metrics, tree)
+
+    def _write(
+        self, directory: Path, heads: Heads, metrics: dict[str, float], tree: CandidateTree | None
+    ) -> None:
+        record = provenance(self.configuration, self.data.counts, self.state, metrics)
+        made_for = (self.recipe.adapter(), BaseFingerprint.of(self.base))
+        save_result(directory, heads, self.configuration.base.base, tree, record, *made_for)
 
     def feed(self, documents: Documents, name: str) -> Feed:
         """What the loss reads of ``documents``, whose hidden states are stored under ``name`` if at all."""
@@ -155,13 +221,16 @@ class Trainer:
         self.accelerator.end_training()
 
     def _begin(self) -> None:
-        if self.configuration.run.resume:
-            self.state = self.run.load_checkpoint(self.accelerator, self.state)
-        if self.accelerator.is_main_process:
+        """Go on from the latest checkpoint where that is asked for and there is one."""
+        resume = self.configuration.run.resume
+        if resume == "always" or (resume == "auto" and self.run.has_checkpoint()):
+            self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
+            for each in (*damage, *self.state.changes, f"resumed at step {self.state.step}"):
+                self.console.print(each, soft_wrap=True)
+        if self._is_main:
             if self.state.window:
                 self.window = from_numbers(self.window, self.state.window)
-            self.run.begin(self.configuration)
-            self.run.forget_metrics_after(self.state.step)
+            self.run.forget_metrics_after(self.state.step, is_over=self._progress >= 1)
         self.accelerator.wait_for_everyone()
 
     def _step(self, feed: Feed, group: list[MicroBatch]) -> None:
@@ -184,7 +253,8 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(
             self.module.parameters(), self.configuration.optimisation.max_grad_norm
         )
-        total += whole_number(norm, total.device)
+        self.gradient_norm = whole_number(norm, total.device)
+        total += self.gradient_norm
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.state.step += 1
@@ -194,8 +264,10 @@ class Trainer:
 
     def _loss(self, feed: Feed, batch: MicroBatch, num_scored: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The loss () of a micro-batch and its sums."""
+        began = time.monotonic()
         with self.accelerator.autocast():  # the base computes in the run's precision too
             given = feed(batch)
+        self.seconds_waiting += time.monotonic() - began
         return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
 
     def _groups(self) -> Iterator[list[MicroBatch]]:
@@ -223,8 +295,12 @@ class Trainer:
             num_tokens=self.state.num_tokens,
             minutes=self.state.seconds / 60,
             learning_rate=self.optimiser.param_groups[0]["lr"],
+            gradient_norm=float(self.gradient_norm),
             tokens_per_second=tokens / seconds,
+            peak_gib=peak_memory(self.accelerator.device) / 2**30,
+            waiting_share=self.seconds_waiting / seconds,
         )
+        self.seconds_waiting = 0.0
         self.window = self.recipe.no_sums(self.accelerator.device)
         return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
 
@@ -244,11 +320,16 @@ class Trainer:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
 
-    def _agreed(self, seconds: float) -> float:
-        """The main process's clock, where time decides anything: all processes must stop together."""
-        if self.accelerator.num_processes == 1 or self.schedule.max_seconds is None:
-            return seconds
-        return float(broadcast(torch.tensor(seconds, device=self.accelerator.device)))
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use at a time: of the device, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager
@@ -290,5 +371,5 @@ class FiniteWatch:
             raise FloatingPointError(
                 f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
                 f"{configuration.optimisation.learning_rate}), or train with precision=fp32 and "
-                "base_dtype=float32"
+                "base_dtype=float32; --resume takes such changes"
             )

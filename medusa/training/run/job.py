@@ -1,0 +1,150 @@
+"""One run from its configuration to its result, in the order that loses nothing: the heads are on the disk
+before the last measurements begin."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+
+import medusa
+from medusa.files import locked
+from medusa.heads.adapter import peft_library
+from medusa.plots import check_matplotlib
+from medusa.progress import log_console
+from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.config.options import RunOptions
+from medusa.training.data import loading
+from medusa.training.recipes.registry import new_recipe
+from medusa.training.run import metrics, processes, result
+from medusa.training.run.base import load_base, load_tokenizer
+from medusa.training.run.curve import draw_training
+from medusa.training.run.fitness import check_documents, check_packing
+from medusa.training.run.run_directory import RunDirectory
+from medusa.training.run.trainer import Trainer
+
+
+def train(configuration: TrainingConfiguration) -> None:
+    """Train as ``configuration`` says, on every process of the launch.
+
+    Raises:
+        ValueError, OSError, ImportError, FloatingPointError, MemoryError: the run cannot go on; the message
+            says why, and what to do.
+        SystemExit: SIGTERM came; the same command goes on with ``resume`` auto.
+    """
+    if configuration.run.inspect:
+        return inspect(configuration)
+    check_libraries(configuration)
+    accelerator = processes.new_accelerator(configuration.optimisation, configuration.run)
+    console = log_console()
+    console.quiet = not accelerator.is_main_process
+    with processes.StopSignal(), claimed(configuration, accelerator) as run:
+        console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
+        start_tracker(configuration, accelerator, run)
+        trainer = prepared(configuration, accelerator, console)
+        try:
+            finish(trainer, trainer.train())
+        finally:
+            trainer.close()
+
+
+def check_libraries(configuration: TrainingConfiguration) -> None:
+    """Raise ImportError when a library that the run needs is missing, before any work."""
+    check_matplotlib()
+    if configuration.joint.joint:
+        peft_library()
+    tracker = configuration.run.tracker
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise ImportError(
+            f"tracker={tracker} needs {tracker}, which is not installed: pip install {tracker}, or leave "
+            "tracker out; metrics.jsonl has the same values"
+        )
+
+
+@contextmanager
+def claimed(configuration: TrainingConfiguration, accelerator: Accelerator) -> Iterator[RunDirectory]:
+    """The output directory, checked, locked and begun by the main process for all of them.
+
+    Raises:
+        OSError, ValueError: it holds something else, or another process works in it.
+    """
+    run = RunDirectory(configuration.run.output_dir)
+
+    def claim() -> None:
+        run.check(configuration)
+        stack.enter_context(locked(run.path))
+        run.check(configuration)  # another run may have ended meanwhile
+        run.begin(configuration)
+
+    with ExitStack() as stack:
+        processes.on_main_process(accelerator, claim)
+        yield run
+
+
+def start_tracker(configuration: TrainingConfiguration, accelerator: Accelerator, run: RunDirectory) -> None:
+    """Start the tracker, which takes a resumed run for the one that it continues."""
+    options: RunOptions = configuration.run
+    if options.tracker == "none":
+        return
+    values = {key: _plain(value) for key, value in configuration.as_dict().items()}
+    identity = processes.on_main_process(accelerator, run.tracker_id)
+    settings = {"wandb": {"dir": options.output_dir, "id": identity, "resume": "allow"}}
+    accelerator.init_trackers(options.project, values, settings)
+
+
+def _plain(value: Any) -> int | float | str | bool:
+    """``value`` as every tracker takes it."""
+    return value if isinstance(value, int | float | str | bool) else str(value)
+
+
+def prepared(configuration: TrainingConfiguration, accelerator: Accelerator, console: Console) -> Trainer:
+    """The trainer with its data, its base and its new heads; says what they are."""
+    data = loading.load_data(configuration.data, load_tokenizer(configuration.base))
+    console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
+    base = load_base(configuration.base, accelerator.device)
+    for documents in (data.training, data.held_out):
+        check_documents(base, documents, configuration.base.base)
+    if not configuration.optimisation.cache_hidden_states:
+        check_packing(base, data.training, configuration.data)
+    recipe = new_recipe(configuration, base, data.training)
+    console.print(recipe.describe(data.training), soft_wrap=True)
+    console.print(
+        f"on {configuration.base.base} in {base.dtype}, {configuration.optimisation.precision} products, "
+        f"{accelerator.num_processes} x {accelerator.device.type}",
+        soft_wrap=True,
+    )
+    return Trainer(configuration, accelerator, recipe, data, console)
+
+
+def finish(trainer: Trainer, measured: dict[str, float]) -> None:
+    """Give the heads, which are written, their tree and their metrics, and say what came out."""
+    console, run, recipe = trainer.console, trainer.run, trainer.recipe
+    tree = None
+    if (heads := trainer.gathered_heads()) is not None:
+        num_nodes = trainer.configuration.run.tree_nodes
+        tree = result.calibrated_tree(trainer.base, heads, trainer.data.held_out, num_nodes)
+    trainer.save(run.heads, measured, tree)
+    console.print(metrics.table("held_out", measured))
+    if (report := recipe.closing_report(measured)) is not None:
+        console.print(report, soft_wrap=True)
+    console.print(f"{recipe.result} written to {run.heads}", soft_wrap=True)
+    if trainer.accelerator.is_main_process and draw_training(run.logged_metrics(), run.picture):
+        console.print(f"picture: {run.picture}", soft_wrap=True)
+
+
+def inspect(configuration: TrainingConfiguration) -> None:
+    """Show what became of the data, and some documents with the tokens trained on in colour."""
+    tokenizer = load_tokenizer(configuration.base)
+    data = loading.load_data(configuration.data, tokenizer)
+    console = log_console()
+    for document in map(data.training.__getitem__, data.training.spread(3)):
+        console.rule(f"{len(document.tokens)} tokens")
+        console.print(loading.coloured(document, tokenizer))
+    console.rule()
+    console.print(loading.legend())
+    console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()))

@@ -1,0 +1,88 @@
+"""Files and directories that are whole or not there, for whom the umask lets read them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
+from medusa.files import clear_interrupted, locked, replaced_directory, write_json
+
+
+@pytest.fixture
+def set_umask():
+    before = os.umask(0)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("umask", "file", "directory"), [(0o027, 0o640, 0o750), (0o002, 0o664, 0o775)])
+def test_a_heads_directory_has_the_rights_that_the_umask_leaves(tmp_path, set_umask, umask, file, directory):
+    set_umask(umask)
+    heads = MedusaHeads(HeadsConfig(8, 20, 2))
+    target = save_heads(HeadsCheckpoint(heads, base_model="tiny"), tmp_path / "heads")
+    assert stat.S_IMODE(target.stat().st_mode) == directory
+    rights = {path.name: stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()}
+    assert rights["model.safetensors"] == file
+    assert set(rights.values()) == {file}
+
+
+@pytest.fixture
+def small_disk():
+    """Lets no file grow beyond 20 kB, as a disk with no more room does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_an_error_that_names_the_directory_and_leaves_what_was_there(tmp_path, small_disk):
+    small = HeadsCheckpoint(MedusaHeads(HeadsConfig(8, 20, 2)), base_model="tiny")
+    large = HeadsCheckpoint(MedusaHeads(HeadsConfig(128, 20, 2)), base_model="tiny")
+    save_heads(small, tmp_path / "heads")
+    before = (tmp_path / "heads" / "model.safetensors").read_bytes()
+    with pytest.raises(OSError, match=r"heads could not be written, and .* GiB are free there; make room"):
+        save_heads(large, tmp_path / "heads", overwrite=True)
+    assert (tmp_path / "heads" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+
+
+def test_other_errors_of_a_library_stay_what_they_are(tmp_path):
+    with pytest.raises(RuntimeError, match="shapes do not match"), replaced_directory(tmp_path / "new"):
+        raise RuntimeError("shapes do not match")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_one_holds_is_refused_to_others_with_the_holder(tmp_path):
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(BlockingIOError, match=rf"run is in use by process {os.getpid()} on .*; wait until"),
+        locked(tmp_path / "run"),
+    ):
+        pass
+    with locked(tmp_path / "run"):
+        pass
+
+
+def test_what_a_killed_write_left_goes_and_a_directory_that_made_way_comes_back(tmp_path):
+    for name in (".heads.partial-1a", ".heads.retired-1a", ".other.partial-1a"):
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.ones(1)}, tmp_path / name / "model.safetensors")
+    clear_interrupted(tmp_path / "heads")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-1a", "heads"]
+    (tmp_path / ".heads.retired-2b").mkdir()
+    clear_interrupted(tmp_path / "heads")
+    assert (tmp_path / "heads" / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-1a", "heads"]
+
+
+def test_a_file_lies_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append(os.fstat(handle).st_ino))
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert events == [(tmp_path / "a.json").stat().st_ino, tmp_path.stat().st_ino]

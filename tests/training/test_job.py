@@ -1,0 +1,228 @@
+"""A whole run: in what order it writes, who may work in its directory, what a stop and a start leave."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import configuration_of, counting_rows, save_tiny_base, write_rows
+
+from medusa import load_heads
+from medusa.training.run import job, processes
+from medusa.training.run.run_directory import RunDirectory
+from medusa.training.run.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("place")
+    save_tiny_base(directory / "base")
+    write_rows(directory / "rows.jsonl", counting_rows(40))
+    return directory
+
+
+@pytest.fixture
+def train(place, tmp_path):
+    """Runs a short run in ``tmp_path / "run"``; options as in the YAML file."""
+
+    def run(**options: Any) -> RunDirectory:
+        defaults = {
+            "base": place / "base",
+            "data": place / "rows.jsonl",
+            "output_dir": tmp_path / "run",
+            "num_heads": 2,
+            "max_steps": 4,
+            "tokens_per_batch": 1024,
+            "logging_steps": 1,
+            "held_out_fraction": 0.1,
+        }
+        job.train(configuration_of(**defaults | options))
+        return RunDirectory(tmp_path / "run")
+
+    return run
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [entry["train/loss"] for entry in run.logged_metrics() if "train/loss" in entry]
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise MemoryError("no memory for the calibration")
+
+
+@pytest.mark.parametrize(
+    "at", ["medusa.training.run.result.calibrate", "medusa.training.run.trainer.replayed_metrics"]
+)
+def test_heads_are_written_before_anything_else_can_fail(train, tmp_path, monkeypatch, at):
+    monkeypatch.setattr(at, fails)
+    with pytest.raises(MemoryError, match="no memory for the calibration"):
+        train()
+    assert load_heads(tmp_path / "run" / "heads").heads.num_heads == 2
+
+
+def test_the_result_has_its_tree_and_its_last_metrics(train):
+    loaded = load_heads(train(tree_nodes=5).heads)
+    assert loaded.tree.num_nodes == 5
+    assert loaded.provenance["metrics"]["held_out/tokens_per_step"] >= 1
+
+
+def test_a_directory_in_which_a_run_works_is_refused_to_another(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="is in use by another process"):
+            train()
+    assert not (tmp_path / "run" / "heads").exists()
+
+
+def test_resume_auto_starts_and_goes_on_with_one_command(train, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    do_step = Trainer._step
+
+    def mortal(trainer: Trainer, *arguments: Any) -> None:
+        if trainer.state.step == 3:
+            raise Killed
+        do_step(trainer, *arguments)
+
+    options = {"resume": "auto", "checkpoint_steps": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", mortal)
+        with pytest.raises(Killed):
+            train(**options)
+    run = train(**options)
+    train(output_dir=run.path.parent / "whole")
+    assert losses(run) == losses(RunDirectory(run.path.parent / "whole"))
+    assert len(losses(run)) == 4
+    assert load_heads(run.heads).provenance["training"]["steps"] == 4
+
+
+def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_runs(train, tmp_path):
+    train()
+    assert len(losses(train(resume="auto"))) == 4
+    with pytest.raises(ValueError, match=r"another configuration.*num_heads: 2 -> 3"):
+        train(resume="auto", num_heads=3)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        train(resume="auto", output_dir=tmp_path / "other")
+
+
+def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, monkeypatch):
+    do_step = Trainer._step
+
+    def stopped(trainer: Trainer, *arguments: Any) -> None:
+        if trainer.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        do_step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stopped)
+        with pytest.raises(SystemExit) as ended:
+            train(resume="auto")
+    assert ended.value.code == processes.STOPPED == 75
+    run = RunDirectory(tmp_path / "run")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000003"]
+    assert not run.heads.exists()
+    train(resume="auto")
+    train(output_dir=tmp_path / "whole")
+    assert losses(run) == losses(RunDirectory(tmp_path / "whole"))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):
+    monkeypatch.setattr(job.loading, "load_data", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 75
+
+
+def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkeypatch):
+    run = train(checkpoint_steps=2)
+    assert run.heads.exists()
+    assert run.best.exists()
+    monkeypatch.setattr(job.loading, "load_data", fails)
+    with pytest.raises(MemoryError):
+        train(overwrite=True, num_heads=3)
+    assert "num_heads: 3" in run.config.read_text()
+    assert not run.heads.exists()
+    assert not run.best.exists()
+    assert not run.checkpoints.exists()
+
+
+def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
+    train()
+    (tmp_path / "run" / ".heads.partial-0123abcd").mkdir()
+    train(resume="auto")
+    assert not list((tmp_path / "run").glob(".heads.*"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_any_work(train, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name)
+    )
+    with pytest.raises(ImportError, match=r"tracker=tensorboard needs tensorboard.*pip install tensorboard"):
+        train(tracker="tensorboard")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_tracker_sees_one_run_however_often_it_is_resumed(train, monkeypatch):
+    """What wandb is given; it is not asked to start."""
+    started = []
+    monkeypatch.setattr(
+        "accelerate.Accelerator.init_trackers", lambda self, *arguments: started.append(arguments)
+    )
+    for _ in range(2):
+        train(tracker="wandb", resume="auto", checkpoint_steps=2, fused_layers=[1])
+    (project, values, settings), again = started
+    assert project == "medusa-heads"
+    assert settings["wandb"]["id"] == again[2]["wandb"]["id"]
+    assert settings["wandb"]["resume"] == "allow"
+    assert values["learning_rate"] == 0.001
+    assert values["max_steps"] == 4
+    assert values["fused_layers"] == "[1]"
+
+
+def test_only_the_main_process_looks_into_the_output_directory(tmp_path, monkeypatch, place):
+    """The main process may have begun to write there when a slower one looks."""
+    run = tmp_path / "run"
+    (run / "wandb").mkdir(parents=True)
+    options = {"base": place / "base", "data": place / "rows.jsonl", "output_dir": run, "max_steps": 1}
+    slow: Any = SimpleNamespace(is_main_process=False, num_processes=2)
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda values: [None, False])
+    with job.claimed(configuration_of(**options), slow):
+        pass
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda values: [None, True])
+    with pytest.raises(SystemExit, match="1"), job.claimed(configuration_of(**options), slow):
+        pass
+
+
+def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(train, tmp_path, monkeypatch):
+    save_state = torch.save
+
+    def refused(value: Any, file: Any, **options: Any) -> None:
+        if "step-00000004" in str(file):
+            raise RuntimeError(
+                "[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed"
+            )
+        save_state(value, file, **options)
+
+    monkeypatch.setattr(torch, "save", refused)
+    with pytest.raises(OSError, match=r"step-00000004 could not be written, and .* GiB are free"):
+        train(checkpoint_steps=2)
+    run = RunDirectory(tmp_path / "run")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
+    record = json.loads((run.checkpoints / "step-00000002" / "run.json").read_text())
+    assert record["step"] == 2
