@@ -9,14 +9,14 @@ the *rank* of the true token among the head's guesses, from which everything els
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base.causal_lm import CausalLM, hidden_states, layers_of, output_embedding
+from medusa.base.causal_lm import hidden_states, layers_of, output_embedding
 from medusa.heads.eagle import EagleHead, Heads, drafted_features
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
@@ -45,15 +45,18 @@ def calibrate(
     *,
     max_rank: int = 16,
     batch_size: int = 4,
+    states: Sequence[Tensor] | None = None,
 ) -> RankCounts:
     """Ranks of the true tokens of ``rows`` among each head's ``max_rank`` best guesses.
 
-    Rows of similar length share a forward pass; logits exist for a few positions at a time.
+    Rows of similar length share a forward pass; logits exist for a few positions at a time. ``states`` are
+    those of each row, (T, (1 + L) * D), where they are known: the base is then not run.
 
     Raises:
         ValueError: no row has a labelled token after its first.
     """
-    return calibrate_each(base, [heads], rows, max_rank=max_rank, batch_size=batch_size)[0]
+    options: dict[str, Any] = {"max_rank": max_rank, "batch_size": batch_size, "known": states}
+    return calibrate_each(base, [heads], rows, **options)[0]
 
 
 @torch.no_grad()
@@ -64,14 +67,21 @@ def calibrate_each(
     *,
     max_rank: int = 16,
     batch_size: int = 4,
+    known: Sequence[Tensor] | None = None,
 ) -> list[RankCounts]:
-    """:func:`calibrate` for several sets of heads on the same rows, which the base then reads once."""
+    """:func:`calibrate` for several sets of heads on the same rows, which the base then reads once; or not
+    at all where their states (T, (1 + L) * D) are ``known``, with the layers of all sets."""
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
     layers = sorted({layer for heads in sets for layer in heads.reads_layers})
     answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
     for start in range(0, len(ordered), batch_size):
         indices, batch = zip(*ordered[start : start + batch_size], strict=True)
-        ids, states = _states(base, batch, layers)
+        ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
+        if known is None:  # padding stands on the right, where no token of a row sees it
+            states = hidden_states(base, ids.to(base.device), layers=layers)
+        else:
+            states = pad_sequence([known[index] for index in indices], batch_first=True)
+            states = states.to(base.device, base.dtype)
         for heads, found in zip(sets, answers, strict=True):
             theirs = layers_of(states, layers, heads.reads_layers)
             ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
@@ -81,13 +91,6 @@ def calibrate_each(
     if not all(each.ranks for each in counts):
         raise ValueError("rows hold no labelled token after their first: there is nothing to calibrate on")
     return counts
-
-
-def _states(base: CausalLM, rows: Sequence[AnsweredTokens], layers: list[int]) -> tuple[Tensor, Tensor]:
-    """The tokens (B, T) long of ``rows`` and the base's hidden states (B, T, (1 + L) * D)."""
-    # Padding stands on the right, where no token of a row sees it.
-    ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
-    return ids, hidden_states(base, ids.to(base.device), layers=layers)
 
 
 def _batch_ranks(

@@ -226,3 +226,35 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(train, tmp_path, mo
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
     record = json.loads((run.checkpoints / "step-00000002" / "run.json").read_text())
     assert record["step"] == 2
+
+
+def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, tmp_path, monkeypatch):
+    train(output_dir=tmp_path / "live")
+    loaded = []
+    load_base = job.load_base
+    monkeypatch.setattr(job, "load_base", lambda *given: loaded.append(1) or load_base(*given))
+    bases = []
+    new_recipe = job.new_recipe
+    monkeypatch.setattr(
+        job, "new_recipe", lambda c, base, *rest: bases.append(base) or new_recipe(c, base, *rest)
+    )
+    options = {"cache_hidden_states": True, "resume": "auto", "tree_nodes": 5}
+    run = train(**options)
+    (base,) = bases
+    assert [len(base.model.layers), base.config.num_hidden_layers] == [0, 2]
+    ours, theirs = (each.logged_metrics()[-1] for each in (run, RunDirectory(tmp_path / "live")))
+    for key, value in theirs.items():  # the last evaluation, tokens per step among it
+        assert ours[key] == pytest.approx(value, rel=1e-4), key
+    assert load_heads(run.heads).fingerprint.configuration["num_hidden_layers"] == 2
+    assert load_heads(run.heads).tree.num_nodes == 5
+    assert loaded == [1]
+    train(**options)  # the states are there: the layers are not even read
+    assert loaded == [1]
+
+
+@pytest.mark.parametrize("kind", [{"fused_layers": [1]}, {"objective": "kl"}, {"packing": True}], ids=str)
+def test_every_kind_of_heads_trains_from_stored_states_alone(train, tmp_path, kind):
+    train(output_dir=tmp_path / "live", **kind)
+    run = train(cache_hidden_states=True, states_dir=tmp_path / "states", **kind)
+    assert losses(run) == pytest.approx(losses(RunDirectory(tmp_path / "live")), rel=0.02)
+    assert (tmp_path / "states" / "training" / "00000.safetensors").exists()

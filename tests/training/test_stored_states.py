@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -11,21 +13,20 @@ import pytest
 import torch
 from conftest import VOCAB_SIZE, tiny_model
 from rich.console import Console
+from tiny_training import save_tiny_base
+from transformers import AutoModelForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding
-from medusa.files import read_json
 from medusa.progress import ProgressReporter
-from medusa.training.config.options import DataOptions, LossOptions
+from medusa.training.config.options import ConfigurationError, DataOptions, LossOptions
+from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss
+from medusa.training.states import stored_states
 from medusa.training.states.feeds import FeatureFeed, StateFeed
-from medusa.training.states.stored_states import (
-    StateFile,
-    states_size,
-    store_states,
-)
+from medusa.training.states.stored_states import StateFile, frozen_states
 
 NUM_HEADS = 3
 BATCH = [[[4], [0]], [[2], [1]]]
@@ -39,12 +40,26 @@ def documents_of(seed: int = 0) -> Documents:
     )
 
 
-def fill(directory: Path, documents: Documents, dtype: str = "float32", layers=()) -> StateFeed:
-    base = tiny_model("llama")
+def states_of(
+    directory: Path, documents: Documents, dtype="float32", layers=(), num_heads=NUM_HEADS, base=None
+):
+    base = tiny_model("llama") if base is None else base
+    return StateFile(directory, base, documents, num_heads, dtype, layers)
+
+
+def stored(directory: Path, documents: Documents, replace: bool = False, **options) -> StateFile:
+    """The states of ``documents``, stored by one process."""
+    states = states_of(directory, documents, **options)
+    base = options.get("base") or tiny_model("llama")
     line = ProgressReporter("states", Console(quiet=True))
-    store_states(directory, base, documents, NUM_HEADS, dtype, DataOptions(tokens_per_batch=64), line, layers)
-    file = StateFile(directory, documents, NUM_HEADS)
-    return StateFeed(base, documents, NUM_HEADS, layers=layers, stored=file)
+    states.write(states.begin(replace, line), base, DataOptions(tokens_per_batch=64), line)
+    states.check(range(len(states.ends)))
+    return states
+
+
+def fill(directory: Path, documents: Documents, replace: bool = False, layers=(), **options) -> StateFeed:
+    states = stored(directory, documents, replace, layers=layers, **options)
+    return StateFeed(tiny_model("llama"), documents, NUM_HEADS, layers=layers, stored=states)
 
 
 def losses(source: StateFeed, layers=()) -> torch.Tensor:
@@ -69,32 +84,40 @@ def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, l
     documents = documents_of()
     live = losses(StateFeed(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
     assert live.min() > 1
-    stored = losses(fill(tmp_path, documents, dtype, layers), layers)
-    torch.testing.assert_close(stored, live, rtol=tolerance, atol=tolerance)
+    found = losses(fill(tmp_path, documents, dtype=dtype, layers=layers), layers)
+    torch.testing.assert_close(found, live, rtol=tolerance, atol=tolerance)
 
 
 def test_only_states_that_predict_a_label_are_stored(tmp_path):
     documents = documents_of()
-    fill(tmp_path, documents)
-    size = (tmp_path / "states.bin").stat().st_size
-    assert size == states_size(tiny_model("llama"), documents, NUM_HEADS, "float32")
-    assert size < documents.num_tokens * 32 * 4
+    states = stored(tmp_path, documents)
+    assert states.num_bytes < documents.num_tokens * 32 * 4
+    size = sum(states.path(shard).stat().st_size for shard in range(len(states.ends)))
+    assert states.num_bytes < size < states.num_bytes + 400 * len(states.ends)
+
+
+def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
+    documents = documents_of()
+    states = stored(tmp_path, documents)
+    live = frozen_states(tiny_model("llama"), collate(documents, [[3]]))[0]
+    needed = torch.from_numpy(states.needed[states.span(3)])
+    assert 0 < needed.sum() < len(needed)
+    torch.testing.assert_close(states.row(3)[needed], live[needed])
+    assert not states.row(3)[~needed].any()
 
 
 @pytest.mark.parametrize("batch", [[[4], [0]], [[2, 1], [3, 4]], []], ids=["padded", "packed", "empty"])
 def test_stored_features_are_those_of_the_base(tmp_path, batch):
     base, documents = tiny_model("llama"), documents_of()
-    line = ProgressReporter("states", Console(quiet=True))
-    store_states(tmp_path, base, documents, None, "float32", DataOptions(tokens_per_batch=64), line)
-    assert (tmp_path / "states.bin").stat().st_size == documents.num_tokens * 32 * 4
-    file = StateFile(tmp_path, documents, None)
-    (stored, stored_alignment) = FeatureFeed(base, documents, NUM_HEADS, stored=file)(batch)
+    states = stored(tmp_path, documents, num_heads=None)
+    assert states.num_bytes == documents.num_tokens * 32 * 4
+    (found, found_alignment) = FeatureFeed(base, documents, NUM_HEADS, stored=states)(batch)
     (live, live_alignment) = FeatureFeed(base, documents, NUM_HEADS)(batch)
-    assert torch.equal(stored_alignment.sources, live_alignment.sources)
-    assert torch.equal(stored.next_embeddings, live.next_embeddings)
+    assert torch.equal(found_alignment.sources, live_alignment.sources)
+    assert torch.equal(found.next_embeddings, live.next_embeddings)
     for row, indices in enumerate(batch):  # padding has a state of its own in a live batch
         end = int(documents.lengths[indices].sum())
-        torch.testing.assert_close(stored.features[row, :end], live.features[row, :end])
+        torch.testing.assert_close(found[0][row, :end], live[0][row, :end])
 
 
 def test_an_empty_batch_has_no_targets(tmp_path):
@@ -103,45 +126,136 @@ def test_an_empty_batch_has_no_targets(tmp_path):
     assert alignment.sources.shape == (NUM_HEADS + 1, 0)
 
 
-def test_a_file_of_the_same_documents_is_used_again(tmp_path):
-    fill(tmp_path, documents_of())
-    made = (tmp_path / "states.bin").stat().st_mtime_ns
-    fill(tmp_path, documents_of())
-    assert (tmp_path / "states.bin").stat().st_mtime_ns == made
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Shards of about one document."""
+    monkeypatch.setattr(stored_states, "SHARD_BYTES", 1500)
 
 
-@pytest.mark.parametrize("change", ["documents", "dtype", "layers"])
-def test_a_file_of_something_else_is_made_anew(tmp_path, change):
+def test_states_of_the_same_documents_are_used_again(tmp_path, monkeypatch):
+    fill(tmp_path, documents_of())
+    monkeypatch.setattr(stored_states, "frozen_states", lambda *_: pytest.fail("computed again"))
+    fill(tmp_path, documents_of())
+
+
+@pytest.mark.parametrize("change", ["documents", "dtype", "layers", "weights", "configuration"])
+def test_states_of_something_else_are_refused_and_made_anew_when_overwriting(tmp_path, change):
     fill(tmp_path, documents_of())
     documents = documents_of(seed=1 if change == "documents" else 0)
-    dtype = "float16" if change == "dtype" else "float32"
-    layers = (1,) if change == "layers" else ()
-    live = losses(StateFeed(tiny_model("llama"), documents, NUM_HEADS, layers=layers), layers)
-    stored = losses(fill(tmp_path, documents, dtype, layers), layers)
-    torch.testing.assert_close(stored, live, rtol=3e-3, atol=3e-3)
+    options = {"dtype": "float16" if change == "dtype" else "float32"}
+    options["layers"] = (1,) if change == "layers" else ()
+    base = copy.deepcopy(tiny_model("llama"))
+    if change == "weights":
+        with torch.no_grad():
+            base.model.layers[1].mlp.up_proj.weight += 0.01
+    if change == "configuration":
+        base.config.rope_parameters["rope_theta"] = 5e5
+    with pytest.raises(ConfigurationError, match=rf"manifest.json is of other states: {change} was.*Delete"):
+        stored(tmp_path, documents, base=base, **options)
+    made_anew = stored(tmp_path, documents, replace=True, base=base, **options)
+    live = frozen_states(base, collate(documents, [[0]]), options["layers"])[0]
+    needed = torch.from_numpy(made_anew.needed[made_anew.span(0)])
+    torch.testing.assert_close(made_anew.of([0]).float(), live[needed], rtol=3e-3, atol=3e-3)
 
 
-def test_a_file_of_another_precision_is_made_anew(tmp_path):
-    documents = documents_of()
-    fill(tmp_path, documents)
-    in_float32 = (tmp_path / "states.bin").read_bytes()
-    with torch.autocast("cpu", torch.bfloat16):
+def test_other_weights_at_the_same_path_are_noticed(tmp_path):
+    """The output embedding, the sizes and the name stay what they were."""
+    save_tiny_base(tmp_path / "base")
+    options = {"num_heads": NUM_HEADS, "dtype": "float32"}
+
+    def loaded():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+
+    before = loaded()
+    stored(tmp_path / "states", documents_of(), base=before, **options)
+    stored(tmp_path / "states", documents_of(), base=loaded(), **options)
+    with torch.no_grad():
+        before.model.layers[0].self_attn.q_proj.weight += 0.01
+    before.save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigurationError, match="is of other states: weights was 'files "):
+        stored(tmp_path / "states", documents_of(), base=loaded(), **options)
+
+
+def test_states_of_another_precision_are_refused(tmp_path):
+    fill(tmp_path, documents_of())
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ConfigurationError, match="arithmetic was 'torch.float32' and is 'torch.bfloat16'"),
+    ):
+        fill(tmp_path, documents_of())
+
+
+def test_a_run_that_died_goes_on_at_the_first_missing_shard(tmp_path, small_shards, monkeypatch):
+    documents, computed = documents_of(), []
+    compute = StateFile._computed
+
+    def mortal(states: StateFile, shard: int, *arguments):
+        if len(computed) == 2:
+            raise KeyboardInterrupt
+        computed.append(shard)
+        return compute(states, shard, *arguments)
+
+    monkeypatch.setattr(StateFile, "_computed", mortal)
+    with pytest.raises(KeyboardInterrupt):
         fill(tmp_path, documents)
-    assert read_json(tmp_path / "states.json")["arithmetic"] == "torch.bfloat16"
-    assert (tmp_path / "states.bin").read_bytes() != in_float32
-    fill(tmp_path, documents)
-    assert (tmp_path / "states.bin").read_bytes() == in_float32
-
-
-def test_a_file_that_was_not_finished_is_not_used(tmp_path, monkeypatch):
-    documents = documents_of()
-    with monkeypatch.context() as patch:
-        patch.setattr("medusa.training.states.stored_states.frozen_states", lambda *_: pytest.fail("stopped"))
-        with pytest.raises(pytest.fail.Exception):
-            fill(tmp_path, documents)
-    assert not (tmp_path / "states.json").exists()
+    monkeypatch.setattr(
+        StateFile,
+        "_computed",
+        lambda self, shard, *rest: computed.append(shard) or compute(self, shard, *rest),
+    )
+    feed = fill(tmp_path, documents)
+    assert computed == list(range(len(feed.stored.ends)))
+    assert len(computed) > 2
     live = losses(StateFeed(tiny_model("llama"), documents, NUM_HEADS))
-    torch.testing.assert_close(losses(fill(tmp_path, documents)), live)
+    torch.testing.assert_close(losses(feed), live)
+
+
+def test_several_processes_write_the_same_shards_as_one(tmp_path, small_shards):
+    documents, line = documents_of(), ProgressReporter("states", Console(quiet=True))
+    alone = stored(tmp_path / "alone", documents)
+    together = states_of(tmp_path / "together", documents)
+    missing = together.begin(False, line)
+    for rank in (1, 0):  # in any order
+        ours = states_of(tmp_path / "together", documents)
+        ours.write(missing[rank::2], tiny_model("llama"), DataOptions(tokens_per_batch=64), line)
+    assert len(missing) > 2
+    for shard in missing:
+        assert together.path(shard).read_bytes() == alone.path(shard).read_bytes()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def zero_the_states(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-40] + bytes(40))
+
+
+@pytest.mark.parametrize("damage", [cut, zero, zero_the_states, Path.unlink])
+def test_a_damaged_shard_is_refused_by_its_name_and_made_anew_when_overwriting(
+    tmp_path, small_shards, damage
+):
+    documents = documents_of()
+    whole = stored(tmp_path, documents)
+    bytes_before = whole.path(1).read_bytes()
+    damage(whole.path(1))
+    with pytest.raises(ConfigurationError, match=r"00001.safetensors (is|has) .*; delete it, and the same"):
+        states_of(tmp_path, documents).check(range(len(whole.ends)))
+    stored(tmp_path, documents, replace=True)
+    assert whole.path(1).read_bytes() == bytes_before
+
+
+def test_a_shard_of_other_states_is_refused(tmp_path, small_shards):
+    first, second = documents_of(), documents_of(seed=1)
+    ours, theirs = stored(tmp_path / "a", first), stored(tmp_path / "b", second)
+    ours.path(0).write_bytes(theirs.path(0).read_bytes())
+    with pytest.raises(ConfigurationError, match=r"00000.safetensors belongs to other states"):
+        ours.check([0])
 
 
 def test_a_disk_with_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch):
@@ -149,4 +263,12 @@ def test_a_disk_with_too_little_room_is_noticed_before_writing(tmp_path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100))
     with pytest.raises(OSError, match=r"cache_hidden_states needs .* GiB in .* choose cache_dtype=bfloat16"):
         fill(tmp_path, documents_of())
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_the_size_is_announced_before_writing(tmp_path, small_shards):
+    said = io.StringIO()
+    states = states_of(tmp_path, documents_of())
+    states.begin(False, ProgressReporter("states", Console(file=said, width=300)))
+    assert f"{len(states.ends)} of {len(states.ends)} shards" in said.getvalue()
+    assert "MiB to write" in said.getvalue()

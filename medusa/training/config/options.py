@@ -297,6 +297,8 @@ class RunOptions:
     """Experiment tracker that gets every log entry."""
     project: str = "medusa-heads"
     """Project name for the tracker."""
+    states_dir: str | None = None
+    """Directory of stored hidden states, for runs that share them; by default output_dir/states."""
     timeout_minutes: float = 60.0
     """How long a process waits for the others before it gives up."""
     tree_nodes: int = 16

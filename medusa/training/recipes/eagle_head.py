@@ -25,10 +25,10 @@ from medusa.training.losses.fused import FusedLoss, checked_teacher, decay_weigh
 from medusa.training.losses.objectives import objective_named
 from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import Teacher
-from medusa.training.recipes.new_heads import built_heads, some_rows, start_from
+from medusa.training.recipes.new_heads import built_heads, sampled_states, some_rows, start_from
 from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.states.feeds import FeatureBatch, FeatureFeed
-from medusa.training.states.stored_states import StateFile, frozen_states
+from medusa.training.states.stored_states import StateFile
 
 
 class EagleRecipe(Recipe):
@@ -36,8 +36,14 @@ class EagleRecipe(Recipe):
 
     stores_every_state = True  # its entries attend to all before them
 
-    def __init__(self, configuration: TrainingConfiguration, base: CausalLM, training: Documents):
-        head = new_head(configuration, base, training)
+    def __init__(
+        self,
+        configuration: TrainingConfiguration,
+        base: CausalLM,
+        training: Documents,
+        stored: StateFile | None = None,
+    ):
+        head = new_head(configuration, base, training, stored)
         loss = EagleLoss(head, configuration.loss, configuration.eagle.feature_weight)
         super().__init__(configuration, base, head, loss)
 
@@ -45,7 +51,12 @@ class EagleRecipe(Recipe):
         return FeatureFeed(self.base, documents, self.heads.num_heads, self.columns, stored)
 
 
-def new_head(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> EagleHead:
+def new_head(
+    configuration: TrainingConfiguration,
+    base: CausalLM,
+    training: Documents,
+    stored: StateFile | None = None,
+) -> EagleHead:
     """A new head on the base's device, in float32, with random weights or those of ``start_from``.
 
     Raises:
@@ -57,7 +68,7 @@ def new_head(configuration: TrainingConfiguration, base: CausalLM, training: Doc
     else:
         padded, is_inside = some_rows(training)
         embeddings = base.get_input_embeddings()(padded.input_ids.to(base.device))
-        head.set_scales(frozen_states(base, padded)[is_inside], embeddings[is_inside])
+        head.set_scales(sampled_states(base, training, (), stored), embeddings[is_inside])
     return head.to(base.device).float().train()
 
 

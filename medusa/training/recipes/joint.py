@@ -49,7 +49,13 @@ class JointRecipe(Recipe):
     loss: JointLoss
     result = "heads and adapter"
 
-    def __init__(self, configuration: TrainingConfiguration, base: CausalLM, training: Documents):
+    def __init__(
+        self,
+        configuration: TrainingConfiguration,
+        base: CausalLM,
+        training: Documents,
+        _stored: StateFile | None = None,
+    ):
         """``base`` gets the adapter into its layers."""
         options, heads = configuration.joint, new_heads(configuration, base, training)
         self.trained_adapter = TrainedAdapter(base, options, configuration.data.seed)

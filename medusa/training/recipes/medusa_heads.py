@@ -19,17 +19,23 @@ from medusa.training.losses.fused import FusedLoss, checked_teacher, decay_weigh
 from medusa.training.losses.objectives import objective_named
 from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import Teacher
-from medusa.training.recipes.new_heads import built_heads, some_rows, start_from
+from medusa.training.recipes.new_heads import built_heads, sampled_states, start_from
 from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.states.feeds import StateFeed
-from medusa.training.states.stored_states import StateFile, frozen_states
+from medusa.training.states.stored_states import StateFile
 
 
 class MedusaRecipe(Recipe):
     """Medusa heads alone."""
 
-    def __init__(self, configuration: TrainingConfiguration, base: CausalLM, training: Documents):
-        heads = new_heads(configuration, base, training)
+    def __init__(
+        self,
+        configuration: TrainingConfiguration,
+        base: CausalLM,
+        training: Documents,
+        stored: StateFile | None = None,
+    ):
+        heads = new_heads(configuration, base, training, stored)
         super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss))
 
     def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
@@ -38,8 +44,13 @@ class MedusaRecipe(Recipe):
         )
 
 
-def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> MedusaHeads:
-    """New Medusa heads on the base's device, in float32.
+def new_heads(
+    configuration: TrainingConfiguration,
+    base: CausalLM,
+    training: Documents,
+    stored: StateFile | None = None,
+) -> MedusaHeads:
+    """New Medusa heads on the base's device, in float32; ``stored`` are the states of ``training``, if any.
 
     They start as ``start_from`` says; without it as the base's own output embedding.
 
@@ -52,8 +63,7 @@ def new_heads(configuration: TrainingConfiguration, base: CausalLM, training: Do
     else:
         heads.initialise_from(output_embedding(base))
     if heads.reads_layers and not heads.fusion.weight.any():
-        padded, is_inside = some_rows(training)
-        heads.set_layer_scale(frozen_states(base, padded, heads.reads_layers)[is_inside])
+        heads.set_layer_scale(sampled_states(base, training, heads.reads_layers, stored))
     return heads.to(base.device).float().train()
 
 

@@ -17,6 +17,7 @@ from medusa.training.config.options import ConfigurationError
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.documents import Documents
 from medusa.training.losses.teacher import logit_scale
+from medusa.training.states.stored_states import StateFile, frozen_states
 
 SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""
@@ -73,3 +74,13 @@ def some_rows(training: Documents) -> tuple[PaddedBatch, Tensor]:
     padded = collate(training, [[index] for index in chosen])
     lengths = torch.from_numpy(training.lengths[chosen])
     return padded, torch.arange(padded.input_ids.shape[1]) < lengths[:, None]
+
+
+def sampled_states(
+    base: CausalLM, training: Documents, layers: tuple[int, ...], stored: StateFile | None
+) -> Tensor:
+    """States (P, (1 + L) * D) of some documents; of ``stored`` ones where there are any."""
+    if stored is not None:
+        return stored.of(training.spread(SCALE_DOCUMENTS)).to(base.device)
+    padded, is_inside = some_rows(training)
+    return frozen_states(base, padded, layers)[is_inside]

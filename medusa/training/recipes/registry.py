@@ -11,19 +11,28 @@ from medusa.training.recipes.eagle_head import EagleRecipe
 from medusa.training.recipes.joint import JointRecipe
 from medusa.training.recipes.medusa_heads import MedusaRecipe
 from medusa.training.run.recipe import Recipe
+from medusa.training.states.stored_states import StateFile
 
-RECIPES: dict[str, Callable[[TrainingConfiguration, CausalLM, Documents], Recipe]] = {
+RECIPES: dict[str, type[Recipe]] = {
     "medusa": MedusaRecipe,
     "eagle": EagleRecipe,
     "joint": JointRecipe,
 }
 
 
-def new_recipe(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Recipe:
+def new_recipe(
+    configuration: TrainingConfiguration,
+    base: CausalLM,
+    training: Documents,
+    stored: StateFile | None = None,
+) -> Recipe:
     """The recipe that the configuration asks for, with new heads for ``base`` and ``training``.
+
+    Where the states of ``training`` are ``stored``, the base needs no layers.
 
     Raises:
         ConfigurationError: the heads to start from have other options.
         ImportError: peft, which joint training needs, is not installed.
     """
-    return RECIPES[configuration.kind](configuration, base, training)
+    kind: Callable[..., Recipe] = RECIPES[configuration.kind]
+    return kind(configuration, base, training, stored)

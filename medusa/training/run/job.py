@@ -3,6 +3,7 @@ before the last measurements begin."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 import medusa
+from medusa.base.causal_lm import CausalLM
 from medusa.files import locked
 from medusa.heads.adapter import peft_library
 from medusa.plots import check_matplotlib
@@ -26,7 +28,9 @@ from medusa.training.run.base import load_base, load_tokenizer
 from medusa.training.run.curve import draw_training
 from medusa.training.run.fitness import check_documents, check_packing
 from medusa.training.run.run_directory import RunDirectory
-from medusa.training.run.trainer import Trainer
+from medusa.training.run.storing import load_without_layers, stored_states
+from medusa.training.run.trainer import Trainer, trained_on
+from medusa.training.states.stored_states import StateFile
 
 
 def train(configuration: TrainingConfiguration) -> None:
@@ -106,19 +110,42 @@ def prepared(configuration: TrainingConfiguration, accelerator: Accelerator, con
     """The trainer with its data, its base and its new heads; says what they are."""
     data = loading.load_data(configuration.data, load_tokenizer(configuration.base))
     console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
-    base = load_base(configuration.base, accelerator.device)
+    is_stored = configuration.optimisation.cache_hidden_states
+    load = load_without_layers if is_stored else load_base
+    base = load(configuration.base, accelerator.device)
     for documents in (data.training, data.held_out):
         check_documents(base, documents, configuration.base.base)
-    if not configuration.optimisation.cache_hidden_states:
+    stored = all_stored(configuration, accelerator, base, data, console) if is_stored else {}
+    if not is_stored:
         check_packing(base, data.training, configuration.data)
-    recipe = new_recipe(configuration, base, data.training)
+    recipe = new_recipe(configuration, base, data.training, stored.get("training"))
     console.print(recipe.describe(data.training), soft_wrap=True)
     console.print(
         f"on {configuration.base.base} in {base.dtype}, {configuration.optimisation.precision} products, "
         f"{accelerator.num_processes} x {accelerator.device.type}",
         soft_wrap=True,
     )
-    return Trainer(configuration, accelerator, recipe, data, console)
+    return Trainer(configuration, accelerator, recipe, data, console, stored)
+
+
+def all_stored(
+    configuration: TrainingConfiguration,
+    accelerator: Accelerator,
+    base: CausalLM,
+    data: loading.TrainingData,
+    console: Console,
+) -> dict[str, StateFile]:
+    """The stored states of the training and of the held-out documents.
+
+    The whole base is in memory only while states are missing; ``base`` is all that training needs of it.
+    """
+    load = functools.cache(lambda: load_base(configuration.base, accelerator.device))
+    documents = {"training": trained_on(configuration, data), "held-out": data.held_out}
+    return {
+        name: stored_states(configuration, accelerator, base, load, each, name, console)
+        for name, each in documents.items()
+        if len(each)
+    }
 
 
 def finish(trainer: Trainer, measured: dict[str, float]) -> None:
@@ -127,7 +154,8 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
     tree = None
     if (heads := trainer.gathered_heads()) is not None:
         num_nodes = trainer.configuration.run.tree_nodes
-        tree = result.calibrated_tree(trainer.base, heads, trainer.data.held_out, num_nodes)
+        held_out, stored = trainer.data.held_out, trainer.stored.get("held-out")
+        tree = result.calibrated_tree(trainer.base, heads, held_out, num_nodes, stored)
     trainer.save(run.heads, measured, tree)
     console.print(metrics.table("held_out", measured))
     if (report := recipe.closing_report(measured)) is not None:

@@ -11,6 +11,7 @@ from medusa.heads.calibration import calibrate
 from medusa.heads.eagle import Heads
 from medusa.training.data.documents import Documents
 from medusa.training.losses.sums import LossSums
+from medusa.training.states.stored_states import StateFile
 
 NUM_NODES = 64
 """Of the tree whose tokens per step are reported: what a GPU verifies in about the time of one node."""
@@ -62,18 +63,24 @@ def table(name: str, metrics: Mapping[str, float]) -> Table:
 
 
 def replayed_metrics(
-    base: CausalLM, heads: Heads | None, documents: Documents, at_most: int
+    base: CausalLM,
+    heads: Heads | None,
+    documents: Documents,
+    at_most: int,
+    stored: StateFile | None = None,
 ) -> dict[str, float]:
     """``held_out/tokens_per_step`` of greedy decoding with a tree of :data:`NUM_NODES` nodes, by ``heads``.
 
     Replayed, not decoded: each head's guesses are read once along the answers of ``at_most`` documents. Each
-    half of the answers is judged with the tree of the other. Empty without heads, and where a half has no
+    half of the answers is judged with the tree of the other. Where the documents' states are ``stored`` the
+    base is not run. Empty without heads, and where a half has no
     answer long enough to see every head guess.
     """
-    answers = [row for row in documents.answers(at_most) if any(row.is_label[1:])]
-    if heads is None or not answers:
+    rows = [(index, row) for index, row in enumerate(documents.answers(at_most)) if any(row.is_label[1:])]
+    if heads is None or not rows:
         return {}
-    counts = calibrate(base, heads, answers)
+    states = None if stored is None else [stored.row(index) for index, _ in rows]
+    counts = calibrate(base, heads, [row for _, row in rows], states=states)
     if len(counts.ranks) < 2 or not all(half.num_positions for half in counts.halves()):
         return {}
     return {"held_out/tokens_per_step": counts.held_out_tokens_per_step(NUM_NODES)}

@@ -23,20 +23,22 @@ from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.documents import Documents
 from medusa.training.run.run_directory import RunState
+from medusa.training.states.stored_states import StateFile
 from medusa.trees.candidate_tree import CandidateTree
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 
 
 def calibrated_tree(
-    base: CausalLM, heads: Heads, held_out: Documents, num_nodes: int
+    base: CausalLM, heads: Heads, held_out: Documents, num_nodes: int, stored: StateFile | None = None
 ) -> CandidateTree | None:
     """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
     is long enough to see every head guess."""
     answers = held_out.answers()
     if not any(sum(row.is_label) > heads.num_heads + 1 for row in answers):
         return None
-    return calibrate(base, heads.eval(), answers).best_tree(num_nodes)
+    states = None if stored is None else [stored.row(index) for index in range(len(held_out))]
+    return calibrate(base, heads.eval(), answers, states=states).best_tree(num_nodes)
 
 
 def provenance(

@@ -43,7 +43,8 @@ from medusa.training.run.processes import (
 from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.run.result import provenance, save_result
 from medusa.training.run.run_directory import RunDirectory, RunState
-from medusa.training.states.stored_states import StateFile, store_states
+from medusa.training.run.storing import stored_states
+from medusa.training.states.stored_states import StateFile
 from medusa.trees.candidate_tree import CandidateTree
 
 
@@ -57,8 +58,11 @@ class Trainer:
         recipe: Recipe,
         data: TrainingData,
         console: Console,
+        stored: dict[str, StateFile] | None = None,
     ):
-        """
+        """``stored`` has the hidden states of "training" and "held-out" documents, where they are stored
+        already; the recipe's base then needs no layers.
+
         Raises:
             ConfigurationError: this kind of training cannot run as it was launched.
         """
@@ -66,8 +70,8 @@ class Trainer:
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
         self.recipe, self.data = recipe, data
         self.base, self.heads, self.loss = recipe.base, recipe.heads, recipe.loss
-        on_everything = configuration.data.train_on == "everything"
-        self.training = data.training.labelled_everywhere() if on_everything else data.training
+        self.training = trained_on(configuration, data)
+        self.stored = stored or {}
         self.run = RunDirectory(configuration.run.output_dir)
         values = configuration.as_dict()
         self.state = RunState(
@@ -154,7 +158,9 @@ class Trainer:
                 sums = added(sums, self._loss(feed, batch, ones)[1])
         at_most = self.configuration.run.replayed_documents
         heads = self.gathered_heads() if at_most else None
-        replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most)
+        replayed = replayed_metrics(
+            self.base, heads, self.data.held_out, at_most, self.stored.get("held-out")
+        )
         metrics = self._record("held_out", sums, **replayed, num_tokens=self.state.num_tokens)
         if heads is not None and self.state.step:
             self._keep_best(heads, metrics | replayed)
@@ -189,14 +195,10 @@ class Trainer:
         """What the loss reads of ``documents``, whose hidden states are stored under ``name`` if at all."""
         if not self.configuration.optimisation.cache_hidden_states or not len(documents):
             return self.recipe.feed(documents, None)
-        directory, dtype = self.run.states / name, self.configuration.optimisation.cache_dtype
-        num_heads = None if self.recipe.stores_every_state else self.heads.num_heads
-        if self.accelerator.is_main_process:
-            options, layers = self.configuration.data, self.heads.reads_layers
-            with ProgressReporter("hidden states", self.console) as line, self.accelerator.autocast():
-                store_states(directory, self.base, documents, num_heads, dtype, options, line, layers)
-        self.accelerator.wait_for_everyone()
-        return self.recipe.feed(documents, StateFile(directory, documents, num_heads))
+        if name not in self.stored:
+            to_store = (self.base, lambda: self.base, documents, name, self.console)
+            self.stored[name] = stored_states(self.configuration, self.accelerator, *to_store)
+        return self.recipe.feed(documents, self.stored[name])
 
     def checkpoint(self) -> None:
         """Write everything that a resumed run needs to go on as if it had not stopped.
@@ -323,6 +325,12 @@ class Trainer:
     @property
     def _is_main(self) -> bool:
         return self.accelerator.is_main_process
+
+
+def trained_on(configuration: TrainingConfiguration, data: TrainingData) -> Documents:
+    """The training documents with the labels that ``train_on`` asks for."""
+    on_everything = configuration.data.train_on == "everything"
+    return data.training.labelled_everywhere() if on_everything else data.training
 
 
 def peak_memory(device: torch.device) -> int:
