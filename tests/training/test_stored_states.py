@@ -180,7 +180,7 @@ def test_states_of_another_precision_are_refused(tmp_path):
     fill(tmp_path, documents_of())
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ConfigurationError, match="arithmetic was 'torch.float32' and is 'torch.bfloat16'"),
+        pytest.raises(ConfigurationError, match=r"arithmetic was 'torch.float32' and is 'torch.bfloat16'"),
     ):
         fill(tmp_path, documents_of())
 
