@@ -4,24 +4,25 @@
     {"turns": ["Name three rivers.", "Which is the longest?"]}
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
 
-Exactly one of ``prompt``, ``turns`` and ``messages`` per row; ``category`` may stand beside it, and
-other keys are left alone. This module knows nothing of models; a tokenizer renders what it reads.
+Exactly one of ``prompt``, ``turns`` and ``messages`` per row; ``category`` may stand beside it, ``tools`` and
+``chat_template_kwargs`` go to the chat template, and other keys are left alone. This module knows nothing of
+models; a tokenizer renders what it reads.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Message = dict[str, str]
+Message = dict[str, Any]
 NO_CATEGORY = "uncategorised"
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT_KEYS = ("prompt", "turns", "messages")
 
 
@@ -38,6 +39,21 @@ class Prompt:
     category: str = NO_CATEGORY
     origin: str = ""
     """File and row, for messages to the user."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages."""
+
+
+def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """What a chat template gets beside the messages of ``row``: ``tools``, and its ``chat_template_kwargs``.
+
+    Raises:
+        ValueError: they are of another type.
+    """
+    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
+    for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", kwargs, dict)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{origin}: {name} must be a {kind.__name__}, got {value!r:.80}")
+    return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -61,7 +77,10 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def encode_messages(
-    tokenizer: Any, messages: Sequence[Message], device: torch.device | str = "cpu"
+    tokenizer: Any,
+    messages: Sequence[Message],
+    device: torch.device | str = "cpu",
+    **template_options: Any,
 ) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask``, (1, T) long, of a conversation that waits for an answer.
 
@@ -79,7 +98,11 @@ def encode_messages(
             )
         return encode_text(tokenizer, messages[0]["content"], device)
     encoded = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        list(messages),
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        **template_options,
     )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
@@ -132,16 +155,17 @@ def _parsed(line: str, origin: str) -> Prompt:
     category = row.get("category", NO_CATEGORY)
     if not isinstance(category, str):
         raise ValueError(f"{origin}: category must be text, got {category!r}")
+    options = template_options(row, origin)
     if given == ["messages"]:
         messages, answer = _checked_messages(row["messages"], origin)
-        return Prompt(messages, answer=answer, category=category, origin=origin)
+        return Prompt(messages, (), answer, category, origin, options)
     turns = [row["prompt"]] if given == ["prompt"] else row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{origin}: turns must be a list of at least one text, got {turns!r}")
     for turn in turns:
         _check_text(turn, given[0], origin)
     first: Message = {"role": "user", "content": turns[0]}
-    return Prompt((first,), later_turns=tuple(turns[1:]), category=category, origin=origin)
+    return Prompt((first,), tuple(turns[1:]), None, category, origin, options)
 
 
 def _checked_messages(messages: Any, origin: str) -> tuple[tuple[Message, ...], str | None]:
@@ -153,11 +177,14 @@ def _checked_messages(messages: Any, origin: str) -> tuple[tuple[Message, ...], 
             raise ValueError(
                 f"{origin}: the role of a message must be one of {ROLES}, got {message.get('role')!r}"
             )
-        _check_text(message.get("content"), "content", origin)
-    kept: list[Message] = [{"role": m["role"], "content": m["content"]} for m in messages]
+        if not (message["role"] == "assistant" and message.get("tool_calls")):
+            _check_text(message.get("content"), "content", origin)
+    kept: list[Message] = [{**each, "content": each.get("content") or ""} for each in messages]
     answer = kept.pop()["content"] if kept and kept[-1]["role"] == "assistant" else None
-    if not kept or kept[-1]["role"] != "user":
-        raise ValueError(f"{origin}: messages must end with a user message, or with one and its answer")
+    if not kept or kept[-1]["role"] not in ("user", "tool"):
+        raise ValueError(
+            f"{origin}: messages must end with a user message or a tool's, or with one and its answer"
+        )
     return tuple(kept), answer
 
 

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from medusa.prompts import read_prompts
 from medusa.training.distillation.answer_file import AnswerFile, configuration_path
 from medusa.training.distillation.answering import (
     Conversation,
+    EndpointAnswerer,
     LocalAnswerer,
     Refusal,
     Reply,
@@ -20,6 +22,7 @@ from medusa.training.distillation.answering import (
     question_frame,
 )
 from medusa.training.distillation.distill import TimeLimit, distill, prompt_free, unanswered
+from medusa.training.distillation.endpoint import ChatEndpoint
 
 PROGRAM = "train/distill_data.py"
 MAX_NEW_TOKENS = 12
@@ -301,3 +304,87 @@ def test_the_demo_prompts_are_readable_varied_and_disjoint():
     assert len(set(said)) == len(said)
     assert len(training) >= 200
     assert {p.category for p in held_out} == {p.category for p in training}
+
+
+def answer_from(fake, tmp_path, num_prompts=3, minutes=None, concurrency=1, **options):
+    """The rows and the report of a run over an endpoint, and the seconds it took."""
+    prompts = read_prompts(prompts_file(tmp_path, num_prompts))
+    endpoint = ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001)
+    answerer = EndpointAnswerer(endpoint, concurrency, MAX_NEW_TOKENS)
+    began = time.monotonic()
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        waiting = unanswered(prompts, answers, (0.0,), 0)
+        report = distill(waiting, answerer, answers, TimeLimit(minutes))
+    return read_rows(tmp_path / "rows.jsonl"), report, time.monotonic() - began
+
+
+def test_a_prompt_that_is_answered_with_garbage_costs_that_prompt_only(serve, tmp_path):
+    fake = serve()
+    answer = fake.answer
+    fake.answer = lambda request: {} if request["messages"][-1]["content"].endswith("1") else answer(request)
+    rows, report, _ = answer_from(fake, tmp_path)
+    assert sorted(row["index"] for row in rows) == [0, 2]
+    assert report.num_refused == 1
+
+
+def test_a_key_that_expires_ends_the_run_and_keeps_what_was_answered(serve, tmp_path):
+    fake = serve()
+    answer = fake.answer
+
+    def expiring(request):
+        if len(fake.requests) == 2:
+            fake.failures.append(401)
+        return answer(request)
+
+    fake.answer = expiring
+    with pytest.raises(PermissionError, match="HTTP 401"):
+        answer_from(fake, tmp_path)
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
+
+
+def test_a_time_limit_waits_for_no_answer_and_keeps_those_that_have_arrived(serve, tmp_path):
+    fake = serve()
+    answer = fake.answer
+
+    def slow_for_some(request):
+        if request["messages"][-1]["content"].endswith(("1", "2")):
+            time.sleep(8)
+        return answer(request)
+
+    fake.answer = slow_for_some
+    rows, report, seconds = answer_from(fake, tmp_path, minutes=1 / 60, concurrency=3)
+    assert [row["index"] for row in rows] == [0]
+    assert seconds < 4
+    assert report.num_unasked == 0
+
+
+def test_an_answer_with_reasoning_and_tool_calls_is_written_as_it_came(serve, tmp_path):
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    message = {"content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+    fake = serve(body={"choices": [{"message": message, "finish_reason": "tool_calls"}]})
+    rows, _, _ = answer_from(fake, tmp_path, num_prompts=1)
+    assert rows[0]["messages"][-1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+        "tool_calls": [call],
+    }
+    assert rows[0]["finish_reason"] == "stop"
+
+
+def test_tools_and_template_options_of_a_prompt_travel_to_the_row(serve, tmp_path):
+    fake = serve()
+    row = {
+        "prompt": "hi",
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    prompts = read_prompts(write_rows(tmp_path / "prompts.jsonl", row))
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        waiting = unanswered(prompts, answers, (0.0,), 0)
+        answerer = EndpointAnswerer(ChatEndpoint(fake.url, "tiny"), 1, MAX_NEW_TOKENS)
+        distill(waiting, answerer, answers, TimeLimit(None))
+    (written,) = read_rows(tmp_path / "rows.jsonl")
+    assert written["tools"] == row["tools"]
+    assert written["chat_template_kwargs"] == row["chat_template_kwargs"]
+    assert fake.requests[0][1]["tools"] == row["tools"]

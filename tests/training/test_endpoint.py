@@ -17,7 +17,7 @@ def ask(endpoint, text="hi"):
 def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
     fake = serve()
     reply = ask(ChatEndpoint(fake.url + "/", "tiny", api_key="secret"))
-    assert (reply.text, reply.finish_reason, reply.num_tokens) == ("you said hi", "stop", 3)
+    assert (reply.message["content"], reply.finish_reason, reply.num_tokens) == ("you said hi", "stop", 3)
     (path, request), (key,) = fake.requests[0], fake.keys
     assert path == "/v1/chat/completions"
     assert key == "Bearer secret"
@@ -32,7 +32,7 @@ def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
 
 def test_an_endpoint_that_is_busy_is_asked_again(serve):
     fake = serve(failures=[503, 429, 500])
-    assert ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001)).text == "you said hi"
+    assert ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001)).message["content"] == "you said hi"
     assert len(fake.requests) == 4
 
 
@@ -53,7 +53,68 @@ def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
 
 
 def test_an_endpoint_that_speaks_another_language_is_named(serve):
-    with pytest.raises(ConnectionError, match="did not answer as an OpenAI-compatible chat server does"):
-        ask(ChatEndpoint(serve(body={"text": "hello"}).url, "tiny"))
+    fake = serve(body={"text": "hello"})
+    with pytest.raises(RefusedPrompt, match="did not answer as an OpenAI-compatible chat server does"):
+        ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
+    assert len(fake.requests) == 3
     with pytest.raises(ValueError, match="must start with http"):
         ChatEndpoint("localhost:8000", "tiny")
+
+
+def completion(message, usage=None, finish_reason="stop"):
+    return {"choices": [{"message": message, "finish_reason": finish_reason}], "usage": usage}
+
+
+@pytest.mark.parametrize(
+    "garbage", [{"text": "hello"}, [], {"choices": []}, completion({"content": 7}), completion(None)], ids=str
+)
+def test_one_answer_that_is_none_is_asked_for_again(serve, garbage):
+    fake = serve()
+    answers = iter([garbage])
+    answer = fake.answer
+    fake.answer = lambda request: next(answers, None) or answer(request)
+    if garbage == []:
+        fake.answer = lambda request: next(answers, answer(request))
+    reply = ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001))
+    assert reply.message == {"role": "assistant", "content": "you said hi"}
+    assert len(fake.requests) == 2
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_an_endpoint_that_refuses_whoever_asks_ends_the_run(serve, status):
+    fake = serve(failures=[status])
+    with pytest.raises(PermissionError, match=rf"HTTP {status}: .*says no.*check OPENAI_API_KEY.*'tiny'"):
+        ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001))
+    assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"completion_tokens": None}], ids=str)
+def test_an_endpoint_need_not_count_tokens_and_may_answer_in_parts(serve, usage):
+    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
+    fake = serve(body=completion({"role": "assistant", "content": parts}, usage))
+    reply = ask(ChatEndpoint(fake.url, "tiny"))
+    assert (reply.message["content"], reply.num_tokens) == ("one, two", 0)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_and_tool_calls_are_kept_and_tools_are_sent(serve, name):
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    message = {"content": None, name: "Look.", "tool_calls": [{"id": "1", "function": function}]}
+    fake = serve(body=completion(message, finish_reason="tool_calls"))
+    reply = ChatEndpoint(fake.url, "tiny").answer(
+        [{"role": "user", "content": "hi"}],
+        temperature=0,
+        max_new_tokens=9,
+        seed=4,
+        template_options={"tools": [{"type": "function"}], "enable_thinking": True},
+    )
+    parsed = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    assert reply.message == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Look.",
+        "tool_calls": [parsed],
+    }
+    (_, request) = fake.requests[0]
+    assert request["tools"] == [{"type": "function"}]
+    assert request["chat_template_kwargs"] == {"enable_thinking": True}

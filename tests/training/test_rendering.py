@@ -135,3 +135,97 @@ def test_labels_of_the_embedded_model_end_with_its_end_of_turn(real_tokenizer):
     (document,) = documents_of(TWO_TURNS, real_tokenizer)
     assert written(document, real_tokenizer) == ["first answer<|im_end|>", "second answer<|im_end|>"]
     assert document.tokens[-1] == real_tokenizer.eos_token_id
+
+
+# Reasoning and tools, as the templates of Qwen3, DeepSeek-R1 and their like write them.
+HYBRID = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and loop.last %}"
+    "<think>\n{{ (message.reasoning_content or '').strip() }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}\n<tool_call>{{ call.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+OPENING = HYBRID.replace("assistant\n{% if enable_thinking", "assistant\n<think>\n{% if enable_thinking")
+WITH_TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + HYBRID
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+THOUGHT = {"role": "assistant", "reasoning_content": "It rains.", "content": "Take a coat."}
+
+
+def asked(*answers, **beside):
+    return {"messages": [{"role": "user", "content": "A coat?"}, *answers], **beside}
+
+
+def rendered(row, template):
+    """The parts trained on, and what was left out."""
+    tokenizer = chat_tokenizer(template)
+    renderer = Renderer(tokenizer)
+    documents = list(tokenise(tokenizer, renderer.render(parse_row(row, "data row 1"))))
+    return [part for document in documents for part in written(document, tokenizer)], dict(renderer.skipped)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (HYBRID, "<think>\nIt rains.\n</think>\n\nTake a coat.<|im_end|>"),
+        (OPENING, "It rains.\n</think>\n\nTake a coat.<|im_end|>"),
+    ],
+    ids=["the model opens the reasoning", "the template does"],
+)
+def test_reasoning_is_trained_on_as_the_model_wrote_it(template, expected):
+    assert rendered(asked(THOUGHT), template) == ([expected], {})
+    as_vllm_says = {**THOUGHT, "reasoning": "It rains."}
+    del as_vllm_says["reasoning_content"]
+    assert rendered(asked(as_vllm_says), template) == ([expected], {})
+    raw = {"role": "assistant", "content": expected.removesuffix("<|im_end|>")}
+    assert rendered(asked(raw), template) == ([expected], {})
+
+
+@pytest.mark.parametrize("template", [HYBRID, OPENING], ids=["the model opens the reasoning", "the template"])
+def test_an_answer_whose_reasoning_is_missing_is_left_out_and_counted(template):
+    row = asked({"role": "assistant", "content": "Take a coat."})
+    why = {"skipped: an answer without the reasoning that the template opens": 1}
+    assert rendered(row, template) == ([], why)
+
+
+def test_an_answer_without_reasoning_is_trained_on_where_the_row_says_that_it_was_asked_for_so():
+    row = asked({"role": "assistant", "content": "Yes."}, chat_template_kwargs={"enable_thinking": False})
+    assert rendered(row, HYBRID) == (["Yes.<|im_end|>"], {})
+
+
+def test_reasoning_that_was_cut_does_not_end():
+    thought = {"role": "assistant", "reasoning_content": "It rains, and", "content": None}
+    assert rendered(asked(thought, finish_reason="length"), OPENING) == (["It rains, and"], {})
+
+
+def test_tool_calls_are_trained_on_as_the_template_writes_them():
+    row = asked({"role": "assistant", "reasoning_content": "Look.", "content": None, "tool_calls": [CALL]})
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert rendered(row, HYBRID) == ([f"<think>\nLook.\n</think>\n\n{call}<|im_end|>"], {})
+
+
+def test_tools_of_a_row_reach_the_template():
+    (document,) = documents_of(asked(THOUGHT, tools=[CALL]), chat_tokenizer(WITH_TOOLS))
+    assert "<|im_start|>tools" in chat_tokenizer().decode(document.tokens)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"content": "", "tool_calls": [CALL]}, "tool calls that the template does not show"),
+        (THOUGHT, "reasoning that the template does not show"),
+        ({"content": None}, "an empty answer"),
+    ],
+)
+def test_what_a_plain_template_does_not_show_is_left_out_and_counted(answer, why):
+    row = asked({"role": "assistant", **answer})
+    if answer == {"content": None}:
+        row["messages"][1]["tool_calls"] = []
+    assert rendered(row, CHAT_TEMPLATE) == ([], {f"skipped: {why}": 1})
+
+
+def test_what_a_user_says_of_tags_is_no_reasoning():
+    row = asked({"role": "assistant", "content": "A tag."})
+    row["messages"][0]["content"] = "What is <think>?"
+    assert rendered(row, CHAT_TEMPLATE) == (["A tag.<|im_end|>"], {})

@@ -86,3 +86,4 @@ def _rendered(examples: Iterable[Example], tokenizer: Any, counts: Counter[str])
         documents = renderer.render(example)
         counts["rows without an answer"] += not documents
         yield from documents
+    counts.update(renderer.skipped)

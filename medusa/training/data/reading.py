@@ -7,22 +7,28 @@ A source is a file (``.jsonl``, ``.json``, ``.parquet``) or a hub data set id. A
     {"instruction": "...", "input": "...", "output": "..."}
     {"text": "..."}
 
-with other keys beside it left alone, ``finish_reason`` excepted: "length" says that the last answer was
-cut, so nothing may be learned from where it ends. A row that cannot be read is an error that names
-file and row; rows count from 1.
+with other keys beside it left alone, but for ``finish_reason``, of which "length" says that the last answer
+was cut, so nothing may be learned from where it ends, and for ``tools`` and ``chat_template_kwargs``, which
+the chat template gets. Messages keep all their keys, ``reasoning_content`` and ``tool_calls`` among them;
+whose content is null may be left empty. A row that cannot be read is an error that names file and row; rows
+count from 1.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Message = dict[str, str]
+from medusa.prompts import template_options
+
+Message = dict[str, Any]
 FILE_TYPES = (".jsonl", ".json", ".parquet")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+BESIDE_CONTENT = ("reasoning_content", "reasoning", "tool_calls")
+"""Keys of an assistant message that say something without content."""
 _SHAPES = "messages, conversations, instruction with output, or text"
 
 
@@ -36,6 +42,8 @@ class Example:
     text: str | None = None
     answer_was_cut: bool = False
     """The last answer stopped at a length limit, not at its end."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages: tools, and the row's chat_template_kwargs."""
 
 
 def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Example]:
@@ -73,13 +81,16 @@ def parse_row(row: Any, origin: str) -> Example:
     if not isinstance(row, dict):
         raise ValueError(f"{origin} must be an object with {_SHAPES}, got {type(row).__name__}")
     was_cut = row.get("finish_reason") == "length"
+    given = template_options(row, origin)
     if row.get("messages") is not None:
-        return Example(origin, _messages(row["messages"], "role", "content", origin), answer_was_cut=was_cut)
+        messages = _messages(row["messages"], "role", "content", origin)
+        return Example(origin, messages, answer_was_cut=was_cut, template_options=given)
     if row.get("conversations") is not None:
         turns = row["conversations"]
         openai_names = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
         names = ("role", "content") if openai_names else ("from", "value")
-        return Example(origin, _messages(turns, *names, origin), answer_was_cut=was_cut)
+        messages = _messages(turns, *names, origin)
+        return Example(origin, messages, answer_was_cut=was_cut, template_options=given)
     if row.get("instruction") is not None and row.get("output") is not None:
         return Example(origin, _alpaca(row, origin), answer_was_cut=was_cut)
     if row.get("text") is not None:
@@ -93,12 +104,19 @@ def _messages(turns: Any, role_key: str, content_key: str, origin: str) -> tuple
     messages: list[Message] = []
     for number, turn in enumerate(turns, start=1):
         where = f"{origin}, message {number}"
-        if not isinstance(turn, dict) or role_key not in turn or content_key not in turn:
+        says_more = isinstance(turn, dict) and any(turn.get(key) for key in BESIDE_CONTENT)
+        if not (isinstance(turn, dict) and role_key in turn and (content_key in turn or says_more)):
             raise ValueError(
                 f"{where} must be an object with {role_key!r} and {content_key!r}, got {turn!r:.80}"
             )
         role = _text(turn[role_key], role_key, where)
-        messages.append({"role": _ROLES.get(role, role), "content": _content(turn[content_key], where)})
+        beside = {key: value for key, value in turn.items() if value is not None}
+        beside = {key: value for key, value in beside.items() if key not in (role_key, content_key)}
+        if "reasoning" in beside:  # as some servers call it
+            beside.setdefault("reasoning_content", beside.pop("reasoning"))
+        may_be_empty = _ROLES.get(role, role) == "assistant" and turn.get(content_key) is None
+        content = "" if may_be_empty else _content(turn[content_key], where)
+        messages.append({"role": _ROLES.get(role, role), "content": content, **beside})
     return tuple(messages)
 
 

@@ -2,13 +2,18 @@
 
 An answer is rendered behind the very text that inference puts before it: the chat template of the
 messages so far, with its generation prompt. The answer and the end-of-turn token are labels; what the
-template adds after that (a newline, say) is not, and neither is the end of an answer that was cut.
+template adds after that (a newline, say) is not, and neither is the end of an answer that was cut. Reasoning
+and tool calls are labels as the template writes them, since the model wrote them so. What the model cannot
+have written is left out and counted: an answer without the reasoning that the template opens, reasoning or
+tool calls that the template does not show.
 Turns of one conversation make one document as long as each prompt continues the text before it;
 where a template rewrites its history, an answer gets a document of its own.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,10 +39,11 @@ class RenderedText:
 
 
 class Renderer:
-    """Renders examples with one tokenizer's chat template."""
+    """Renders examples with one tokenizer's chat template; ``skipped`` counts the answers left out by why."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
+        self.skipped: Counter[str] = Counter()
 
     def render(self, example: Example) -> list[RenderedText]:
         """The documents of one example; none when no assistant message answers anything.
@@ -50,18 +56,64 @@ class Renderer:
         documents: list[RenderedText] = []
         text, written = "", list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
-            prompt = self._templated(example.messages[:index], example.origin, add_generation_prompt=True)
+            is_cut = example.answer_was_cut and index == len(example.messages) - 1
+            prompt, answer = self._answered(example, index, is_cut)
+            if not answer:
+                continue
             if written and not prompt.startswith(text):
                 documents.append(RenderedText(text, tuple(written), example.origin))
                 written = []
-            text = prompt + example.messages[index]["content"]
-            is_last = index == len(example.messages) - 1
-            if not (is_last and example.answer_was_cut):
-                text += self.end_of_turn
+            text = prompt + answer
             written.append((len(prompt), len(text)))
         if written:
             documents.append(RenderedText(text, tuple(written), example.origin))
         return documents
+
+    def _answered(self, example: Example, index: int, is_cut: bool) -> tuple[str, str]:
+        """What inference puts before the answer at ``index``, and what the model then wrote; nothing where
+        it cannot have written that."""
+        message, before = example.messages[index], example.messages[:index]
+        options = dict(example.template_options)
+        prompt = self._templated(before, example.origin, add_generation_prompt=True, **options)
+        shown = self._templated([*before, message], example.origin, **options)
+        content, reasoning = message["content"].strip(), str(message.get("reasoning_content") or "").strip()
+        calls = message.get("tool_calls")
+        if not (content or reasoning or calls):
+            return self._skip("an empty answer")
+        if reasoning and reasoning not in shown:
+            return self._skip("reasoning that the template does not show")
+        if calls:
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            if shown == self._templated([*before, plain], example.origin, **options):
+                return self._skip("tool calls that the template does not show")
+        between = shown[len(prompt) :].partition(content)[0] if content in shown and content else ""
+        continues = shown.startswith(prompt)
+        is_open = self._opens_reasoning(prompt, example, index)
+        is_meant = is_open or (continues and _TAG.search(shown[len(prompt) :] if calls else between))
+        if is_meant and not reasoning and not _CLOSING.search(content):
+            return self._skip("an answer without the reasoning that the template opens")
+        is_raw = _CLOSING.search(content) is not None  # reasoning and answer in one, as they were decoded
+        if not (reasoning or calls) and (is_raw or not (continues and between.strip())):
+            return prompt, message["content"] + ("" if is_cut else self.end_of_turn)
+        if not continues:
+            return self._skip("an answer that the template writes otherwise than the model")
+        answer = shown[len(prompt) :].rstrip()
+        if is_cut:
+            said = content or reasoning
+            answer = answer[: answer.rfind(said) + len(said)]
+        return prompt, answer
+
+    def _opens_reasoning(self, prompt: str, example: Example, index: int) -> bool:
+        """Whether the generation prompt ends inside of a block of reasoning."""
+        tags = list(_TAG.finditer(prompt, max(0, len(prompt) - 200)))
+        if not tags or tags[-1].group().startswith(("</", "[/")):
+            return False
+        before = self._templated(example.messages[:index], example.origin, **example.template_options)
+        return tags[-1].start() >= len(before)  # else a message speaks of such tags
+
+    def _skip(self, why: str) -> tuple[str, str]:
+        self.skipped[f"skipped: {why}"] += 1
+        return "", ""
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -80,6 +132,11 @@ class Renderer:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
         except jinja2.TemplateError as error:
             raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
+
+
+_TAG = re.compile(r"</?[\w:|]*(?:think|reason)\w*>|\[/?THINK\]", re.IGNORECASE)
+"""What opens and closes a block of reasoning in a chat template."""
+_CLOSING = re.compile(r"</[\w:|]*(?:think|reason)\w*>|\[/THINK\]", re.IGNORECASE)
 
 
 def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 512) -> Iterator[Document]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,12 @@ QUESTION_TEMPERATURE = 1.0
 """How the model's own questions are sampled; greedy decoding would always give the same question."""
 
 
+SAYING = ("content", "reasoning_content", "tool_calls")
+"""Keys of a message that say something."""
+ENDED = frozenset({"stop", "tool_calls", "function_call"})
+"""Finish reasons of an answer that came to its own end."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """The next message of a conversation."""
@@ -36,6 +43,8 @@ class Reply:
     was_cut: bool
     """It did not come to its own end."""
     num_tokens: int
+    message: Message | None = None
+    """The whole message, where it is more than ``text``."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class Conversation:
     seed: int = 0
     category: str | None = None
     origin: str = ""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Tools, and what else the chat template gets."""
     num_answers: int = 0
     """Given here; answers that were in the prompt do not count."""
     was_cut: bool = False
@@ -65,17 +76,22 @@ class Conversation:
     def receive(self, outcome: Reply | Refusal) -> bool:
         """Take the next message in; true when the conversation waits for another one."""
         is_question = not self.messages
-        if isinstance(outcome, Refusal) or not outcome.text.strip() or (is_question and outcome.was_cut):
+        if isinstance(outcome, Refusal):
+            message: Message = {}
+        else:
+            message = outcome.message or {"role": "assistant", "content": outcome.text}
+        says_something = any(str(message.get(key) or "").strip() for key in SAYING)
+        if isinstance(outcome, Refusal) or not says_something or (is_question and outcome.was_cut):
             if self.messages:
                 self.messages.pop()  # nobody answers this user turn
             return False
         if is_question:
             self.messages.append({"role": "user", "content": outcome.text.strip()})
             return True
-        self.messages.append({"role": "assistant", "content": outcome.text})
+        self.messages.append(message)
         self.num_answers += 1
         self.was_cut = outcome.was_cut
-        if self.was_cut or not self.later_turns:
+        if self.was_cut or message.get("tool_calls") or not self.later_turns:  # nobody runs the tools
             return False
         self.messages.append({"role": "user", "content": self.later_turns.popleft()})
         return True
@@ -151,7 +167,7 @@ class LocalAnswerer:
 
     def _row(self, conversation: Conversation) -> Row:
         if conversation.messages:
-            encoded = encode_messages(self.tokenizer, conversation.messages)
+            encoded = encode_messages(self.tokenizer, conversation.messages, **conversation.template_options)
             prompt, stops = encoded["input_ids"][0].tolist(), self.stop_ids
             temperature = conversation.temperature
         else:
@@ -196,21 +212,40 @@ class EndpointAnswerer:
     def replies(
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
     ) -> Iterator[Outcome]:
-        pool = ThreadPoolExecutor(self.concurrency)
-        asked: dict[Future[Reply | Refusal], Conversation] = {}
-        try:
-            while True:
-                while len(asked) < self.concurrency and (conversation := next_conversation()) is not None:
-                    asked[pool.submit(self._ask, conversation)] = conversation
-                if not asked or is_time_up():
-                    return
-                for future in wait(asked, timeout=1.0, return_when=FIRST_COMPLETED).done:
-                    outcome = future.result()
-                    if isinstance(outcome, Reply):
-                        count_tokens(outcome.num_tokens)
-                    yield asked.pop(future), outcome
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        waiting: SimpleQueue[Conversation] = SimpleQueue()
+        ended: SimpleQueue[tuple[Conversation, Reply | Refusal | Exception]] = SimpleQueue()
+        for _ in range(self.concurrency):  # daemons: nobody waits for an answer after the time is up
+            Thread(target=self._work, args=(waiting, ended), daemon=True).start()
+        num_asked = 0
+        while True:
+            is_up = is_time_up()
+            while num_asked < self.concurrency and not is_up:
+                if (conversation := next_conversation()) is None:
+                    break
+                waiting.put(conversation)
+                num_asked += 1
+            if not num_asked or (is_up and ended.empty()):
+                return
+            try:
+                conversation, outcome = ended.get(timeout=0.2)
+            except Empty:
+                continue
+            num_asked -= 1
+            if isinstance(outcome, Exception):
+                raise outcome
+            if isinstance(outcome, Reply):
+                count_tokens(outcome.num_tokens)
+            yield conversation, outcome
+
+    def _work(self, waiting: SimpleQueue, ended: SimpleQueue) -> None:
+        """What a thread does: ask, one conversation after the other."""
+        while True:
+            conversation = waiting.get()
+            try:
+                outcome: Reply | Refusal | Exception = self._ask(conversation)
+            except Exception as error:
+                outcome = error  # raised where the replies are read
+            ended.put((conversation, outcome))
 
     def _ask(self, conversation: Conversation) -> Reply | Refusal:
         try:
@@ -219,10 +254,12 @@ class EndpointAnswerer:
                 temperature=conversation.temperature,
                 max_new_tokens=self.max_new_tokens,
                 seed=conversation.seed,
+                template_options=conversation.template_options,
             )
         except RefusedPrompt as error:
             return Refusal(f"{conversation.origin}: {error}")
-        return Reply(reply.text, reply.finish_reason != "stop", reply.num_tokens)
+        was_cut = reply.finish_reason not in ENDED
+        return Reply(reply.message["content"], was_cut, reply.num_tokens, reply.message)
 
 
 def end_of_turn_ids(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

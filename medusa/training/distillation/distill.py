@@ -93,6 +93,7 @@ def unanswered(
             seed=seed + index,
             category=prompt.category,
             origin=prompt.origin,
+            template_options=prompt.template_options,
         )
         for index, prompt in enumerate(prompts)
         if index not in done
@@ -151,10 +152,14 @@ def distill(
 
 def _row(conversation: Conversation) -> dict[str, Any]:
     category = {} if conversation.category is None else {"category": conversation.category}
+    options = dict(conversation.template_options)
+    tools = options.pop("tools", None)
     return {
         "index": conversation.index,
         **category,
         "messages": conversation.messages,
+        **({"tools": tools} if tools else {}),
+        **({"chat_template_kwargs": options} if options else {}),
         "temperature": conversation.temperature,
         "finish_reason": "length" if conversation.was_cut else "stop",
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +14,22 @@ import httpx
 from medusa.prompts import Message
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
+"""Statuses that say something of whoever asks, and where; every other request would get them too."""
 
 
 class RefusedPrompt(ValueError):
-    """The endpoint says that this request cannot be answered, so asking again is no use."""
+    """The endpoint cannot answer this request, so asking again is no use."""
 
 
 @dataclass(frozen=True)
 class ChatReply:
     """What came back."""
 
-    text: str
+    message: Message
+    """The whole message: role, content, and reasoning_content and tool_calls where there are any."""
     finish_reason: str
-    """``stop`` or ``length``, as the endpoint says."""
+    """``stop``, ``tool_calls`` or ``length``, as the endpoint says."""
     num_tokens: int
     """As the endpoint counts; 0 when it does not say."""
 
@@ -68,22 +72,33 @@ class ChatEndpoint:
         self._client.close()
 
     def answer(
-        self, messages: Sequence[Message], *, temperature: float, max_new_tokens: int, seed: int
+        self,
+        messages: Sequence[Message],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        template_options: Mapping[str, Any] | None = None,
     ) -> ChatReply:
-        """The model's answer to ``messages``.
+        """The model's answer to ``messages``; ``template_options`` are tools, and what its template gets.
 
         Raises:
-            RefusedPrompt: the server refuses this request (HTTP 4xx), for example as too long.
-            ConnectionError: no usable answer after ``max_attempts`` tries.
+            RefusedPrompt: the server refuses this request (HTTP 4xx), for example as too long, or answers it
+                ``max_attempts`` times with what is no answer.
+            PermissionError: the server refuses whoever asks, or knows no such model.
+            ConnectionError: no answer after ``max_attempts`` tries.
         """
+        options = dict(template_options or {})
         request = {
             "model": self.model,
             "messages": list(messages),
             "temperature": temperature,
             "max_tokens": max_new_tokens,
             "seed": seed,
+            **({"tools": options.pop("tools")} if options.get("tools") else {}),
+            **({"chat_template_kwargs": options} if options else {}),
         }
-        problem, wait = "", self.first_wait
+        problem, wait, garbage = "", self.first_wait, ""
         for attempt in range(self.max_attempts):
             if attempt:
                 time.sleep(wait)
@@ -97,9 +112,23 @@ class ChatEndpoint:
                 problem = f"HTTP {response.status_code}: {response.text[:300]}"
                 wait = _asked_wait(response, wait)
                 continue
+            if response.status_code in REFUSED_CLIENT:
+                raise PermissionError(
+                    f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}; check "
+                    f"OPENAI_API_KEY, the address and the model's name, {self.model!r}. The same command "
+                    "goes on where it stopped"
+                )
             if response.status_code != 200:
                 raise RefusedPrompt(f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}")
-            return _reply(response, self.url)
+            reply = _reply(response)
+            if reply is not None:
+                return reply
+            problem = garbage = (
+                f"endpoint {self.url} did not answer as an OpenAI-compatible chat server does: "
+                f"{response.text[:300]}"
+            )
+        if problem == garbage:
+            raise RefusedPrompt(garbage)
         raise ConnectionError(
             f"endpoint {self.url} gave no answer in {self.max_attempts} tries, last {problem}; "
             "is it running? The same command goes on where it stopped"
@@ -112,15 +141,29 @@ def _asked_wait(response: httpx.Response, default: float) -> float:
     return float(asked) if asked.isdigit() else default
 
 
-def _reply(response: httpx.Response, url: str) -> ChatReply:
+def _reply(response: httpx.Response) -> ChatReply | None:
+    """What the server answered; None where it is no chat completion."""
     try:
         body: dict[str, Any] = response.json()
         choice = body["choices"][0]
-        text = choice["message"]["content"] or ""
-        finish_reason = choice["finish_reason"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConnectionError(
-            f"endpoint {url} did not answer as an OpenAI-compatible chat server does ({error!r}): "
-            f"{response.text[:300]}"
-        ) from error
-    return ChatReply(text, finish_reason, (body.get("usage") or {}).get("completion_tokens", 0))
+        given = choice["message"]
+        content = given.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content if part["type"] == "text")
+        message: Message = {"role": "assistant", "content": content + ""}
+        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+            message["reasoning_content"] = reasoning
+        if given.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in given["tool_calls"]]
+        num_tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
+        return ChatReply(message, str(choice["finish_reason"]), num_tokens)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call as chat templates take it: its arguments as an object, which servers send as text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {"type": "function", "function": {"name": function["name"], "arguments": parsed}}
