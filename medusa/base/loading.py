@@ -47,7 +47,7 @@ def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
         FileNotFoundError: there is no such model, or the hub cannot be reached and its cache has none.
         ValueError: it is no causal language model, or its code is not trusted.
     """
-    name, kwargs = _found(source, {"trust_remote_code": False, **kwargs})  # else transformers asks for it
+    name, kwargs = found(source, {"trust_remote_code": False, **kwargs})  # else transformers asks for it
     _check_is_causal(name, kwargs)
     base: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     return base.eval()
@@ -59,7 +59,7 @@ def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError: as :func:`load_base`.
     """
-    name, kwargs = _found(source, {"trust_remote_code": False, **_source_arguments(kwargs)})
+    name, kwargs = found(source, {"trust_remote_code": False, **_source_arguments(kwargs)})
     return AutoTokenizer.from_pretrained(name, **kwargs)
 
 
@@ -80,7 +80,7 @@ def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _found(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def found(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """What ``transformers`` is to load for ``source``, and with which arguments: from the cache alone where
     the hub cannot be reached.
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from medusa.base import loading
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
@@ -66,9 +67,11 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
     reads. Nothing else of its files is read.
 
     Raises:
+        FileNotFoundError: there is no such model.
         ConfigurationError: the architecture cannot be built so.
     """
-    config = AutoConfig.from_pretrained(options.base)
+    name, source = loading.found(options.base, {"trust_remote_code": options.trust_remote_code})
+    config = AutoConfig.from_pretrained(name, **source)
     text = config.get_text_config(decoder=True)
     count, whole = text.num_hidden_layers, copy.deepcopy(text.__dict__)
     for key, value in whole.items():
@@ -80,7 +83,12 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
     transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            options.base, config=config, dtype=options.base_dtype, output_loading_info=True, **kwargs
+            name,
+            config=config,
+            dtype=options.base_dtype,
+            output_loading_info=True,
+            **source,
+            **kwargs,
         )
     except (ValueError, RuntimeError, IndexError, TypeError, ZeroDivisionError) as error:
         raise ConfigurationError(
