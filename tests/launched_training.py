@@ -1,4 +1,5 @@
-"""train/train_heads.py as the tests launch it: killed at a step, or told that a CPU is a device to shard on.
+"""train/train_heads.py as the tests launch it: killed at a step, told that a CPU is a device to shard on, or
+with small shards of states.
 
 accelerate turns FSDP on for types of devices only. PyTorch's FSDP2 itself runs on CPUs, so with
 PRETEND_DEVICES the launch is taken for one of several devices, which are CPUs.
@@ -16,6 +17,7 @@ from typing import Any
 from accelerate import DistributedType, PartialState
 
 from medusa.training.run.trainer import Trainer
+from medusa.training.states import stored_states
 
 PROGRAM = Path(__file__).parent.parent / "train" / "train_heads.py"
 
@@ -32,6 +34,16 @@ if "KILL_AT_STEP" in os.environ:
         do_step(self, *arguments)
 
     Trainer._step = mortal
+
+if "SHARD_BYTES" in os.environ:
+    stored_states.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
+    write = stored_states.StateFile.write
+
+    def told(self: stored_states.StateFile, shards: list[int], *arguments: Any) -> None:
+        write(self, shards, *arguments)
+        sys.stderr.write(f"rank {os.environ['RANK']} wrote {len(shards)} shards of {self.directory.name}\n")
+
+    stored_states.StateFile.write = told
 
 sys.argv[0] = str(PROGRAM)
 runpy.run_path(str(PROGRAM), run_name="__main__")

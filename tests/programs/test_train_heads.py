@@ -253,6 +253,21 @@ def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
 
 
 @pytest.mark.slow
+def test_two_processes_store_their_own_shards_and_one_command_starts_and_resumes(workplace, alone):
+    arguments = ("--output_dir", "shards", *STEPS, "--cache_hidden_states", "true", "--resume", "auto")
+    options = {"launcher": accelerated("ddp"), "program": MORTAL, "SHARD_BYTES": "100000"}
+    killed = launch(workplace, *arguments, **options, KILL_AT_STEP="7")
+    assert killed.returncode != 0
+    for rank in (0, 1):
+        assert f"rank {rank} wrote " in killed.stderr
+    assert not (workplace / "shards" / "heads").exists()
+    resumed = launch(workplace, *arguments, **options)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "wrote" not in resumed.stderr.replace("written", "")
+    assert_same_result(workplace, "shards", alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
 def test_a_sharded_run_that_was_killed_goes_on_to_the_result_of_one_process(workplace, alone, name):
     environment = {"PRETEND_DEVICES": "1"} if name == "fsdp2" else {"DS_ACCELERATOR": "cpu"}
