@@ -157,7 +157,7 @@ def test_a_launch_in_mixed_precision_stores_states_and_trains_in_it(workplace):
     done = launch(workplace, *arguments, launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert "bf16 products" in done.stderr
-    header = json.loads((workplace / "mixed" / "states" / "training" / "states.json").read_text())
+    header = json.loads((workplace / "mixed" / "states" / "training" / "manifest.json").read_text())
     assert header["arithmetic"] == "torch.bfloat16"
     loaded = load_heads(workplace / "mixed" / "heads")
     assert loaded.provenance["configuration"]["precision"] == "bf16"

@@ -232,7 +232,7 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
     for name, options in {"live": {}, "stored": {"cache_hidden_states": True}}.items():
         trainer = new_trainer(tmp_path / name, token_map_size=60, **options)
         trainer.train()
-        assert (trainer.run.states / "training" / "states.bin").exists() == (name == "stored")
+        assert (trainer.run.states / "training" / "manifest.json").exists() == (name == "stored")
         histories.append(history(trainer))
     live, stored = histories
     assert live.keys() == stored.keys() and len(live) > 2
