@@ -10,6 +10,7 @@ from tiny_chat import save_chat_model, wide_tree
 import medusa
 import medusa.hardware
 from medusa import CandidateTree, load_heads, save_tree
+from medusa.cli.main import main
 from medusa.cli.reporting import exit_status
 from medusa.heads.checkpoint import weights_digest
 from medusa.progress import track
@@ -100,6 +101,11 @@ def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting,
     assert report["tokens_per_step"] == pytest.approx(1 + sum(report["acceptance_rate"]))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "top 10" in printed.out
+
+    card = folder / "repository" / "README.md"
+    asked = ["--base", "me/base", "--evaluation", str(report_file), "--dry-run", str(card.parent)]
+    assert main(["push", flags[3], "me/heads", *asked]) == 0
+    assert f"| all | 3 | {report['num_tokens']} | {report['tokens_per_step']:.2f} |" in card.read_text()
 
 
 def test_limit_takes_the_first_prompts_and_sampling_is_reproducible(setting, capsys):
