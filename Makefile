@@ -30,19 +30,19 @@ models: $(BASE)/config.json
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"medusa needs Python 3.11 or newer, $(PYTHON) is {v.major}.{v.minor}; name another one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[train,dev]'
 	@touch $@
 
 $(BASE)/config.json: | .venv/.installed
-	$(BIN)/python scripts/fetch_smollm2.py --output $(BASE)
+	$(BIN)/medusa fetch smollm2-135m-instruct --output $(BASE)
 
 # ---------------------------------------------------------------- the main job
 
 # Each step leaves a file and is skipped once that file is there; `rm -r runs/demo` starts over.
-HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts configs/demo_heldout.jsonl
+HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts demo_heldout
 
 demo: $(DEMO)/.tuned
-	$(BIN)/python inference/side_by_side.py $(HELD_OUT) --limit 3 --max-new-tokens 80 \
+	$(BIN)/medusa side-by-side $(HELD_OUT) --limit 3 --max-new-tokens 80 \
 	    --beside 'shipped heads=smollm2-135m-instruct'
 	@echo
 	@echo "Heads:      $(DEMO)/heads, trained just now; 'smollm2-135m-instruct' are the ones that ship"
@@ -51,27 +51,27 @@ demo: $(DEMO)/.tuned
 
 # The base model answers prompts of our own writing.
 $(DEMO)/.answered: | $(BASE)/config.json
-	$(BIN)/python train/distill_data.py --base $(BASE) --prompts configs/demo_prompts.jsonl \
+	$(BIN)/medusa distill --base $(BASE) --prompts demo_prompts \
 	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 2.7
 	@touch $@
 
 # Heads learn to foresee those answers.
 $(DEMO)/heads/config.json: | $(DEMO)/.answered
-	$(BIN)/accelerate launch train/train_heads.py --config configs/smollm2_demo.yaml --overwrite
+	$(BIN)/medusa train --config smollm2_demo --overwrite
 
 # How often are they right, by depth?
 $(DEMO)/evaluation.json: | $(DEMO)/heads/config.json
-	$(BIN)/python inference/evaluate_heads.py $(HELD_OUT) --limit 12 --max-new-tokens 32 \
+	$(BIN)/medusa evaluate $(HELD_OUT) --limit 12 --max-new-tokens 32 \
 	    --plot $(DEMO)/evaluation.png --json $@
 
 # How many guesses are worth verifying at once on this machine?
 $(DEMO)/.tuned: | $(DEMO)/evaluation.json
-	$(BIN)/python inference/tune_tree.py --base $(BASE) --heads $(DEMO)/heads --prompts $(DEMO)/data.jsonl \
+	$(BIN)/medusa tune --base $(BASE) --heads $(DEMO)/heads --prompts $(DEMO)/data.jsonl \
 	    --limit 24 --sizes 2,3,4,6,8,12,16 --plot $(DEMO)/tree.png
 	@touch $@
 
 bench: | $(DEMO)/.tuned
-	$(BIN)/python inference/benchmark.py $(HELD_OUT) --limit 12 --max-minutes 6 --plot $(DEMO)/benchmark.png
+	$(BIN)/medusa benchmark $(HELD_OUT) --limit 12 --max-minutes 6 --plot $(DEMO)/benchmark.png
 
 # ---------------------------------------------------------------- checks
 

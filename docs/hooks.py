@@ -1,7 +1,7 @@
 """Pages of the documentation site that are made from other files, so that nothing is written twice.
 
 The documents of the repository's root become pages. The API reference gets one page for each room of the
-library, and the command line reference is what every program answers to ``--help``. Links between documents
+library, and the command line reference is what every command answers to ``--help``. Links between documents
 are written as they work in the repository; here they are turned to pages of the site.
 """
 
@@ -19,6 +19,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from medusa.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
@@ -45,17 +47,6 @@ ROOMS = (
 )
 REST = "rest"
 """The page of the modules that stand in no room."""
-COMMANDS = (
-    "medusa chat",
-    "medusa generate",
-    "medusa serve",
-    "medusa info",
-    "medusa export",
-    "medusa check",
-    "medusa import",
-    "medusa push",
-)
-PROGRAM_FOLDERS = ("train", "inference", "scripts")
 HELP_SECONDS = 300
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
@@ -105,7 +96,7 @@ def reference(room: str) -> str:
     folder = ROOT / "medusa" / room
     if room == REST:
         files, title = sorted((ROOT / "medusa").glob("*.py")), "Files and the rest"
-        files = [path for path in files if path.stem not in ("__init__", *ROOMS)]
+        files = [path for path in files if path.stem not in ("__init__", "__main__", *ROOMS)]
     elif folder.is_dir():
         files, title = (
             sorted(folder.rglob("*.py"), key=lambda path: path.with_suffix("").parts),
@@ -122,16 +113,15 @@ def module_name(path: Path) -> str:
 
 
 def commands() -> str:
-    """The page of help texts."""
-    programs = [
-        str(path.relative_to(ROOT))
-        for folder in PROGRAM_FOLDERS
-        for path in sorted((ROOT / folder).glob("*.py"))
-    ]
-    names = [*COMMANDS, *programs]
+    """The page of help texts; the programs in train/ and inference/ are other doors to commands."""
+    programs = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "scripts").glob("*.py"))]
+    names = [*(f"medusa {name}" for name in COMMANDS), *programs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = list(pool.map(help_text, names))
-    intro = "# Command line\n\nPrograms run from a checkout: `.venv/bin/python PROGRAM`.\n"
+    intro = (
+        "# Command line\n\nPrograms in `train/` and `inference/` are other doors to these commands. Those in "
+        "`scripts/` run from a checkout: `.venv/bin/python PROGRAM`.\n"
+    )
     return intro + "".join(
         f"\n## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in zip(names, texts, strict=True)
     )
@@ -140,11 +130,7 @@ def commands() -> str:
 def help_text(name: str) -> str:
     """What a command or program answers to ``--help``, 80 columns wide."""
     program, *words = name.split()
-    start = (
-        [program]
-        if program.endswith(".py")
-        else ["-c", "from medusa.cli.main import main; raise SystemExit(main())"]
-    )
+    start = [program] if program.endswith(".py") else ["-m", program]
     done = subprocess.run(
         [sys.executable, *start, *words, "--help"],
         cwd=ROOT,

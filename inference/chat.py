@@ -1,6 +1,8 @@
-"""Chat with a base model and its heads: another door to `medusa chat`, which has the same flags.
+"""Chat with a base model and its heads.
 
-python inference/chat.py --temperature 0.7 --color-depth
+Another door to `medusa chat`, with the same flags:
+
+    python inference/chat.py --temperature 0.7 --color-depth
 """
 
 import sys

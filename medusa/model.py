@@ -158,7 +158,8 @@ class MedusaModel:
         exactly its own.
 
         Args:
-            base: a path, a hub id, or a model already loaded (quantised, sharded, on any device).
+            base: a path, a hub id, the name of the embedded base (:mod:`medusa.places`), or a model already
+                loaded (quantised, sharded, on any device).
             heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly. A hub id names a
                 revision as ``owner/name@revision``.
             tree: the candidate tree of every call; by default those in the heads directory, chosen by

@@ -6,7 +6,6 @@ imported when a picture is drawn.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,6 @@ INK, FAINT = "#22303c", "#c9d1d9"
 BLUE, ORANGE, GREEN = "#2f6fb0", "#d9822b", "#3f8f5b"
 SHADES = ("#0b3c6f", "#2f6fb0", "#5e97cf", "#93bce3", "#c3daf1")
 """Dark to light, for a number that grows."""
-
-
-def check_matplotlib() -> None:
-    """Raise ImportError, with what to install, when no picture can be drawn; call it before long work."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("drawing needs matplotlib; install it, or medusa-heads[train], which brings it")
 
 
 def short_name(source: str) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa.places import named_file
+
 Message = dict[str, Any]
 NO_CATEGORY = "uncategorised"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -57,15 +59,13 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` prompts of a file, all of them when it is None.
+    """The first ``limit`` prompts of a file, or of those that ship under this name; all when it is None.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a row cannot be read (the message names file and row), or there is none.
     """
-    source = Path(path)
-    if not source.is_file():
-        raise FileNotFoundError(f"prompts file {str(source)!r} does not exist")
+    source = named_file(path, ".jsonl", "prompts file")
     prompts: list[Prompt] = []
     for origin, line in _rows(source):
         if limit is not None and len(prompts) >= limit:

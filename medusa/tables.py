@@ -80,6 +80,6 @@ def percent(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
 
-def how_many(count: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """1 node, 2 nodes."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

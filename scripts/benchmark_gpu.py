@@ -1,7 +1,7 @@
 """What a decode step costs on a graphics card: at 1 node and at 64, however it is run, against its limits.
 
 Takes SmolLM2 and randomly initialised Llama models of known shapes (the weights do not matter to time), with
-random heads, and times decode steps as `inference/tune_tree.py` does: sizes interleaved, medians over rounds,
+random heads, and times decode steps as `medusa tune` does: sizes interleaved, medians over rounds,
 the first step and the prefill left out, the device waited for. `--step` says how steps are run: by the
 general loop, with static shapes, compiled, captured as a CUDA graph; set-up is what the first answer spends
 on compiling or capturing. overhead is the step time at N nodes over the one at 1 node. f_hw is the least time
@@ -27,12 +27,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import medusa
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.loading import load_base
 from medusa.choices import Dtype, Engine, StepKind
-from medusa.cli.options import EMBEDDED_BASE, GrowingInts, ReportOptions, check_at_least, parse
+from medusa.cli.options import GrowingInts, ReportOptions, check_at_least, parse
 from medusa.cli.reporting import exit_status, report_json, table_console
 from medusa.decoding.static_loop import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
@@ -41,6 +42,7 @@ from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.measurement.bounds import step_floor_seconds
 from medusa.measurement.tuning import measure_step_seconds
 from medusa.model import MedusaModel
+from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
 from medusa.tables import print_table
 from medusa.trees.candidate_tree import CandidateTree, best_tree, independent_path_values
@@ -97,7 +99,7 @@ class StepOptions:
     """Engines to take."""
     step: tuple[StepKind, ...] = ("general", "captured")
     """How to run steps."""
-    base: str = str(EMBEDDED_BASE)
+    base: str = EMBEDDED_BASE
     """The model called smollm2."""
     nodes: GrowingInts = (1, 64)
     """Tree sizes; 1 always takes part."""
@@ -162,9 +164,7 @@ def benchmark(options: StepOptions) -> None:
 def base_of(shape: str, options: StepOptions, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """The model of a shape, on the device; random but for SmolLM2, and never ending its answer."""
     if shape == SMOLLM2:
-        if not Path(options.base).exists():
-            raise FileNotFoundError(f"--base {options.base} is not there; run `make models`, or give --base")
-        base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype).to(device)
+        base: Any = load_base(options.base, dtype=dtype).to(device)
     else:
         config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
         with torch.device(device):

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.base.causal_lm import CausalLM
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.cli.options import check_at_least, parse
 from medusa.cli.reporting import exit_status
 from medusa.drafters.self_draft import early_exit
@@ -75,8 +75,8 @@ def truncate(options: TruncateOptions) -> None:
     base, output = options.base, options.output
     check_writable_target(output)
     check_sources(options.data)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    teacher = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(base)
+    teacher = load_base(base, dtype=torch.float32)
     student = truncated(teacher, options.layers)
     made: dict[str, Any] = {
         "base": base,

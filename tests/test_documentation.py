@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from medusa.cli.main import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "medusa/pretrained").rglob("*.md")]
@@ -82,12 +84,15 @@ def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path):
     assert elsewhere == []
 
 
+PROGRAM = re.compile(rf"(?:train|inference|scripts)/\w+\.py|medusa (?:{'|'.join(COMMANDS)})(?![\w-])")
+
+
 def commands_in(text):
     """(program, flags) of every command line in the code of a document."""
     for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.search(
-                r"(?:train|inference|scripts)/\w+\.py|medusa (?:chat|generate|serve|info)\b", line
+                rf"(?:train|inference|scripts)/\w+\.py|medusa (?:{'|'.join(COMMANDS)})(?![\w-])", line
             )
             if found:
                 yield found.group(), re.findall(r"(?<=\s)--([\w-]+)", line[found.end() :].partition("#")[0])

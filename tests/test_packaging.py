@@ -2,9 +2,6 @@
 
 import importlib
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from wheels import built_wheel
 
 import medusa
 
@@ -21,7 +19,7 @@ CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {
     name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()
 }
-INSTALLED_BY_MAKE = ("train", "serve", "demo", "docs", "dev")
+INSTALLED_BY_MAKE = ("train", "serve", "docs", "dev")
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -36,17 +34,7 @@ def plain_name(requirement):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel that a fresh copy of the source builds, as (names in it, its metadata)."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("medusa", "train", "inference", "scripts", "tests", "configs", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(folder / "dist")], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (path,) = (folder / "dist").glob("*.whl")
+    path = built_wheel(tmp_path_factory.mktemp("source"))
     with zipfile.ZipFile(path) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith("METADATA"))
         entries = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
@@ -66,6 +54,11 @@ def test_the_wheel_holds_the_library_and_no_program(wheel):
 def test_the_wheel_holds_every_module_of_the_library(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "medusa").rglob("*.py")}
     assert modules | {"medusa/serving/page.html"} <= set(wheel[0])
+
+
+def test_the_wheel_holds_every_configuration_once(wheel):
+    files = {f"medusa/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
+    assert files == {name for name in wheel[0] if "configs/" in name}
 
 
 def test_the_console_command_is_there(wheel):

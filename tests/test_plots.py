@@ -1,10 +1,6 @@
-import importlib.util
-
-import pytest
-
 from medusa.measurement.evaluation import plot_evaluation
 from medusa.measurement.tuning import plot_tuning
-from medusa.plots import check_matplotlib, short_name
+from medusa.plots import short_name
 
 PNG = b"\x89PNG"
 
@@ -25,12 +21,6 @@ def test_a_single_tree_size_can_be_drawn(tmp_path):
     row = {"num_nodes": 1, "tokens_per_step": 1.0, "step_seconds": 0.1, "tokens_per_second": 10.0}
     plot_tuning({"1": {"chosen": 1, "by_num_nodes": [row]}}, tmp_path / "one.png", "one")
     assert (tmp_path / "one.png").read_bytes().startswith(PNG)
-
-
-def test_missing_matplotlib_is_noticed_before_any_work(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"medusa-heads\[train\]"):
-        check_matplotlib()
 
 
 def test_titles_hold_no_paths():

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from medusa.tables import how_many, print_table
+from medusa.tables import counted, print_table
 
 HEADERS = ["name", *(f"column {n}" for n in range(9))]
 ROWS = [["first", *(f"a{n}" for n in range(9))], ["a longer name", *(f"b{n}" for n in range(9))]]
@@ -20,4 +20,4 @@ def test_what_does_not_fit_follows_below_and_nothing_is_cut(capsys, width):
 
 
 def test_one_is_no_plural():
-    assert (how_many(1, "node"), how_many(2, "node")) == ("1 node", "2 nodes")
+    assert (counted(1, "node"), counted(2, "node")) == ("1 node", "2 nodes")

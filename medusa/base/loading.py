@@ -20,6 +20,7 @@ from transformers import (
 
 from medusa.base.causal_lm import CausalLM
 from medusa.hub import explained_hub_errors, looks_like_repository, split_revision
+from medusa.places import base_named
 
 SECONDS_FOR_THE_HUB = 10
 SOURCE_ARGUMENTS = (
@@ -84,10 +85,12 @@ def found(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, An
     """What ``transformers`` is to load for ``source``, and with which arguments: from the cache alone where
     the hub cannot be reached.
 
+    The name of the embedded base stands for the directory that :func:`medusa.places.base_named` finds.
+
     Raises:
         FileNotFoundError: as :func:`load_base`.
     """
-    name = str(source)
+    name = base_named(str(source))
     if Path(name).is_dir():
         return name, kwargs
     what, advice = "base model", "give the directory of a model, or a hub id of the form owner/name"

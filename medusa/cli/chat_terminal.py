@@ -18,10 +18,11 @@ from rich.table import Table
 from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
 from medusa.cli.commands import ChatOptions
 from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
-from medusa.cli.reporting import counted, report_json
+from medusa.cli.reporting import report_json
 from medusa.cli.terminal import WrappedText, piped_lines, stop_button, typed_questions
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.prompts import Prompt, read_prompts
+from medusa.tables import counted
 
 COMMANDS = {
     "/reset": "forget the conversation and start afresh",

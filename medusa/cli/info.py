@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa.cli.commands import InfoOptions
-from medusa.cli.reporting import counted
 from medusa.heads.checkpoint import HeadsCheckpoint, kind_of, load_heads
+from medusa.tables import counted
 
 LONGEST_CELL = 300
 """Characters of a provenance entry that are shown."""
@@ -83,7 +83,7 @@ def _tuned_in_words(entries: list[dict[str, Any]]) -> str:
         f"{entry['dtype']}, {entry['engine']}, {entry['step']} steps"
         for entry in entries
     ]
-    return "\n".join(lines) or "none: the tree above serves everywhere; inference/tune_tree.py finds others"
+    return "\n".join(lines) or "none: the tree above serves everywhere; `medusa tune` finds others"
 
 
 def _adapter_in_words(value: dict[str, Any] | None) -> str:

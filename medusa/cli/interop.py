@@ -20,7 +20,7 @@ from medusa.cli.program import (
     log_version,
     recorded_base,
 )
-from medusa.cli.reporting import counted, print_list, report_json, table_console
+from medusa.cli.reporting import print_list, report_json, table_console
 from medusa.files import check_writable_target
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle import Heads
@@ -31,8 +31,9 @@ from medusa.interop.conversion import export_heads, foreign_directory, import_he
 from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
 from medusa.interop.registry import FORMATS, format_of
 from medusa.model import MedusaModel
+from medusa.places import base_named
 from medusa.progress import track
-from medusa.tables import percent, print_table
+from medusa.tables import counted, percent, print_table
 from medusa.trees.candidate_tree import CandidateTree
 
 
@@ -42,7 +43,7 @@ def export(options: ExportOptions) -> None:
     if not options.overwrite:
         check_writable_target(options.output)
     checkpoint = load_heads(options.heads)
-    name = options.base or recorded_base(checkpoint, options.heads)
+    name = base_named(options.base or recorded_base(checkpoint, options.heads))  # others know no name of ours
     dtype = getattr(torch, options.dtype)
     load = partial(load_base, name, dtype="auto", trust_remote_code=options.trust_remote_code)
     request = ToExport(options.heads, checkpoint, load, split_revision(name)[0], dtype)
@@ -110,7 +111,7 @@ def import_foreign(options: ImportOptions) -> None:
     )
     print_list(log, "decided:", read.notes)
     use = shlex.join(["--base", own_name, "--heads", str(options.output)])
-    tune = f"python inference/tune_tree.py {use}  # the tree that is fastest here; without it, a chain"
+    tune = f"medusa tune {use}  # the tree that is fastest here; without it, a chain"
     print_list(log, "next:", [f"medusa chat {use}", tune])
     report_json(
         {
@@ -140,6 +141,7 @@ def check(options: CheckOptions) -> None:
     name = options.base or foreign.base_of(directory)
     if name is None:
         raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
+    name = base_named(name)
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
     heads = foreign.read(ReadRequest(directory, base)).heads
     log.print(f"{directory}: {foreign.consumer} loads {counted(heads.num_heads, 'head')}", soft_wrap=True)

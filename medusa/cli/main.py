@@ -1,54 +1,96 @@
-"""The ``medusa`` command: chat with a model, answer one prompt, serve many users, look into heads, carry them
-to others and back.
+"""The ``medusa`` command: one table of what it can be told, and how each is started.
 
-What needs torch is imported when a subcommand runs: help, the version and mistakes are answered at once.
+What a command needs is imported when it runs: help, the version and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import medusa
-from medusa.cli.commands import (
-    ChatOptions,
-    CheckOptions,
-    CompileOptions,
-    ExportOptions,
-    GenerateOptions,
-    ImportOptions,
-    InfoOptions,
-    PushOptions,
-    ServeOptions,
-)
 from medusa.cli.options import parse
 from medusa.cli.reporting import exit_status
 
-HELP = """usage: medusa [-h] [--version] COMMAND ...
+LOST_PIPE = 141
+"""What a shell says of a program that wrote to a pipe which nobody reads any more: 128 + SIGPIPE."""
 
-Medusa heads: several tokens per forward pass, the same text.
 
-    medusa chat          talk with a model
-    medusa generate      answer one prompt
-    medusa serve         answer over HTTP, as OpenAI's servers do
-    medusa compile       make answers faster on this CPU, once
-    medusa info          look into a heads directory
-    medusa export        write heads for vLLM or Text Generation Inference
-    medusa check         hold an export to the rules of who will serve it
-    medusa import        read heads that others trained
-    medusa push          publish heads on the Hugging Face hub
+@dataclass(frozen=True)
+class Command:
+    """A word after ``medusa``; modules are named as they stand in ``medusa.cli``."""
 
-medusa COMMAND --help lists the flags of a command.
-"""
+    run: str
+    """``module:function`` that does it, given the options."""
+    options: str
+    """``module:class`` of what it can be told. Its docstring is the command's --help."""
+    summary: str
+
+
+COMMANDS = {
+    "chat": Command("chat_terminal:chat", "commands:ChatOptions", "talk with a model"),
+    "generate": Command("generate:generate", "commands:GenerateOptions", "answer one prompt"),
+    "serve": Command("serve:serve", "commands:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
+    "fetch": Command("fetch:fetch", "commands:FetchOptions", "get the small model that is used by default"),
+    "compile": Command("program:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
+    "configs": Command("configs:configs", "commands:ConfigsOptions", "list configurations that ship"),
+    "write-prompts": Command(
+        "jobs.write_prompts:write",
+        "jobs.write_prompts:PromptWritingOptions",
+        "make prompts when there are none",
+    ),
+    "distill": Command("jobs.distill:run", "jobs.distill:DistillOptions", "let a model answer prompts"),
+    "train": Command("jobs.train:train", "jobs.train:TrainOptions", "train heads, on such answers"),
+    "tune": Command("jobs.tune:tune", "jobs.tune:TuneOptions", "choose the tree that is fastest here"),
+    "evaluate": Command("jobs.evaluate:evaluate", "jobs.evaluate:EvaluationOptions", "how good are heads?"),
+    "benchmark": Command("jobs.benchmark:benchmark", "jobs.benchmark:BenchmarkOptions", "how fast are they?"),
+    "side-by-side": Command(
+        "jobs.side_by_side:compare", "jobs.side_by_side:SideBySideOptions", "answers plain and with heads"
+    ),
+    "compare-heads": Command(
+        "jobs.compare_heads:compare", "jobs.compare_heads:HeadsOptions", "several sets of heads in one table"
+    ),
+    "compare-drafters": Command(
+        "jobs.compare_drafters:compare",
+        "jobs.compare_drafters:CompareOptions",
+        "drafters and acceptance rules",
+    ),
+    "compare-engines": Command(
+        "jobs.compare_engines:compare", "jobs.compare_engines:EnginesOptions", "quantised engines and float32"
+    ),
+    "info": Command("info:info", "commands:InfoOptions", "look into a heads directory"),
+    "export": Command("interop:export", "commands:ExportOptions", "write heads for vLLM or TGI"),
+    "check": Command("interop:check", "commands:CheckOptions", "hold an export to its server's rules"),
+    "import": Command("interop:import_foreign", "commands:ImportOptions", "read heads that others trained"),
+    "push": Command("push:push", "commands:PushOptions", "publish heads on the Hugging Face hub"),
+}
+"""Each is imported when it is asked for; options in :mod:`medusa.cli.commands` are read without torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``medusa`` with ``arguments`` (the command line's by default); the exit status."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    """Run ``medusa`` with ``arguments`` (the command line's by default); the exit status.
+
+    A reader of standard output that goes away (``| head``) ends the command quietly, with status 141.
+    """
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return LOST_PIPE
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name, *rest = arguments or [""]
     if name in ("-h", "--help"):
-        sys.stdout.write(HELP)
+        sys.stdout.write(_help())
         return 0
     if name == "--version":
         sys.stdout.write(f"medusa {medusa.__version__}\n")
@@ -58,77 +100,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(COMMANDS)}"
         sys.stderr.write(f"error: the first word must be a command, got {name!r}; {advice}\n")
         return 2
-    kind, run = COMMANDS[name]
-    options: Any = parse(kind, rest, prog=f"medusa {name}")
-    return exit_status(lambda: run(options), getattr(options, "report", options).traceback)
+    kind = _named(COMMANDS[name].options)
+    options: Any = parse(kind, rest, prog=f"medusa {name}", **getattr(kind, "PARSING", {}))
+    groups = (options, *vars(options).values())
+    show_traceback = any(getattr(group, "traceback", False) for group in groups)
+    return exit_status(lambda: _named(COMMANDS[name].run)(options), show_traceback)
 
 
-def _chat(options: ChatOptions) -> None:
-    from medusa.cli.chat_terminal import chat
-
-    chat(options)
-
-
-def _generate(options: GenerateOptions) -> None:
-    from medusa.cli.generate import generate
-
-    generate(options)
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"medusa.cli.{module}"), name)
 
 
-def _serve(options: ServeOptions) -> None:
-    from medusa.cli.serve import serve
-
-    serve(options)
-
-
-def _compile(options: CompileOptions) -> None:
-    from medusa.cli.program import compile_model
-
-    compile_model(options)
-
-
-def _info(options: InfoOptions) -> None:
-    from medusa.cli.info import info
-
-    info(options)
-
-
-def _export(options: ExportOptions) -> None:
-    from medusa.cli.interop import export
-
-    export(options)
-
-
-def _import(options: ImportOptions) -> None:
-    from medusa.cli.interop import import_foreign
-
-    import_foreign(options)
-
-
-def _check(options: CheckOptions) -> None:
-    from medusa.cli.interop import check
-
-    check(options)
-
-
-def _push(options: PushOptions) -> None:
-    from medusa.cli.push import push
-
-    push(options)
-
-
-COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
-    "chat": (ChatOptions, _chat),
-    "generate": (GenerateOptions, _generate),
-    "serve": (ServeOptions, _serve),
-    "compile": (CompileOptions, _compile),
-    "info": (InfoOptions, _info),
-    "export": (ExportOptions, _export),
-    "check": (CheckOptions, _check),
-    "import": (ImportOptions, _import),
-    "push": (PushOptions, _push),
-}
-"""Subcommand -> its options and what it does with them."""
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "".join(f"    medusa {name:<{width}}  {each.summary}\n" for name, each in COMMANDS.items())
+    return (
+        "usage: medusa [-h] [--version] COMMAND ...\n\n"
+        "Medusa heads: several tokens per forward pass, the same text.\n\n"
+        f"{lines}\nmedusa COMMAND --help lists the flags of a command.\n"
+    )
 
 
 if __name__ == "__main__":

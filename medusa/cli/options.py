@@ -13,7 +13,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,14 +24,17 @@ import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from medusa.choices import Dtype, Engine, StepKind
+from medusa.places import named_file
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-EMBEDDED_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
-EMBEDDED_PROMPTS = CHECKOUT / "configs" / "demo_heldout.jsonl"
+EMBEDDED_PROMPTS = "demo_heldout"
+"""The prompts that ship and that `make demo` is measured on."""
 
-_ABOUT_CONFIG = "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE."
+_ABOUT_CONFIG = (
+    "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE. The names that `medusa "
+    "configs` lists stand for files that ship."
+)
 
 T = TypeVar("T")
 
@@ -42,14 +45,15 @@ def parse(
     *,
     description: str | None = None,
     prog: str | None = None,
-    presets: Mapping[str, Any] | None = None,
+    presets: Callable[[], Mapping[str, Any]] = dict,
     removed: Mapping[str, str] | None = None,
 ) -> T:
     """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
 
     ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
     before the command line as words of it, so one parser checks both and the command line wins.
-    ``presets`` go before the file in the same way. ``--key none`` takes back an optional key of the file.
+    What ``presets`` returns goes before the file in the same way. ``--key none`` takes back an optional key
+    of the file.
 
     Args:
         description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
@@ -62,9 +66,16 @@ def parse(
     file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
     flags = flag_types(options)
     words = _switches(words, flags)
-    given = _words(presets or {}, flags, "presets")
+    try:
+        given = _words(presets(), flags, "presets")
+    except ValueError as error:
+        _refuse(str(error))
     _refuse_removed(_given_pairs(words), removed or {}, "the command line")
     if file is not None:
+        try:
+            file = named_file(file, ".yaml", "configuration file")
+        except FileNotFoundError as error:
+            _refuse(str(error))
         values = _read_file(file)
         _refuse_removed(values.items(), removed or {}, str(file))
         given += _words(values, flags, str(file))
@@ -114,8 +125,6 @@ def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        _refuse(f"configuration file {str(path)!r} does not exist; configs/ holds examples")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -280,8 +289,8 @@ class ModelOptions:
     """Which model to load, and how to run it."""
 
     base: str | None = None
-    """Base model: a directory or a hub id, as owner/name or owner/name@revision; none is the one that the
-    heads were trained on. For the heads that ship it is the model that `make models` fetches."""
+    """Base model: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
+    which `medusa fetch` fetches; none is the one that the heads were trained on."""
     heads: str = EMBEDDED_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship."""
     trust_remote_code: bool = False
@@ -306,7 +315,8 @@ class PromptOptions:
     """What to answer."""
 
     prompts: Path | None = None
-    """JSON lines, each with `prompt`, `turns` or `messages`, and `category` if you like."""
+    """JSON lines, each with `prompt`, `turns` or `messages`, and `category` if you like; or the name of
+    prompts that ship, as `medusa configs` lists them. None is demo_heldout."""
     limit: int | None = None
     """Take the first so many prompts of the file."""
 

@@ -17,7 +17,6 @@ from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype
 from medusa.cli.commands import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
-    EMBEDDED_BASE,
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
     AnswerOptions,
@@ -25,7 +24,6 @@ from medusa.cli.options import (
     ModelOptions,
     PromptOptions,
 )
-from medusa.cli.reporting import counted
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
@@ -34,8 +32,10 @@ from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle import Heads
 from medusa.model import MedusaModel
+from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
 from medusa.prompts import Prompt, encode_messages, read_prompts
+from medusa.tables import counted
 
 
 def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
@@ -119,12 +119,10 @@ def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     """The base that ``heads`` were trained on.
 
     Raises:
-        FileNotFoundError: it is the embedded one, which is not fetched yet.
         ValueError: the heads do not say.
     """
     if heads == EMBEDDED_HEADS:
-        _check_embedded(EMBEDDED_BASE, "--base")
-        return str(EMBEDDED_BASE)
+        return EMBEDDED_BASE
     if not checkpoint.base_model:
         raise ValueError(f"the heads in {heads!r} do not say which base they were trained on; give --base")
     return checkpoint.base_model
@@ -177,8 +175,6 @@ def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]
 
     ``take_all`` leaves ``--limit`` out of account.
     """
-    if options.prompts is None:
-        _check_embedded(EMBEDDED_PROMPTS, "--prompts")
     return read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
 
 
@@ -244,11 +240,3 @@ def answered_tokens(
         answer = model.tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
         tokens = prompt_tokens + answer[: options.max_new_tokens]
     return AnsweredTokens.after_prompt(tokens, len(prompt_tokens))
-
-
-def _check_embedded(embedded: Path, flag: str) -> None:
-    if not embedded.exists():
-        raise FileNotFoundError(
-            f"{flag} was not given, and its default {embedded} is not there; run `make models` in a checkout "
-            f"of medusa, or give {flag}"
-        )

@@ -14,7 +14,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base
 from medusa.cli.commands import PushOptions
 from medusa.cli.program import log_version, recorded_base
-from medusa.cli.reporting import counted, print_list, report_json
+from medusa.cli.reporting import print_list, report_json
 from medusa.files import replaced_directory
 from medusa.heads.checkpoint import HeadsCheckpoint, heads_directory, load_heads, weights_digest
 from medusa.hub import looks_like_repository, split_revision
@@ -26,6 +26,7 @@ from medusa.interop.repository import (
     push_folder,
     write_repository,
 )
+from medusa.tables import counted
 
 
 def push(options: PushOptions) -> None:
@@ -117,7 +118,7 @@ def _missing(options: PushOptions) -> list[str]:
     lines = []
     if options.evaluation is None:
         lines.append(
-            "the card says that nothing was measured: --evaluation takes what evaluate_heads.py writes"
+            "the card says that nothing was measured: --evaluation takes what `medusa evaluate` writes"
         )
     if options.license is None:
         lines.append("the card names no licence: --license")

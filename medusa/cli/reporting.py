@@ -33,11 +33,6 @@ def log_picture(options: Any) -> None:
     log_console().print(f"picture: {options.plot}", soft_wrap=True)
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def print_list(log: Console, title: str, lines: Sequence[str]) -> None:
     """Print ``lines`` under ``title``; nothing where there are none."""
     for line in [title, *(f"  {line}" for line in lines)] if lines else []:
@@ -85,13 +80,22 @@ def _no_utf8(where: str) -> str:
 
 
 def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
-    """Run a program: 0, or 1 with the error as one sentence on standard error, or 130 when it was stopped."""
+    """Run a program: 0, or 1 with the error as one sentence on standard error, or 130 when it was stopped.
+
+    Raises:
+        BrokenPipeError: nobody reads standard output any more, which is no error: see :mod:`medusa.cli.main`.
+    """
     try:
         program()
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
         if show_traceback:
             traceback.print_exc()
-        log_console().print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        text = str(error)
+        if isinstance(error, ModuleNotFoundError) and text == f"No module named {error.name!r}":
+            text = f"this needs the package {error.name}, which is not installed: pip install {error.name}"
+        log_console().print(f"error: {text}", style="bold red", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console = log_console()

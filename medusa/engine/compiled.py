@@ -58,6 +58,7 @@ from medusa.engine.joined_linears import JoinedLinear
 from medusa.engine.packed import PackedLinear
 from medusa.files import replaced_file
 from medusa.hardware import device_name
+from medusa.places import cache_home
 from medusa.progress import log_console
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -89,12 +90,6 @@ beside it."""
 TOLERANCE = 1e-2
 """Largest difference of logits between the compiled pass and the view, over the largest logit: int8 rounds
 what differs in the last bit to another step."""
-
-
-def cache_home() -> Path:
-    """Where compiled passes are kept: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MEDUSA_CACHE") or Path(home) / "medusa") / "compiled"
 
 
 def missing_for_compiled_pass(view: CausalLM) -> str | None:
@@ -218,7 +213,7 @@ def library_path(view: CausalLM, layers: Sequence[int] = ()) -> Path:
     )
     digest.update(repr(depends_on).encode())
     name = "int8" if _is_int8(view) else "float32"
-    return cache_home() / f"{view.config.model_type}-{name}-{digest.hexdigest()[:24]}.so"
+    return cache_home() / "compiled" / f"{view.config.model_type}-{name}-{digest.hexdigest()[:24]}.so"
 
 
 def _compile(view: CausalLM, layers: tuple[int, ...], path: Path) -> None:

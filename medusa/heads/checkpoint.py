@@ -206,7 +206,7 @@ def heads_directory(source: str | Path, **hub: Any) -> Path:
     shipped = shipped_heads()
     if not Path(source).is_dir() and str(source) in shipped:
         return shipped[str(source)]
-    advice = "train one with train/train_heads.py, or give a hub id of the form owner/name, or one of those "
+    advice = "train one with `medusa train`, or give a hub id of the form owner/name, or one of those "
     return hub_directory(
         source, HEADS_FILES, "heads directory", f"{advice}that ship: {', '.join(shipped)}", **hub
     )
@@ -226,7 +226,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} has format_version={reprlib.repr(raw.get('format_version'))}, this version of medusa "
             f"reads {' and '.join(map(str, READ_VERSIONS))}; is it a heads directory written by "
-            "train/train_heads.py?"
+            "`medusa train`?"
         )
     if raw["format_version"] == 1:
         raw.pop("rank", None)  # of low_rank heads, which were removed; all files hold it

@@ -20,7 +20,7 @@ from medusa.interop.registry import FORMATS
 from medusa.tables import percent
 
 LIBRARY = "medusa-heads"
-EVALUATE = "evaluate them with inference/evaluate_heads.py, whose --json writes such a report"
+EVALUATE = "evaluate them with `medusa evaluate`, whose --json writes such a report"
 
 
 @dataclass(frozen=True)

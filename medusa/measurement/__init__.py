@@ -1,1 +1,1 @@
-"""What the programs in ``inference/`` are made of: timing, comparing, choosing trees, tables and plots."""
+"""What the commands that measure are made of: timing, comparing, choosing trees, tables and plots."""

@@ -41,7 +41,7 @@ from medusa.measurement.timing import (
 from medusa.model import MedusaModel
 from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
 from medusa.prompts import padded_batch
-from medusa.tables import how_many, number, print_table, times
+from medusa.tables import counted, number, print_table, times
 from medusa.trees.rank_counts import RankCounts
 
 MOST_CALIBRATED = 24
@@ -65,7 +65,7 @@ class Setting:
     @property
     def label(self) -> str:
         """The setting in words."""
-        rows = how_many(self.batch_size, "row")
+        rows = counted(self.batch_size, "row")
         return rows if self.context_length is None else f"{rows}, {self.context_length} tokens"
 
     @property
@@ -373,7 +373,7 @@ def print_categories(setting: Mapping[str, Any], console: Console) -> None:
 
 def in_words(setting: Mapping[str, Any]) -> str:
     """Which setting it is."""
-    rows = how_many(setting["batch_size"], "row")
+    rows = counted(setting["batch_size"], "row")
     return f"{rows}, prompts of {setting['num_prompt_tokens']:.0f} tokens"
 
 
@@ -470,7 +470,7 @@ OTHERS = (GREEN, ORANGE, "#8a63b8", "#b8637f", "#5e97cf", "#7a8b2f")
 def plot_benchmark(report: Mapping[str, Any], path: Path, title: str) -> None:
     """Draw the speed-up over plain decoding of every contender, and the parts of a step of our own.
 
-    ``report`` is the JSON object of ``inference/benchmark.py``.
+    ``report`` is the JSON object of ``medusa benchmark``.
     """
     settings = report["by_setting"]
     num_bars = sum(len(setting["step_milliseconds"]) for setting in settings)
@@ -528,5 +528,5 @@ def _plot_splits(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _label(setting: Mapping[str, Any]) -> str:
-    rows = how_many(setting["batch_size"], "row")
+    rows = counted(setting["batch_size"], "row")
     return rows if setting["context_length"] is None else f"{rows}, {setting['context_length']} tokens"

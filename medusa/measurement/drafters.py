@@ -356,7 +356,7 @@ def _print_ratios(ratios: Sequence[Mapping[str, Any]], console: Console) -> None
 def plot_drafters(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw a comparison of drafters, one row each: tokens per step, step time, speed, acceptance by depth.
 
-    ``rows`` are the measured entries of ``pairings`` of ``inference/compare_drafters.py``, plain first.
+    ``rows`` are the measured entries of ``pairings`` of ``medusa compare-drafters``, plain first.
     """
     plain, drafted = rows[0], list(rows[1:])
     height = 1.9 + 0.42 * max(4, len(drafted))

@@ -36,7 +36,7 @@ class Evaluated(NamedTuple):
 def evaluation_report(
     evaluated: Sequence[Evaluated], others: Mapping[float, Sequence[DecodingStatistics]]
 ) -> dict[str, Any]:
-    """The JSON object of ``inference/evaluate_heads.py``.
+    """The JSON object of ``medusa evaluate``.
 
     ``others`` are the same prompts at other temperatures; their ``share`` is in the tokens per step of the
     first.

@@ -90,7 +90,7 @@ def fidelity(rows: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def print_fidelity(report: Mapping[str, Any], console: Console) -> None:
-    """One line a model; ``report`` is the JSON object of ``inference/compare_engines.py``."""
+    """One line a model; ``report`` is the JSON object of ``medusa compare-engines``."""
     rows = []
     for name, found in report["engines"].items():
         low, high = found["kl_interval"]

@@ -67,7 +67,7 @@ def read_named(texts: Iterable[str]) -> list[NamedHeads]:
         if checkpoint.adapter is not None:
             raise ValueError(
                 f"{source} was trained with an adapter, whose base gives other answers, so it cannot be "
-                "compared on these; use inference/evaluate_heads.py for each"
+                "compared on these; use `medusa evaluate` for each"
             )
         named[label] = NamedHeads(label, source, checkpoint)
     return list(named.values())
@@ -207,7 +207,7 @@ def training_cost(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """One row a set of heads; ``report`` is the JSON object of ``inference/compare_heads.py``."""
+    """One row a set of heads; ``report`` is the JSON object of ``medusa compare-heads``."""
     sizes = list(report["heads"][0]["tokens_per_step"])
     deepest = max(len(row["top1"]) for row in report["heads"])
     times = ("draft_milliseconds", "step_milliseconds", "training_milliseconds_per_step")
@@ -240,7 +240,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 def plot_heads(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw sets of heads, one row each: tokens per step by tree size, then how often each head is right.
 
-    ``rows`` are the ``heads`` of ``inference/compare_heads.py``.
+    ``rows`` are the ``heads`` of ``medusa compare-heads``.
     """
     height = 1.6 + 0.36 * max(4, len(rows))
     with figure_of(path, title, [1.6, 1.0], height, grid_axis="x") as (left, right):

@@ -26,7 +26,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
 from medusa.measurement.timing import take_turns
 from medusa.model import MedusaModel
 from medusa.plots import FAINT, GREEN, ORANGE, beside, figure_of, shade, size_axis
-from medusa.tables import how_many
+from medusa.tables import counted
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
@@ -112,7 +112,7 @@ def measure_step_seconds(
     for size, measured in found.items():
         if not measured:
             raise ValueError(
-                f"no answer lasted two steps with the tree of {how_many(size, 'node')}; give prompts with "
+                f"no answer lasted two steps with the tree of {counted(size, 'node')}; give prompts with "
                 "longer answers"
             )
     return {size: statistics.median(measured) for size, measured in found.items()}
@@ -244,7 +244,7 @@ def _where_timed(origin: Mapping[str, Any]) -> tuple[Runtime, str] | None:
 
 
 def _nodes(tree: CandidateTree) -> str:
-    return how_many(tree.num_nodes, "node") if tree.num_nodes > 1 else "the root alone"
+    return counted(tree.num_nodes, "node") if tree.num_nodes > 1 else "the root alone"
 
 
 # ------------------------------------------------------------------ the picture
@@ -253,14 +253,14 @@ def _nodes(tree: CandidateTree) -> str:
 def plot_tuning(tables: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw what more nodes in the tree give, cost and come to: a line for each batch size.
 
-    ``tables`` is ``by_batch_size`` of ``inference/tune_tree.py``.
+    ``tables`` is ``by_batch_size`` of ``medusa tune``.
     """
     sizes = sorted({row["num_nodes"] for entry in tables.values() for row in entry["by_num_nodes"]})
     gains = {row["num_nodes"]: row["tokens_per_step"] for e in tables.values() for row in e["by_num_nodes"]}
     with figure_of(path, title, [1.0, 1.0]) as (left, right):
         left.plot(sizes, [gains[size] for size in sizes], "o-", color=ORANGE, label="tokens per step")
         for i, (batch, entry) in enumerate(tables.items()):
-            rows, rows_in_words = entry["by_num_nodes"], how_many(int(batch), "row")
+            rows, rows_in_words = entry["by_num_nodes"], counted(int(batch), "row")
             nodes = [row["num_nodes"] for row in rows]
             cost = [row["step_seconds"] / rows[0]["step_seconds"] for row in rows]
             speed = [row["tokens_per_second"] / rows[0]["tokens_per_second"] for row in rows]
@@ -268,7 +268,7 @@ def plot_tuning(tables: Mapping[str, Mapping[str, Any]], path: Path, title: str)
             right.plot(nodes, speed, "o-", color=shade(i), label=rows_in_words)
             best = nodes.index(entry["chosen"])
             right.plot([nodes[best]], [speed[best]], "o", color=GREEN, markersize=10, zorder=3)
-            note = f"{how_many(nodes[best], 'node')}, {speed[best]:.2f}x"
+            note = f"{counted(nodes[best], 'node')}, {speed[best]:.2f}x"
             text = right.annotate(note, (nodes[best], speed[best]), (0, 10), **beside(GREEN, ha="center"))
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
         left.set_title("What a larger tree gives and costs")

@@ -1,4 +1,4 @@
-"""Training heads on a frozen base model: what the programs in ``train/`` are made of.
+"""Training heads on a frozen base model: what `medusa train` and `medusa distill` are made of.
 
 The way of the data through the folders: ``distillation`` lets the base model answer prompts, ``data`` turns
 conversations into micro-batches, ``states`` gives the base's hidden states for them, live or stored,

@@ -1,7 +1,9 @@
 import io
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import T5Config
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
 from medusa.cli.main import main
+from medusa.places import EMBEDDED_BASE, base_named, shipped_files
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 
@@ -49,6 +52,32 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"medusa {medusa.__version__}\n")
     assert "got 'cht'; did you mean chat?" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "chat --help", "configs"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(words):
+    """As in `medusa chat --help | head -1`; the pipe here is lost before the first line."""
+    script = f"""
+import os, subprocess, sys
+reader, writer = os.pipe()
+os.close(reader)
+command = [sys.executable, "-m", "medusa", *{words.split()}]
+done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+print(done.returncode, done.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "141 b''\n", done.stderr
+
+
+def test_configs_lists_what_ships_and_says_where_it_is(capsys):
+    assert main(["configs"]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(listed) == {path.stem for path in shipped_files().iterdir()}
+    assert "Heads worth keeping" in listed["smollm2"]
+    assert main(["configs", "demo_prompts"]) == 0
+    assert capsys.readouterr().out == f"{shipped_files() / 'demo_prompts.jsonl'}\n"
+    assert main(["configs", "smollm3"]) == 1
+    assert "did you mean 'smollm2'?" in capsys.readouterr().err
 
 
 def test_public_names_are_there_although_they_are_imported_late():
@@ -162,7 +191,10 @@ def test_one_is_not_counted_as_many(capsys, tmp_path):
             ],
             "step='static' cannot work with",
         ),
-        (["chat", "--prompts", "nowhere.jsonl"], "prompts file 'nowhere.jsonl' does not exist"),
+        (
+            ["chat", "--prompts", "nowhere.jsonl"],
+            "prompts file 'nowhere.jsonl' does not exist here, nor among",
+        ),
     ],
 )
 def test_errors_are_one_sentence_on_standard_error(saved, capsys, arguments, complaint):
@@ -180,9 +212,26 @@ def test_traceback_shows_where_an_error_arose(capsys):
 
 
 def test_a_missing_default_says_what_makes_it(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("medusa.cli.program.EMBEDDED_BASE", tmp_path / "none")
-    assert main(["generate", "Hello"]) == 1
-    assert "run `make models`" in capsys.readouterr().err
+    monkeypatch.setattr("medusa.places.checkout", lambda: None)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    for words in (["generate", "Hello"], ["generate", "--base", EMBEDDED_BASE, "Hello"], ["evaluate"]):
+        assert main(words) == 1
+        assert "fetch it once: `medusa fetch smollm2-135m-instruct`" in capsys.readouterr().err
+
+
+def test_the_name_of_the_embedded_base_is_the_directory_that_was_fetched(
+    saved, capsys, monkeypatch, tmp_path
+):
+    """In the checkout first, then in the cache; a directory of that name here comes before both."""
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("medusa.places.checkout", lambda: tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path)
+    places = [tmp_path / "cache/models", tmp_path / "checkout/models", tmp_path]
+    for place in places:
+        shutil.copytree(saved[1], place / EMBEDDED_BASE)
+        assert Path(base_named(EMBEDDED_BASE)).resolve() == place / EMBEDDED_BASE
+    assert main(["generate", "--base", EMBEDDED_BASE, *saved[2:], "--max-new-tokens", "3", "Hello"]) == 0
+    assert "3 tokens in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ def test_underscores_and_hyphens_mean_the_same():
 
 
 def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
-    presets = {"precision": "bf16", "learning_rate": 7.0}
+    def presets():
+        return {"precision": "bf16", "learning_rate": 7.0}
+
     assert read(presets=presets).precision == "bf16"
     options = read(
         "--config", config("precision: fp32\nlearning_rate: 8\n"), "--learning_rate", "9", presets=presets

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 from conftest import CHECKOUT
-from conftest import program as load_program
 from tiny_chat import save_chat_model, wide_tree
 
 import medusa
 import medusa.hardware
 from medusa import CandidateTree, load_heads, save_tree
-from medusa.cli.main import main
+from medusa.cli.main import COMMANDS, main
 from medusa.cli.reporting import exit_status
 from medusa.heads.checkpoint import weights_digest
 from medusa.progress import track
@@ -21,11 +20,6 @@ PROMPTS = [
     {"turns": ["Count to three", "And on"], "category": "counting"},
     {"messages": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}]},
 ]
-
-
-def program(name):
-    """A program of inference/, as a module."""
-    return load_program(f"inference/{name}.py")
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +45,10 @@ def closing_json(printed):
     return json.loads(printed.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["evaluate_heads", "tune_tree", "benchmark"])
+@pytest.mark.parametrize("name", ["evaluate", "tune", "benchmark"])
 def test_every_program_offers_the_shared_flags_and_examples(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        program(name).main(["--help"])
+        main([name, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     shared = [
@@ -68,13 +62,13 @@ def test_every_program_offers_the_shared_flags_and_examples(name, capsys):
         "--json",
     ]
     assert [flag for flag in shared if flag not in text] == []
-    assert f"python inference/{name}.py" in text
+    assert f"    medusa {name}\n" in text
 
 
 def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting, capsys):
     folder, flags = setting
     picture, report_file = folder / "plots" / "eval.png", folder / "reports" / "eval.json"
-    status = program("evaluate_heads").main([*flags, "--plot", str(picture), "--json", str(report_file)])
+    status = main(["evaluate", *flags, "--plot", str(picture), "--json", str(report_file)])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     assert printed.err.startswith(f"medusa {medusa.__version__} from ")
@@ -113,7 +107,7 @@ def test_limit_takes_the_first_prompts_and_sampling_is_reproducible(setting, cap
     sampled = [*flags, "--limit", "2", "--temperature", "0.9", "--seed", "4", "--plot", str(folder / "p.png")]
     reports = []
     for _ in range(2):
-        assert program("evaluate_heads").main(sampled) == 0
+        assert main(["evaluate", *sampled]) == 0
         reports.append(closing_json(capsys.readouterr().out))
     assert reports[0] == reports[1]
     assert reports[0]["num_prompts"] == 2
@@ -127,7 +121,7 @@ def test_evaluate_heads_takes_a_tree_of_another_size_and_more_temperatures(setti
     conversations.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = [*flags, "--plot", str(tmp_path / "p.png")]
     asked = ["--tree-nodes", "7", "--calibrate-on", str(conversations), "--also-at", "0", "1.3"]
-    assert program("evaluate_heads").main([*common, *asked]) == 0
+    assert main(["evaluate", *common, *asked]) == 0
     printed = capsys.readouterr()
     report = closing_json(printed.out)
     assert "tree of 7 nodes" in printed.err
@@ -139,7 +133,7 @@ def test_evaluate_heads_takes_a_tree_of_another_size_and_more_temperatures(setti
     assert "Live decoding by temperature" in printed.out
 
     with pytest.raises(SystemExit):
-        program("evaluate_heads").main([*common, "--tree-nodes", "7"])
+        main(["evaluate", *common, "--tree-nodes", "7"])
     assert "tree_nodes and calibrate_on go together" in capsys.readouterr().err
 
 
@@ -147,7 +141,7 @@ def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, c
     base, heads = save_chat_model(tmp_path)
     _, flags = setting
     own = ["--base", base, "--heads", heads, *flags[4:], "--sizes", "2,4,8", "--rounds", "1"]
-    assert program("tune_tree").main([*own, "--plot", str(tmp_path / "tree.png")]) == 0
+    assert main(["tune", *own, "--plot", str(tmp_path / "tree.png")]) == 0
     report = closing_json(capsys.readouterr().out)
     sizes = [row["num_nodes"] for row in report["by_num_nodes"]]
     assert sizes[0] == 1 and set(sizes) <= {1, 2, 4, 8}, "plain decoding takes part"
@@ -169,7 +163,7 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     _, flags = setting
     own = ["--base", base, "--heads", heads, *flags[4:], "--plot", str(tmp_path / "tree.png")]
     own += ["--sizes", "2,4", "--rounds", "1", "--engine", "eager"]
-    status = program("tune_tree").main([*own, "--batch-sizes", "3,1"])
+    status = main(["tune", *own, "--batch-sizes", "3,1"])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     report = closing_json(printed.out)
@@ -190,14 +184,14 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     assert "default tree: now that of batch size 1" in printed.err
     assert {entry.step for entry in loaded.tuned} == {"general"}
     save_tree(heads, CandidateTree.chain(1), loaded.tuned, **loaded.tree_origin)
-    assert program("tune_tree").main([*own, "--batch-sizes", "2", "--step", "static"]) == 0
+    assert main(["tune", *own, "--batch-sizes", "2", "--step", "static"]) == 0
     printed = capsys.readouterr()
     assert closing_json(printed.out)["step"] == "static"
     assert "default tree: left as it was (2 nodes): batch size 1 was not tuned" in printed.err
     loaded = load_heads(heads)
     assert loaded.tree == CandidateTree.chain(1)
     assert [(entry.step, entry.batch_size) for entry in loaded.tuned[3:]] == [("static", 2)]
-    assert program("tune_tree").main([*own, "--num-nodes", "3"]) == 0
+    assert main(["tune", *own, "--num-nodes", "3"]) == 0
     assert [entry.runtime.device for entry in load_heads(heads).tuned] == ["elsewhere"]
     assert "tuned trees removed" in capsys.readouterr().err
 
@@ -212,18 +206,18 @@ def test_tune_tree_takes_a_size_and_answers_from_the_file_without_timing(setting
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = (Path(heads) / "tree.json").read_text()
     flags = ["--base", base, "--heads", heads, "--prompts", str(prompts), "--num-nodes", "5"]
-    assert program("tune_tree").main([*flags, "--no-save"]) == 0
+    assert main(["tune", *flags, "--no-save"]) == 0
     report = closing_json(capsys.readouterr().out)
     assert report["num_positions"] == sum(len(row["messages"][1]["content"]) - 3 for row in rows)
     assert (Path(heads) / "tree.json").read_text() == before
-    assert program("tune_tree").main(flags) == 0
+    assert main(["tune", *flags]) == 0
     assert load_heads(heads).tree.num_nodes == 5
 
 
 def test_tune_tree_needs_a_directory_to_write_into(setting, capsys):
     _, flags = setting
     with pytest.raises(SystemExit):
-        program("tune_tree").main([*flags, "--heads", "owner/name"])
+        main(["tune", *flags, "--heads", "owner/name"])
     assert "heads must be a directory to" in capsys.readouterr().err
 
 
@@ -232,7 +226,7 @@ def test_tune_tree_needs_a_directory_to_write_into(setting, capsys):
 def test_benchmark_ends_with_the_agreed_keys_and_identical_answers(setting, capsys, temperature):
     folder, flags = setting
     own = [*flags, "--contenders", "transformers", "heads", "--plot", str(folder / "benchmark.png")]
-    assert program("benchmark").main([*own, "--temperature", temperature, "--repeats", "2"]) == 0
+    assert main(["benchmark", *own, "--temperature", temperature, "--repeats", "2"]) == 0
     printed = capsys.readouterr().out
     report = closing_json(printed)
     agreed = {"tokens_per_step", "overhead", "speedup_vs_plain", "speedup_vs_transformers", "identical"}
@@ -254,7 +248,7 @@ def test_benchmark_measures_every_setting_with_bounds_and_says_who_cannot_take_p
     _, flags = setting
     names = ["transformers", "prompt-lookup", "assisted", "heads", "heads+suffix"]
     own = [*flags, "--max-new-tokens", "6", "--contenders", *names, "--plot", str(tmp_path / "b.png")]
-    assert program("benchmark").main([*own, "--batch-sizes", "2,1", "--context-lengths", "220,40"]) == 0
+    assert main(["benchmark", *own, "--batch-sizes", "2,1", "--context-lengths", "220,40"]) == 0
     report = closing_json(capsys.readouterr().out)
     settings = report["by_setting"]
     where = [(setting["context_length"], setting["batch_size"]) for setting in settings]
@@ -282,7 +276,7 @@ def test_benchmark_measures_every_setting_with_bounds_and_says_who_cannot_take_p
 def test_benchmark_claims_no_identity_in_low_precision_and_reports_the_divergence(setting, capsys, tmp_path):
     _, flags = setting
     own = [*flags, "--limit", "2", "--contenders", "heads", "--plot", str(tmp_path / "b.png")]
-    assert program("benchmark").main([*own, "--dtype", "bfloat16"]) == 0
+    assert main(["benchmark", *own, "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out
     report = closing_json(printed)
     assert report["identical"] is None and report["dtype"] == "bfloat16"
@@ -295,7 +289,7 @@ def test_benchmark_claims_no_identity_in_low_precision_and_reports_the_divergenc
 def test_benchmark_without_heads_compares_drafters_and_stops_when_the_time_is_up(setting, capsys, tmp_path):
     _, flags = setting
     own = [*flags, "--contenders", "suffix", "--plot", str(tmp_path / "b.png")]
-    assert program("benchmark").main([*own, "--max-minutes", "0.0001"]) == 0
+    assert main(["benchmark", *own, "--max-minutes", "0.0001"]) == 0
     report = closing_json(capsys.readouterr().out)
     assert report["num_prompts"] == 1, "one round is always measured"
     assert report["speedup_vs_plain"] is None and set(report["speedup_over_plain"]) == {"plain", "suffix"}
@@ -304,16 +298,37 @@ def test_benchmark_without_heads_compares_drafters_and_stops_when_the_time_is_up
 def test_benchmark_refuses_an_unknown_contender_before_loading_anything(setting, capsys):
     _, flags = setting
     with pytest.raises(SystemExit):
-        program("benchmark").main([*flags, "--contenders", "nobody"])
+        main(["benchmark", *flags, "--contenders", "nobody"])
     assert "contender 'nobody' is not one of" in capsys.readouterr().err
 
 
-def test_the_chat_program_is_another_door_to_the_same_chat(setting, capsys, monkeypatch):
-    _, flags = setting
-    monkeypatch.setattr("sys.argv", ["chat.py", *flags, "--limit", "2"])
+DOORS = sorted(path for folder in ("train", "inference") for path in (CHECKOUT / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", DOORS, ids=lambda path: path.name)
+def test_a_program_is_another_door_to_a_command(path, monkeypatch):
+    given = []
+    monkeypatch.setattr("medusa.cli.main.main", lambda words: given.append(words) or 3)
+    monkeypatch.setattr("sys.argv", [str(path), "--some", "flag"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(CHECKOUT / "inference/chat.py"), run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 3
+    ((command, *words),) = given
+    assert words == ["--some", "flag"]
+    assert command in COMMANDS and f"`medusa {command}`" in path.read_text()
+
+
+def test_the_package_itself_is_a_door(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["medusa", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("medusa", run_name="__main__")
     assert ended.value.code == 0
+    assert capsys.readouterr().out == f"medusa {medusa.__version__}\n"
+
+
+def test_chat_answers_the_prompts_of_a_file_and_reports(setting, capsys):
+    _, flags = setting
+    assert main(["chat", *flags, "--limit", "2"]) == 0
     report = closing_json(capsys.readouterr().out)
     assert report["num_answers"] == 3, "the second row has two turns"
     assert report["tokens_per_step"] >= 1
@@ -323,7 +338,7 @@ def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(setting, 
     _, flags = setting
     prompts = tmp_path / "long.jsonl"
     prompts.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": "x" * 500}) + "\n")
-    assert program("benchmark").main([*flags, "--prompts", str(prompts)]) == 1
+    assert main(["benchmark", *flags, "--prompts", str(prompts)]) == 1
     printed = capsys.readouterr()
     assert f"{prompts} row 2 has 503 tokens" in printed.err
     assert "context of 512" in printed.err

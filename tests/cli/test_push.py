@@ -43,7 +43,7 @@ def push(*arguments):
 
 
 def evaluation(heads, tmp_path, **changes):
-    """A report as evaluate_heads.py writes it."""
+    """A report as `medusa evaluate` writes it."""
     entry = {
         "tokens_per_step": 1.73,
         "acceptance_rate": [0.5, 0.2, 0.03],

@@ -11,7 +11,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import VOCAB_SIZE, program, random_prompts, tiny_model
+from conftest import VOCAB_SIZE, random_prompts, tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -340,10 +340,7 @@ def test_the_benchmark_compares_with_the_adapted_model(saved, capsys):
     prompts, picture = saved[0].parent / "prompts.jsonl", saved[0].parent / "benchmark.png"
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "And now?"}\n')
     flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--prompts", str(prompts)]
-    assert (
-        program("inference/benchmark.py").main([*flags, "--max-new-tokens", "12", "--plot", str(picture)])
-        == 0
-    )
+    assert main(["benchmark", *flags, "--max-new-tokens", "12", "--plot", str(picture)]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["compared"] == ["heads", "plain", "transformers"]
     assert report["identical"]

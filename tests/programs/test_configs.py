@@ -28,20 +28,20 @@ def test_a_configuration_is_complete(path):
 def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
     comment = [line for line in path.read_text().splitlines()[:4] if line.startswith("#")]
     assert len(comment[0]) > 30
-    assert any(f"--config configs/{path.name}" in line or f"configs/{path.name}" in line for line in comment)
+    assert any(f"--config {path.stem}" in line or f"configs {path.stem}" in line for line in comment)
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_configuration_runs_offline_as_it_stands(path):
-    """No account of a tracker, no model from the hub: the base is the one that `make models` fetches."""
+    """No account of a tracker, no model from the hub: the base is the one that `medusa fetch` fetches."""
     read = parse(TrainingConfiguration, ["--config", str(path)])
     assert read.run.tracker == "none"
     if path.name != "medusa1_8b.yaml":
-        assert read.base.base == "models/smollm2-135m-instruct"
+        assert read.base.base == "smollm2-135m-instruct"
 
 
 def test_the_demo_leaves_its_heads_where_everything_expects_them():
     read = parse(TrainingConfiguration, ["--config", str(CONFIGS / "smollm2_demo.yaml")])
     assert read.run.output_dir == "runs/demo"
-    assert read.base.base == "models/smollm2-135m-instruct"
+    assert read.base.base == "smollm2-135m-instruct"
     assert read.data.data == ["runs/demo/data.jsonl"]

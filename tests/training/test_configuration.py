@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import program
 from tiny_training import configuration_of
 
+from medusa.cli.jobs.train import TrainOptions
 from medusa.cli.options import flag_types, parse
 from medusa.training.config.configuration import (
     REMOVED,
@@ -72,7 +72,7 @@ def test_the_launch_decides_the_precision_that_nobody_gives(monkeypatch, config,
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if launched is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    asked = program("train/train_heads.py").configuration_of([*config, *given])
+    asked = parse(TrainOptions, [*config, *given], **TrainOptions.PARSING)
     assert asked.optimisation.precision == precision
 
 
@@ -208,9 +208,10 @@ def test_required_keys_are_asked_for(capsys):
 
 def test_help_explains_every_key(capsys):
     with pytest.raises(SystemExit, match="0"):
-        program("train/train_heads.py").configuration_of(["--help"])
+        parse(TrainOptions, ["--help"], **TrainOptions.PARSING)
     shown = capsys.readouterr().out
-    assert "accelerate launch train/train_heads.py --config" in shown
+    assert "medusa train --config" in shown
+    assert "accelerate launch --num_processes 2 -m medusa train --config" in shown
     for name in flag_types(TrainingConfiguration):
         assert f"-{name.replace('_', '-')}" in shown, name
 

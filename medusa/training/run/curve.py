@@ -19,9 +19,6 @@ def draw_training(entries: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
     ``entries`` are those of the metrics file. False, and no picture, where fewer than two evaluations make
     no curve.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     points = [entry for entry in entries if "held_out/loss" in entry and entry.get("num_tokens")]
     if len(points) < 2:

@@ -17,7 +17,6 @@ import medusa
 from medusa.base.causal_lm import CausalLM
 from medusa.files import locked
 from medusa.heads.adapter import peft_library
-from medusa.plots import check_matplotlib
 from medusa.progress import log_console
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import RunOptions
@@ -59,7 +58,6 @@ def train(configuration: TrainingConfiguration) -> None:
 
 def check_libraries(configuration: TrainingConfiguration) -> None:
     """Raise ImportError when a library that the run needs is missing, before any work."""
-    check_matplotlib()
     if configuration.joint.joint:
         peft_library()
     tracker = configuration.run.tracker

@@ -9,17 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import CHECKOUT
-from conftest import program as load_program
 from tiny_chat import save_chat_model
 
 from medusa import DecodingStatistics
+from medusa.cli.jobs import compare_drafters
+from medusa.cli.main import main
 from medusa.measurement.draft_length import DraftRecord, expected_tokens
 from medusa.measurement.drafters import exactness, paired_ratio, summary
 from medusa.measurement.timing import Answer
 from medusa.prompts import read_prompts
 
-program = load_program("inference/compare_drafters.py")
-program.NUM_WARM_UPS = 1  # nothing here looks at the times
+
+@pytest.fixture(autouse=True)
+def little_warming_up(monkeypatch):
+    """Nothing here looks at the times."""
+    monkeypatch.setattr(compare_drafters, "NUM_WARM_UPS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def setting(tmp_path_factory):
 
 def compared(capsys, *flags) -> tuple[dict, str]:
     """The report of a run that ended well, and all of standard output."""
-    status = program.main([str(flag) for flag in flags])
+    status = main(["compare-drafters", *map(str, flags)])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     return json.loads(printed.out.splitlines()[-1]), printed.out
@@ -184,13 +188,13 @@ def test_sampling_is_from_all_tokens_unless_flags_cut_some_off(setting, capsys):
     ],
 )
 def test_a_drafter_that_cannot_be_made_ends_the_program_with_what_it_lacks(setting, capsys, flags, message):
-    assert program.main([*setting[1], *flags]) == 1
+    assert main(["compare-drafters", *setting[1], *flags]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_unknown_rules_are_refused_with_a_list(setting, capsys):
     with pytest.raises(SystemExit):
-        program.main([*setting[1], "--rules", "lucky"])
+        main(["compare-drafters", *setting[1], "--rules", "lucky"])
     assert "traversal" in capsys.readouterr().err
 
 

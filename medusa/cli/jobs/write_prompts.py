@@ -1,27 +1,17 @@
-"""Write prompts for self-distillation, when there are none: kinds of requests with their blanks filled.
-
-    python scripts/write_prompts.py --number 2000 --output runs/prompts.jsonl
-    python train/distill_data.py --prompts runs/prompts.jsonl --output runs/answers.jsonl
-
-Heads learn what they have seen: prompts should ask for what users will ask for. The parts file holds request
-templates by kind and the words for their blanks; add your own. Kinds take turns, no prompt comes twice, and
-the same seed gives the same prompts. `distill_data.py --prompt-free` is the other way: the model asks itself.
-"""
+"""``medusa write-prompts``: templates and words become different prompts."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from medusa.cli.options import check_at_least, parse
-from medusa.cli.reporting import exit_status
+from medusa.cli.options import check_at_least
 from medusa.files import replaced_file
 from medusa.progress import log_console
 
@@ -33,7 +23,16 @@ MAX_REPEATS_IN_A_ROW = 1000
 
 @dataclass(frozen=True)
 class PromptWritingOptions:
-    """The options of this program."""
+    """Write prompts for self-distillation, when there are none: kinds of requests with their blanks filled.
+
+        medusa write-prompts --number 2000 --output runs/prompts.jsonl
+        medusa distill --prompts runs/prompts.jsonl --output runs/answers.jsonl
+
+    Heads learn what they have seen: prompts should ask for what users will ask for. The parts file holds
+    request templates by kind and the words for their blanks; add your own. Kinds take turns, no prompt comes
+    twice, and the same seed gives the same prompts. `medusa distill --prompt-free` is the other way: the
+    model asks itself.
+    """
 
     output: Path
     """JSON lines to write."""
@@ -104,7 +103,8 @@ def prompts_of(
     return [{"prompt": text, "category": kind} for text, kind in texts.items()]
 
 
-def run(options: PromptWritingOptions) -> None:
+def write(options: PromptWritingOptions) -> None:
+    """Write the prompts."""
     kinds, words = read_parts(options.parts)
     rows = prompts_of(kinds, words, options.number, options.seed)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -112,12 +112,3 @@ def run(options: PromptWritingOptions) -> None:
     with replaced_file(options.output) as partial:
         partial.write_text("".join(lines), encoding="utf-8")
     log_console().print(f"{len(rows)} prompts of {len(kinds)} kinds written to {options.output}")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(PromptWritingOptions, arguments, description=__doc__)
-    return exit_status(lambda: run(options), options.traceback)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

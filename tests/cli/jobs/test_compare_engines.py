@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import program as load_program
 from tiny_chat import save_chat_model
 
+from medusa.cli.main import main
 from medusa.engine.int8 import has_int8_products
-
-program = load_program("inference/compare_engines.py")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,7 @@ def test_int8_is_some_way_from_float32_and_a_packed_model_is_none(flags, capsys)
         pytest.skip("torch is built without oneDNN")
     kl = {}
     for engine in ("packed", "int8"):
-        assert program.main([*flags, "--engine", engine, "--tokens-per-pass", "5"]) == 0
+        assert main(["compare-engines", *flags, "--engine", engine, "--tokens-per-pass", "5"]) == 0
         printed = capsys.readouterr().out
         report = json.loads(printed.splitlines()[-1])
         assert list(report["engines"]) == [engine] and engine in printed
@@ -46,11 +44,11 @@ def test_int8_is_some_way_from_float32_and_a_packed_model_is_none(flags, capsys)
     ],
 )
 def test_what_cannot_be_compared_is_refused(flags, capsys, extra, message):
-    assert program.main([*flags, *extra]) == 1
+    assert main(["compare-engines", *flags, *extra]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_sampled_answers_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
-        program.main([*flags, "--temperature", "0.5"])
+        main(["compare-engines", *flags, "--temperature", "0.5"])
     assert "temperature must be 0" in capsys.readouterr().err

@@ -3,11 +3,12 @@ import time
 
 import pytest
 import torch
-from conftest import CHECKOUT, program
+from conftest import CHECKOUT
 from fake_endpoint import fake_endpoints
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
+from medusa.cli.main import main
 from medusa.engine.int8 import missing_for_int8
 from medusa.files import read_json
 from medusa.prompts import read_prompts
@@ -24,7 +25,6 @@ from medusa.training.distillation.answering import (
 from medusa.training.distillation.distill import TimeLimit, distill, prompt_free, unanswered
 from medusa.training.distillation.endpoint import ChatEndpoint
 
-PROGRAM = "train/distill_data.py"
 MAX_NEW_TOKENS = 12
 
 
@@ -228,9 +228,9 @@ def test_the_program_answers_from_an_endpoint_and_goes_on_after_a_stop(serve, tm
     )
     output = tmp_path / "out" / "rows.jsonl"
     command = ["--prompts", str(file), "--output", str(output), "--endpoint", fake.url, "--model", "tiny"]
-    assert program(PROGRAM).main([*command, "--limit", "1"]) == 0
+    assert main(["distill", *command, "--limit", "1"]) == 0
     assert len(fake.requests) == 2
-    assert program(PROGRAM).main(command) == 0
+    assert main(["distill", *command]) == 0
     rows = {row["index"]: row for row in read_rows(output)}
     assert sorted(rows) == [0, 2]
     assert [m["content"] for m in rows[0]["messages"]] == ["a", "you said a", "b", "you said b"]
@@ -247,11 +247,11 @@ def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     command = ["--base", base, "--prompts", str(prompts_file(tmp_path)), "--output", str(output)]
     command += ["--max-new-tokens", "8", "--device", "cpu", "--batch-size", "3"]
-    assert program(PROGRAM).main(command) == 0
+    assert main(["distill", *command]) == 0
     rows = read_rows(output)
     assert sorted(row["index"] for row in rows) == list(range(7))
     assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
-    assert program(PROGRAM).main(command) == 0
+    assert main(["distill", *command]) == 0
     assert read_rows(output) == rows
     said = capsys.readouterr().err
     assert "medusa 0." in said
@@ -264,10 +264,10 @@ def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path,
     output = tmp_path / "rows.jsonl"
     command = ["--base", base, "--prompts", str(prompts_file(tmp_path)), "--output", str(output)]
     command += ["--max-new-tokens", "8", "--device", "cpu"]
-    assert program(PROGRAM).main([*command, "--engine", "int8"]) == 0
+    assert main(["distill", *command, "--engine", "int8"]) == 0
     assert len(read_rows(output)) == 7
     assert read_json(configuration_path(output))["engine"] == "int8"
-    assert program(PROGRAM).main([*command, "--engine", "eager"]) == 1
+    assert main(["distill", *command, "--engine", "eager"]) == 1
     assert "was made with engine='int8' (now None)" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -291,7 +291,7 @@ def test_the_program_says_what_is_wrong_in_one_sentence(tmp_path, monkeypatch, c
     write_rows(tmp_path / "fine.jsonl", {"prompt": "hi"})
     (tmp_path / "bad.jsonl").write_text('{"prompt": "hi"}\n{"prompt"\n')
     options = ["--output", "rows.jsonl", "--base", base, "--device", "cpu"]
-    assert program(PROGRAM).main([*options, *arguments]) == 1
+    assert main(["distill", *options, *arguments]) == 1
     said = capsys.readouterr().err
     assert f"error: {complaint}" in said.replace("\n", " ") or complaint in said
     assert "Traceback" not in said

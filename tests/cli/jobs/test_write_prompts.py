@@ -1,20 +1,15 @@
-"""scripts/write_prompts.py: templates and words become different prompts."""
+"""`medusa write-prompts`: templates and words become different prompts."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "scripts" / "write_prompts.py"
+from medusa.cli.main import main
 
 
 def write_prompts(*arguments):
-    return subprocess.run(
-        [sys.executable, str(PROGRAM), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return main(["write-prompts", *map(str, arguments)])
 
 
 def written(path):
@@ -22,8 +17,7 @@ def written(path):
 
 
 def test_the_shipped_parts_give_different_prompts_of_every_kind_in_turn(tmp_path):
-    result = write_prompts("--number", 160, "--output", tmp_path / "new" / "prompts.jsonl")
-    assert result.returncode == 0, result.stderr
+    assert write_prompts("--number", 160, "--output", tmp_path / "new" / "prompts.jsonl") == 0
     rows = written(tmp_path / "new" / "prompts.jsonl")
     assert len({row["prompt"] for row in rows}) == 160
     assert set(Counter(row["category"] for row in rows).values()) == {20}
@@ -32,16 +26,14 @@ def test_the_shipped_parts_give_different_prompts_of_every_kind_in_turn(tmp_path
 
 def test_the_same_seed_gives_the_same_prompts_and_another_gives_others(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert write_prompts("--number", 20, "--seed", seed, "--output", tmp_path / name).returncode == 0
+        assert write_prompts("--number", 20, "--seed", seed, "--output", tmp_path / name) == 0
     assert written(tmp_path / "a") == written(tmp_path / "b") != written(tmp_path / "c")
 
 
 def test_two_blanks_of_one_name_get_different_words(tmp_path):
     (tmp_path / "parts.yaml").write_text("kinds: {talk: ['{who} meets {who}']}\nwords: {who: [Ann, Bo]}")
     output = tmp_path / "prompts.jsonl"
-    assert (
-        write_prompts("--number", 2, "--parts", tmp_path / "parts.yaml", "--output", output).returncode == 0
-    )
+    assert write_prompts("--number", 2, "--parts", tmp_path / "parts.yaml", "--output", output) == 0
     assert {row["prompt"] for row in written(output)} == {"Ann meets Bo", "Bo meets Ann"}
 
 
@@ -53,10 +45,9 @@ def test_two_blanks_of_one_name_get_different_words(tmp_path):
         ("kinds: {talk: ['hello']}", "`kinds` and `words`"),
     ],
 )
-def test_parts_that_cannot_serve_are_refused_and_nothing_is_written(tmp_path, parts, said):
+def test_parts_that_cannot_serve_are_refused_and_nothing_is_written(tmp_path, capsys, parts, said):
     (tmp_path / "parts.yaml").write_text(parts)
     output = tmp_path / "prompts.jsonl"
-    result = write_prompts("--number", 2, "--parts", tmp_path / "parts.yaml", "--output", output)
-    assert result.returncode == 1
-    assert said in result.stderr
+    assert write_prompts("--number", 2, "--parts", tmp_path / "parts.yaml", "--output", output) == 1
+    assert said in capsys.readouterr().err
     assert not output.exists()

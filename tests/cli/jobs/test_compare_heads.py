@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import program
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_heads, chat_model, save_chat_model, wide_tree
 from tiny_training import chat_tokenizer, counting_rows, write_rows
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
+from medusa.cli.main import main
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.adapter import Adapter
 from medusa.heads.calibration import AnsweredTokens, calibrate, calibrate_each
@@ -33,7 +33,7 @@ PROMPTS = [{"prompt": "Hello"}, {"prompt": "Count"}, {"prompt": "And on"}, {"pro
 
 
 def compare_heads(arguments):
-    return program("inference/compare_heads.py").main(arguments)
+    return main(["compare-heads", *arguments])
 
 
 def perfect_heads(num_heads=1):

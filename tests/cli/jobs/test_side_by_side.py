@@ -1,13 +1,11 @@
 import json
 
 import pytest
-from conftest import program
 from tiny_chat import save_chat_model
 
-
-@pytest.fixture(scope="module")
-def compare():
-    return program("inference/side_by_side.py")
+from medusa.cli.jobs import side_by_side
+from medusa.cli.main import main
+from medusa.cli.options import parse
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +18,8 @@ def flags(tmp_path_factory):
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_both_answers_are_the_same_and_the_report_says_so(compare, flags, capsys, temperature):
-    assert compare.main([*flags, "--temperature", temperature]) == 0
+def test_both_answers_are_the_same_and_the_report_says_so(flags, capsys, temperature):
+    assert main(["side-by-side", *flags, "--temperature", temperature]) == 0
     printed = capsys.readouterr().out
     report = json.loads(printed.splitlines()[-1])
     assert report["identical"] is True
@@ -33,23 +31,23 @@ def test_both_answers_are_the_same_and_the_report_says_so(compare, flags, capsys
     assert "[bold]Count[/bold] to three" in printed, "prompts are shown as they are"
 
 
-def test_answers_that_differ_are_called_out_by_prompt(compare):
+def test_answers_that_differ_are_called_out_by_prompt():
     def answer(*tokens):
-        return compare.Answer(list(tokens), seconds=1.0, statistics=compare.DecodingStatistics())
+        return side_by_side.Answer(list(tokens), seconds=1.0, statistics=side_by_side.DecodingStatistics())
 
     def answers(plain, heads):
-        return {compare.PLAIN: plain, compare.HEADS: heads}
+        return {side_by_side.PLAIN: plain, side_by_side.HEADS: heads}
 
     same, other = answers(answer(1, 2), answer(1, 2)), answers(answer(1, 2), answer(1, 3))
-    tree = compare.CandidateTree.chain(2)
-    assert "answers to prompt 2 differ" in compare.verdict([same, other], tree).plain
-    assert "tokens are the same" in compare.verdict([same, same], tree).plain
-    assert compare.make_report([same, other])["identical"] is False
+    tree = side_by_side.CandidateTree.chain(2)
+    assert "answers to prompt 2 differ" in side_by_side.verdict([same, other], tree).plain
+    assert "tokens are the same" in side_by_side.verdict([same, same], tree).plain
+    assert side_by_side.make_report([same, other])["identical"] is False
 
 
-def test_other_heads_answer_beside(compare, flags, capsys):
+def test_other_heads_answer_beside(flags, capsys):
     heads = flags[flags.index("--heads") + 1]
-    assert compare.main([*flags, "--beside", f"others={heads}"]) == 0
+    assert main(["side-by-side", *flags, "--beside", f"others={heads}"]) == 0
     printed = capsys.readouterr().out
     report = json.loads(printed.splitlines()[-1])
     assert report["identical"] is True and "others" in printed
@@ -61,31 +59,33 @@ def test_other_heads_answer_beside(compare, flags, capsys):
 
 
 @pytest.mark.parametrize("text", ["heads", "=heads", "name=", "plain=heads"])
-def test_other_heads_need_a_name_of_their_own(compare, flags, capsys, text):
+def test_other_heads_need_a_name_of_their_own(flags, capsys, text):
     with pytest.raises(SystemExit):
-        compare.main([*flags, "--beside", text])
+        main(["side-by-side", *flags, "--beside", text])
     assert f"must be NAME=HEADS with a name of its own, got '{text}'" in " ".join(
         capsys.readouterr().err.split()
     )
 
 
-def test_heads_are_needed_to_compare_with(compare, flags, capsys, tmp_path):
+def test_heads_are_needed_to_compare_with(flags, capsys, tmp_path):
     missing = str(tmp_path / "no" / "such" / "heads")
-    assert compare.main([*flags, "--heads", missing]) == 1
+    assert main(["side-by-side", *flags, "--heads", missing]) == 1
     assert f"no heads directory at '{missing}'" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_whoever_goes_first_the_answers_keep_one_order(compare, monkeypatch):
+def test_whoever_goes_first_the_answers_keep_one_order(monkeypatch):
     monkeypatch.setattr(
-        compare, "timed_answer", lambda *_, **__: compare.Answer([1], 1.0, compare.DecodingStatistics())
+        side_by_side,
+        "timed_answer",
+        lambda *_, **__: side_by_side.Answer([1], 1.0, side_by_side.DecodingStatistics()),
     )
     ways = {name: {} for name in ("plain", "with heads", "other")}
-    orders = [list(compare.answer_with_all(None, {}, None, ways, number)) for number in range(3)]
+    orders = [list(side_by_side.answer_with_all(None, {}, None, ways, number)) for number in range(3)]
     assert orders == [list(ways)] * 3
 
 
-def test_heads_beside_are_computed_as_the_models_own_are(compare, flags):
-    options = compare.parse(compare.SideBySideOptions, flags)
-    model = compare.load_model(options.model)
-    ways = compare.contenders(model, [f"others={options.model.heads}"])
+def test_heads_beside_are_computed_as_the_models_own_are(flags):
+    options = parse(side_by_side.SideBySideOptions, flags)
+    model = side_by_side.load_model(options.model)
+    ways = side_by_side.contenders(model, [f"others={options.model.heads}"])
     assert type(ways["others"]["drafter"].heads) is type(model.drafting_heads)

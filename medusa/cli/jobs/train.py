@@ -1,0 +1,50 @@
+"""``medusa train``: a training run, from its configuration to the heads it leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers.utils.logging import disable_progress_bar
+
+from medusa.training.config.configuration import REMOVED, TrainingConfiguration, launched_precision
+from medusa.training.run import job
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TrainingConfiguration):
+    """Train heads on a frozen base model: Medusa heads, alone or with a LoRA adapter, or an EAGLE-style
+    one.
+
+        medusa train --config smollm2_demo
+        medusa train --config smollm2 --learning_rate 5e-4
+        medusa train --config smollm2_eagle
+        medusa train --config smollm2_joint
+        medusa train --config smollm2 --resume auto
+        medusa train --config smollm2_demo --inspect
+
+    Several processes, here one for each of two GPUs, and the same from a checkout:
+
+        accelerate launch --num_processes 2 -m medusa train --config smollm2
+        accelerate launch --num_processes 2 train/train_heads.py --config configs/smollm2.yaml
+
+    Every key below can stand in the YAML file and on the command line, which overrides the file; `--key
+    none` takes a key of the file back. --inspect shows which tokens would be trained on, and stops. The
+    heads end up in output_dir/heads, and `medusa chat --heads output_dir/heads` chats with them. With
+    --resume auto one command starts a run and goes on with it. A run that SIGTERM stops leaves a checkpoint
+    and ends with status 75.
+    """
+
+    PARSING: ClassVar[Mapping[str, Any]] = {
+        "presets": lambda: {"precision": launched_precision()},
+        "removed": REMOVED,
+    }
+
+
+def train(configuration: TrainOptions) -> None:
+    """Train, and leave the heads with their tree, their provenance and a picture of the run."""
+    logging.basicConfig(level=logging.WARNING)
+    disable_progress_bar()
+    job.train(configuration)

@@ -1,0 +1,231 @@
+"""``medusa tune``: the tree that is fastest for these heads on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import medusa
+from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least
+from medusa.cli.program import (
+    answered_tokens,
+    encode_prompts,
+    heads_of,
+    load_model,
+    load_prompts,
+)
+from medusa.cli.reporting import log_picture, report_json, table_console
+from medusa.heads.calibration import AnsweredTokens
+from medusa.measurement.heads import ranked
+from medusa.measurement.tuning import (
+    NUM_NODES,
+    TreeSize,
+    fastest,
+    file_asked_for,
+    file_tuned,
+    measured_sizes,
+    plot_tuning,
+    trees_by_size,
+)
+from medusa.model import MedusaModel
+from medusa.plots import short_name
+from medusa.progress import log_console, track
+from medusa.prompts import padded_batch
+from medusa.tables import counted, print_table, times
+from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.rank_counts import RankCounts
+from medusa.trees.tuned_trees import TunedTree
+
+Tables = Mapping[int, Sequence[TreeSize]]
+"""What each size of tree gives and costs, by batch size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(ProgramOptions):
+    """Choose the tree for these heads on this machine, and write it into the heads directory.
+
+    Reads answers (the model's own to the prompts, or those in the file), counts which guesses of the
+    heads would have been right, builds the best tree of each size, times a decode step with each, and
+    keeps the size with the most tokens per second: for each of --batch-sizes by itself, filed under this
+    device, precision, engine and --step. Size 1 is plain decoding and takes part. A model loaded here
+    then uses the tree of its batch size. Everywhere else the directory's default tree is used, which the
+    one of batch size 1 replaces, unless the default was tuned elsewhere. With --num-nodes nothing is
+    timed: the best tree of that size becomes the default, and those tuned here go. Run it with nothing
+    else running.
+
+        medusa tune
+        medusa tune --heads HEADS --prompts FILE --limit 64 --max-new-tokens 256
+        medusa tune --batch-sizes 1,2,4,8,16 --engine eager --step captured --device cuda
+        medusa tune --num-nodes 64 --no-save
+    """
+
+    num_nodes: int | None = None
+    """Take this size, root included, and time nothing."""
+    sizes: GrowingInts = NUM_NODES
+    """Sizes to compare; 1 always takes part."""
+    batch_sizes: GrowingInts = (1,)
+    """Rows decoded together; each gets its own tree."""
+    max_depth: int | None = None
+    """No deeper than this; none is as deep as the heads guess."""
+    max_rank: int = 16
+    """Guesses of each head to consider."""
+    rounds: int = 6
+    """Rounds of timing."""
+    no_save: bool = False
+    """Leave the heads directory as it is."""
+    plot: Path = Path("runs/plots/tune_tree.png")
+    """Where the picture goes."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "num_nodes", "max_depth", "max_rank", "rounds")
+        if not self.no_save and not Path(self.model.heads).is_dir():
+            raise ValueError(
+                f"heads must be a directory to write the tree into, got {self.model.heads!r}; copy the heads "
+                "to one, or give --no-save"
+            )
+
+
+def tune(options: TuneOptions) -> None:
+    """Calibrate, choose, print, draw, and write the tree."""
+    model = load_model(options.model)
+    prompts = load_prompts(options.prompts)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
+    pairs = list(zip(prompts, encoded, strict=True))
+    rows = [answered_tokens(model, *pair, options.answers) for pair in track(pairs, "answering")]
+    (counts,) = ranked(model, [heads_of(model)], rows, options.max_rank)
+    tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
+    chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
+    num_nodes = options.num_nodes or chosen[min(chosen)]
+    tree = counts.best_tree(num_nodes, options.max_depth)
+    report = make_report(model, counts, tree, tables, options)
+    print_report(report, table_console())
+    if tables:
+        title = f"{short_name(options.model.heads)} on {runtime_in_words(report)}"
+        plot_tuning(report["by_batch_size"], options.plot, title)
+        log_picture(options)
+    if not options.no_save:
+        save(model, counts, tree, tables, report, options)
+    report_json(report, options.report)
+
+
+def save(
+    model: MedusaModel,
+    counts: RankCounts,
+    tree: CandidateTree,
+    tables: Tables,
+    report: dict[str, Any],
+    options: TuneOptions,
+) -> None:
+    """Write the fastest tree of each batch size, or ``tree`` of --num-nodes as the default."""
+    origin = {key: value for key, value in report.items() if key != "by_batch_size"}
+    tuned = []
+    for batch_size, table in tables.items():
+        best = fastest(table)
+        measured = {"num_nodes": best.num_nodes, **report["by_batch_size"][str(batch_size)]}
+        measured |= {key: report[key] for key in ("num_threads", "medusa", "made")}
+        fitting = counts.best_tree(best.num_nodes, options.max_depth)
+        tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
+    if tuned:
+        said = file_tuned(options.model.heads, tuned, origin)
+    else:
+        said = file_asked_for(options.model.heads, tree, model.runtime, origin)
+    for sentence in said:
+        log_console().print(sentence, soft_wrap=True)
+
+
+def measure_sizes(
+    model: MedusaModel,
+    counts: RankCounts,
+    encoded: Sequence[dict[str, Any]],
+    rows: Sequence[AnsweredTokens],
+    options: TuneOptions,
+) -> dict[int, list[TreeSize]]:
+    """What each size gives and costs, by batch size; timed on the prompts with the longest answers."""
+    trees = trees_by_size(counts, {1, *options.sizes}, options.max_depth)
+    gains = {size: counts.held_out_tokens_per_step(size, options.max_depth) for size in trees}
+    by_length = sorted(range(len(rows)), key=lambda i: -sum(rows[i].is_label))
+    tables = {}
+    for batch_size in options.batch_sizes:
+        places = range((1 + options.rounds) * batch_size)
+        ordered = [encoded[by_length[place % len(by_length)]] for place in places]
+        batches = [padded_batch(ordered[start : start + batch_size]) for start in places[::batch_size]]
+        label = "timing steps" if len(options.batch_sizes) == 1 else f"timing steps, {batch_size} rows"
+        tables[batch_size] = measured_sizes(model, trees, gains, batches, batch_size, label)
+    return tables
+
+
+def make_report(
+    model: MedusaModel,
+    counts: RankCounts,
+    tree: CandidateTree,
+    tables: Tables,
+    options: TuneOptions,
+) -> dict[str, Any]:
+    """The JSON object of this program, which also says in ``tree.json`` where the tree came from."""
+    by_batch = {
+        str(batch): {
+            "chosen": fastest(table).num_nodes,
+            "by_num_nodes": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in table],
+        }
+        for batch, table in tables.items()
+    }
+    return {
+        "num_nodes": tree.num_nodes,
+        "depth": tree.depth,
+        "tokens_per_step": counts.held_out_tokens_per_step(tree.num_nodes, options.max_depth),
+        "by_num_nodes": next(iter(by_batch.values()))["by_num_nodes"] if by_batch else [],
+        "by_batch_size": by_batch,
+        "num_prompts": len(counts.ranks),
+        "num_positions": counts.num_positions,
+        "device": model.runtime.device,
+        "dtype": model.runtime.dtype,
+        "engine": model.runtime.engine,
+        "step": model.step,
+        "num_threads": torch.get_num_threads(),
+        "batch_size": options.batch_sizes[0],
+        "base": model.base.name_or_path,
+        "medusa": medusa.__version__,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Every size that was compared, the chosen ones marked; or the chosen one alone."""
+    if not report["by_batch_size"]:
+        console.print(
+            f"best tree of {counted(report['num_nodes'], 'node')}: depth {report['depth']}, "
+            f"{report['tokens_per_step']:.2f} tokens per step expected"
+        )
+    for batch_size, entry in report["by_batch_size"].items():
+        print_sizes(entry, f"batch size {batch_size}, {runtime_in_words(report)}", console)
+
+
+def print_sizes(entry: Mapping[str, Any], where: str, console: Console) -> None:
+    """Every size that was compared at one batch size, the chosen one marked."""
+    plain = entry["by_num_nodes"][0]["tokens_per_second"]
+    rows = [
+        [
+            str(row["num_nodes"]),
+            str(row["depth"]),
+            f"{row['tokens_per_step']:.2f}",
+            f"{1000 * row['step_seconds']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            times(row["tokens_per_second"] / plain),
+        ]
+        for row in entry["by_num_nodes"]
+    ]
+    chosen = [row["num_nodes"] for row in entry["by_num_nodes"]].index(entry["chosen"])
+    headers = ["nodes", "depth", "tok/step", "ms/step", "tokens/s", "x plain"]
+    print_table(console, f"Trees at {where}", headers, rows, styles={chosen: "bold green"})
+
+
+def runtime_in_words(report: Mapping[str, Any]) -> str:
+    """Where the report was measured."""
+    runtime = ", ".join(report[key] for key in ("device", "dtype", "engine"))
+    return f"{runtime}, {report['step']} steps, {report['num_threads']} threads"

@@ -1,0 +1,91 @@
+"""Where things are that have a name: the embedded base model, the configurations that ship, the user's cache.
+
+Imports no torch, so that a name can be told from a mistake at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+EMBEDDED_BASE = "smollm2-135m-instruct"
+"""As a base model, the name of SmolLM2-135M-Instruct where :func:`embedded_base` finds it."""
+
+
+def cache_home() -> Path:
+    """What the user need not keep: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MEDUSA_CACHE") or Path(home) / "medusa")
+
+
+def checkout() -> Path | None:
+    """The checkout that this package runs from; None where it is installed."""
+    root = PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def embedded_base_homes() -> list[Path]:
+    """Where the embedded base is looked for: ``models/`` of the checkout, if there is one, then the cache."""
+    roots = [root / "models" for root in [checkout()] if root] + [cache_home() / "models"]
+    return [root / EMBEDDED_BASE for root in roots]
+
+
+def embedded_base() -> Path:
+    """The directory of the embedded base.
+
+    Raises:
+        FileNotFoundError: it has not been fetched.
+    """
+    for home in embedded_base_homes():
+        if (home / "config.json").is_file():
+            return home
+    raise FileNotFoundError(
+        f"the base model {EMBEDDED_BASE!r} is not here yet; fetch it once: `medusa fetch {EMBEDDED_BASE}`, "
+        "or give another base (--base), a directory or a hub id"
+    )
+
+
+def base_named(name: str) -> str:
+    """``name``, a directory or a hub id; for the name of the embedded base, the directory that it stands for.
+
+    Raises:
+        FileNotFoundError: that base has not been fetched.
+    """
+    return str(embedded_base()) if name == EMBEDDED_BASE and not Path(name).is_dir() else name
+
+
+def is_embedded_base(name: str) -> bool:
+    """Whether ``name``, as a base model, is the embedded one: its name, or one of its directories."""
+    homes = [home.resolve() for home in embedded_base_homes()]
+    return name == EMBEDDED_BASE or Path(name).resolve() in homes
+
+
+def shipped_files() -> Path:
+    """The directory of the configurations and prompts that ship: ``configs/`` of the checkout or package."""
+    return (checkout() or PACKAGE) / "configs"
+
+
+def shipped_names(suffix: str) -> list[str]:
+    """Names of the files with that suffix that ship; they stand wherever a path to such a file does."""
+    return sorted(path.stem for path in shipped_files().glob(f"*{suffix}"))
+
+
+def named_file(given: str | Path, suffix: str, what: str) -> Path:
+    """The file ``given``, or the one that ships under this name: ``smollm2`` is ``configs/smollm2.yaml``.
+
+    Args:
+        what: the file is, for the message.
+
+    Raises:
+        FileNotFoundError: there is neither; the message names what ships.
+    """
+    path, names = Path(given), shipped_names(suffix)
+    if path.is_file():
+        return path
+    if str(given) in names:
+        return shipped_files() / f"{given}{suffix}"
+    nearest = difflib.get_close_matches(path.name.removesuffix(suffix), names, n=1)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else f"give a path, or one of {', '.join(names)}"
+    raise FileNotFoundError(f"{what} {str(given)!r} does not exist here, nor among those that ship; {advice}")

