@@ -13,7 +13,7 @@ from tiny_chat import chat_tokenizer
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings, create_application
-from medusa.serving.server import _listening
+from medusa.serving.server import SignalledServer, listening_socket
 from medusa.serving.service import Service, ServiceSettings
 
 TOKENIZER = chat_tokenizer()
@@ -22,8 +22,8 @@ TOKENIZER = chat_tokenizer()
 class Running:
     """A server and how to reach it."""
 
-    def __init__(self, service: Service, port: int):
-        self.service, self.port = service, port
+    def __init__(self, service: Service, port: int, server: SignalledServer):
+        self.service, self.port, self.server = service, port, server
         self.url = f"http://127.0.0.1:{port}"
 
     @property
@@ -35,17 +35,16 @@ class Running:
 def running(model: MedusaModel, access: AccessSettings | None = None, **options) -> Iterator[Running]:
     limits = options.pop("limits", BatchLimits(max_rows=4, chunk=32))
     service = Service(model, ServiceSettings("tiny", limits, **options))
-    listening = _listening("127.0.0.1", 0)
+    listening = listening_socket("127.0.0.1", 0)
     app = create_application(service, access or AccessSettings())
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    server.install_signal_handlers = lambda: None
+    server = SignalledServer(uvicorn.Config(app, log_level="error"), service)
     service.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
         while not server.started:
             time.sleep(0.01)
-        yield Running(service, listening.getsockname()[1])
+        yield Running(service, listening.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join()

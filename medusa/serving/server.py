@@ -18,7 +18,7 @@ MAX_CONNECTIONS = 1024
 log = logging.getLogger("medusa.serving")
 
 
-class _Server(uvicorn.Server):
+class SignalledServer(uvicorn.Server):
     """Refuses new requests from the first signal on; a second one does not wait for running answers."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
@@ -38,7 +38,7 @@ def run_server(
         OSError: the address cannot be listened on.
     """
     log_to_standard_error()
-    with _listening(host, port) as listening:
+    with listening_socket(host, port) as listening:
         service.start()
         try:
             config = uvicorn.Config(
@@ -51,12 +51,12 @@ def run_server(
             )
             address = f"[{host}]" if ":" in host else host
             log.info("ready: http://%s:%s", address, listening.getsockname()[1])
-            _Server(config, service).run(sockets=[listening])
+            SignalledServer(config, service).run(sockets=[listening])
         finally:
             service.worker.close()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens there; taken before anything else, so that a port in use is said at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)

@@ -65,7 +65,18 @@ def test_the_real_model_answers_as_alone_and_ends_what_is_running_when_told_to_s
     real_base, real_tokenizer
 ):
     started = subprocess.Popen(
-        [sys.executable, "-m", "medusa.cli.main", "serve", "--port", "0", "--engine", "eager"],
+        [
+            sys.executable,
+            "-m",
+            "medusa.cli.main",
+            "serve",
+            "--port",
+            "0",
+            "--engine",
+            "eager",
+            "--grace",
+            "300",
+        ],
         stderr=subprocess.PIPE,
         text=True,
         cwd=CHECKOUT,

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import random
+import signal
 import socket
 import time
 
@@ -281,6 +282,24 @@ def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end(
         assert httpx.get(f"{small.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             client_of(small).chat.completions.create(**asked)
+
+
+def test_told_to_stop_a_server_ends_what_is_running_and_takes_nothing_new(tiny_chat_model):
+    with running(tiny_chat_model) as ending:
+        batch = ending.service.worker.batches[False]
+        step = batch.step
+        batch.step = lambda: time.sleep(0.05) or step()
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
+        stream = client_of(ending).chat.completions.create(**asked, stream=True)
+        pieces = [next(iter(stream))]
+        ending.server.handle_exit(signal.SIGTERM, None)
+        pieces += list(stream)
+        _, text = expected(tiny_chat_model, HELLO, max_new_tokens=24, do_sample=False)
+        assert said(pieces) == text
+        with pytest.raises(httpx.ConnectError):
+            for _ in range(500):
+                assert httpx.get(f"{ending.url}/health").status_code == 503
+                time.sleep(0.02)
 
 
 def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog):
