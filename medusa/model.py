@@ -38,7 +38,7 @@ from medusa.decoding.steps import (
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter, host_bound_parts
-from medusa.drafters.registry import DraftersByName, default_drafter
+from medusa.drafters.registry import DEFAULT_DRAFTER, DraftersByName
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
@@ -46,7 +46,7 @@ from medusa.engine.views import TakenWeights
 from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.heads.eagle import EagleHead, Heads
+from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.hub import HUB_ARGUMENTS
@@ -253,14 +253,14 @@ class MedusaModel:
     def drafter_for(self, batch_size: int, step: StepKind | None = None) -> Drafter:
         """A new drafter as for a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
 
-        That is the one measured fastest for such heads (:func:`medusa.drafters.registry.default_drafter`), in
+        That is the one measured fastest for such heads (:data:`medusa.drafters.registry.DEFAULT_DRAFTER`), in
         drafts as large as :meth:`tree_for`; where steps of fixed shape cannot run it, the heads in that tree.
         Without heads, and where the tree tuned for so many rows is the root alone, nothing is drafted.
         """
         kind = step or self.step
         tree = self.tree_for(batch_size, kind)
         if self.heads is not None and tree.depth:
-            fastest = self._drafters.drafter(default_drafter(self), batch_size)
+            fastest = self._drafters.drafter(DEFAULT_DRAFTER, batch_size)
             if fastest is not None and (kind == "general" or not host_bound_parts(fastest)):
                 return fastest
         return self._heads_in(tree)
@@ -400,7 +400,7 @@ class MedusaModel:
             pausing_for,
             compiled,
             layers,
-            needs_features=isinstance(self.heads, EagleHead),
+            needs_features=isinstance(self.heads, Eagle3Head),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,
         )
 

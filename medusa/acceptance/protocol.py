@@ -72,7 +72,7 @@ class VerificationRule:
 
     ``context_only_proposal``: the rule reads q again at later steps, so q after a token may depend on
     the text before it and on nothing else (a draft model, an early exit), and not on how far the token
-    stood from the root (Medusa heads, an EAGLE-style head).
+    stood from the root (Medusa heads, an EAGLE-3 head).
     """
 
     name: str

@@ -266,12 +266,15 @@ class ExportOptions:
 
         medusa export runs/mine/heads --to vllm-medusa --output exports/vllm
         medusa export runs/mine/heads --to tgi --output exports/tgi --dtype bfloat16
+        medusa export runs/eagle3/heads --to vllm-eagle3 --output exports/eagle3
     """
 
     heads: tyro.conf.Positional[str]
     """A heads directory, a hub id, or the name of heads that ship."""
     to: ForeignName
-    """Who reads the result: vllm-medusa is vLLM's medusa method, tgi is Text Generation Inference."""
+    """Who reads the result. Plain Medusa heads: vllm-medusa is vLLM's medusa method, tgi is Text Generation
+    Inference. An EAGLE-3 head: vllm-eagle3 is what vLLM, SGLang and llama.cpp read, speculators the layout
+    from which vLLM starts alone."""
     output: Path
     """Directory to write."""
     base: str | None = None
@@ -290,8 +293,9 @@ class ExportOptions:
 class ImportOptions:
     """Read heads that another project trained, and write them as a heads directory.
 
-    Read are heads of FasterDecoding/Medusa (medusa_lm_head.pt or .safetensors), its Medusa-2 models, and
-    heads for vLLM and for Text Generation Inference. Afterwards they decode as heads trained here do.
+    Read are heads of FasterDecoding/Medusa (medusa_lm_head.pt or .safetensors), its Medusa-2 models, Medusa
+    heads for vLLM and for Text Generation Inference, and EAGLE-3 heads of SafeAILab, AngelSlim, SpecForge and
+    speculators. Afterwards they decode as heads trained here do.
 
         medusa import FasterDecoding/medusa-vicuna-7b-v1.3 --output runs/vicuna/heads --trust-tensors
         medusa import exports/vllm --base models/smollm2-135m-instruct --output runs/back/heads
@@ -311,6 +315,8 @@ class ImportOptions:
     """For a Medusa-2 model: also write the base alone, without heads, to this directory."""
     trust_tensors: bool = False
     """Where config.json contradicts the tensors, go by the tensors. Some published heads say 2 and hold 5."""
+    fused_layers: tuple[int, ...] | None = None
+    """The layers of the base that an EAGLE-3 head reads, 1 the first, where config.json names others."""
     overwrite: bool = False
     """Replace what the output directories hold."""
     report: ReportOptions = ReportOptions()

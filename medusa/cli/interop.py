@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,8 @@ from medusa.cli.program import (
 )
 from medusa.cli.reporting import print_list, report_json, table_console
 from medusa.files import check_writable_target
-from medusa.heads.checkpoint import load_heads
-from medusa.heads.eagle import Heads
-from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.checkpoint import kind_of, load_heads
+from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.hub import split_revision
 from medusa.interop.checking import ChainCheck, check_chain
 from medusa.interop.conversion import export_heads, foreign_directory, import_heads, save_base
@@ -90,7 +90,7 @@ def import_foreign(options: ImportOptions) -> None:
     trusted = {"trust_remote_code": options.trust_remote_code}
     base = load_base(name, dtype="auto", **trusted)
     own_name = str(options.base_output or name)
-    request = ReadRequest(directory, base, options.trust_tensors)
+    request = ReadRequest(directory, base, options.trust_tensors, tuple(options.fused_layers or ()))
     checkpoint, read = import_heads(
         request,
         foreign,
@@ -102,11 +102,8 @@ def import_foreign(options: ImportOptions) -> None:
     if options.base_output is not None:
         save_base(base, load_tokenizer(name, **trusted), options.base_output, options.overwrite)
     heads = checkpoint.heads
-    assert isinstance(heads, MedusaHeads), "the formats that are read hold no others"
-    layers = counted(heads.config.num_layers, "layer")
     log.print(
-        f"{options.output}: {counted(heads.num_heads, 'head')} of {layers} in {foreign.consumer}'s format, "
-        f"unembedding {heads.config.unembedding}, for {own_name}",
+        f"{options.output}: {_in_words(heads)}, in {foreign.consumer}'s format, for {own_name}",
         soft_wrap=True,
     )
     print_list(log, "decided:", read.notes)
@@ -118,9 +115,9 @@ def import_foreign(options: ImportOptions) -> None:
             "output": str(options.output),
             "format": foreign.name,
             "base": own_name,
+            "kind": kind_of(heads),
             "num_heads": heads.num_heads,
-            "num_layers": heads.config.num_layers,
-            "unembedding": heads.config.unembedding,
+            **asdict(heads.config),
             "notes": read.notes,
         },
         options.report,
@@ -144,7 +141,7 @@ def check(options: CheckOptions) -> None:
     name = base_named(name)
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
     heads = foreign.read(ReadRequest(directory, base)).heads
-    log.print(f"{directory}: {foreign.consumer} loads {counted(heads.num_heads, 'head')}", soft_wrap=True)
+    log.print(f"{directory}: {foreign.consumer} loads {_in_words(heads)}", soft_wrap=True)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
     chain = CandidateTree.chain(heads.num_heads)
     model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
@@ -195,6 +192,19 @@ def print_check(result: ChainCheck, console: Console) -> None:
         "accepted the position before. top 1: the head's best guess is right (teacher-forced)."
     )
     print_table(console, title, ["position", "accepted", "reached", "top 1", "untrained"], rows, note=note)
+
+
+def _in_words(heads: Heads) -> str:
+    if isinstance(heads, Eagle3Head):
+        layers = " ".join(map(str, heads.reads_layers))
+        rows = "rows of its own" if heads.config.own_lm_head else "the base's rows"
+        return (
+            f"an EAGLE-3 head over layers {layers} that drafts {heads.num_heads} deep and scores "
+            f"{heads.num_columns:,} tokens with {rows}"
+        )
+    config = heads.config
+    layers = counted(config.num_layers, "layer")
+    return f"{counted(heads.num_heads, 'head')} of {layers}, unembedding {config.unembedding}"
 
 
 def _serve(foreign: ForeignFormat, directory: str, base: str, heads: Heads) -> str:

@@ -383,8 +383,8 @@ class DrafterOptions:
     """For draft-model: a smaller model with the same tokenizer."""
     exit_layer: int | None = None
     """For early-exit: layers of the base to run."""
-    eagle: str | None = None
-    """For eagle: a heads directory or hub id of an EAGLE-style head."""
+    eagle3: str | None = None
+    """For eagle3: a heads directory or hub id of an EAGLE-3 head."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
@@ -400,7 +400,7 @@ class DrafterOptions:
                 )
 
 
-_READ_BY = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle": "eagle"}
+_READ_BY = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}
 """Option of one drafter alone -> that drafter."""
 
 

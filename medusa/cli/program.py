@@ -30,7 +30,7 @@ from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
@@ -142,7 +142,7 @@ def drafter_settings(options: DrafterOptions) -> DrafterSettings:
         draft_width=options.draft_width,
         draft_model=options.draft_model,
         exit_layer=options.exit_layer,
-        eagle=options.eagle,
+        eagle3=options.eagle3,
     )
 
 

@@ -1,4 +1,4 @@
-"""Medusa heads whose tree takes another shape at every step, as large as before: where they are surest now.
+"""Heads whose tree takes another shape at every step, as large as before: where they are surest now.
 
 A tree chosen beforehand (:func:`medusa.best_tree`) holds the rank paths that are right most often. At a given
 step the heads know better: a candidate is worth the product of the probabilities along its path, and the
@@ -11,6 +11,7 @@ operations of one shape, so static steps can run it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from medusa.acceptance.protocol import DraftKind
+from medusa.base.causal_lm import CausalLM
 from medusa.base.causal_lm import output_embedding as output_embedding_of
-from medusa.drafters.heads import BETA, HeadsDrafter, heads_source
+from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.heads import BETA, HeadsDrafter, heads_source, missing_heads
+from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.drafters.suffix import MAX_MATCH, longest_match
-from medusa.heads.eagle import EagleHead
+from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -45,8 +49,10 @@ TOKENS_PER_NODE = 4
 """A suffix match adds nodes to the tree, one for so many of its tokens."""
 
 
-class DynamicHeadsDrafter(HeadsDrafter):
+class DynamicDrafter(LevelDrafter):
     """Fills trees of as many nodes as ``tree`` has, at most as deep, of a shape that the heads choose.
+
+    A part of a class with a drafter of fixed trees, which says what its heads think of each node.
 
     With ``suffix_length`` above 0 a suffix match of so many tokens takes part
     (:func:`medusa.drafters.suffix.longest_match`), and there is a node more for every
@@ -60,21 +66,16 @@ class DynamicHeadsDrafter(HeadsDrafter):
     cannot be drawn, and such rules refuse it.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        output_embedding: nn.Module,
-        tree: CandidateTree,
-        beta: float = BETA,
-        suffix_length: int = 0,
-    ):
-        super().__init__(heads, output_embedding, tree, beta)
-        self.suffix_length = suffix_length
+    suffix_length: int
+    """Tokens of a suffix match that take part."""
+
+    def _size(self, num_columns: int, suffix_length: int) -> None:
+        """Decide how large drafts are, with heads that score ``num_columns`` tokens."""
+        tree, self.suffix_length = self.tree, suffix_length
         num_nodes, device = tree.num_nodes + suffix_length // TOKENS_PER_NODE, self._ranks.device
         wanted, self.beam = num_nodes - 1, min(max(MIN_BEAM, num_nodes // 2), MAX_BEAM)
-        most = heads.config.token_map_size or heads.config.vocab_size
         parents = 1 + (tree.depth - 1) * self.beam  # at most, over all levels
-        self._fanout = min(max(self.beam, -(-wanted // parents)), most)
+        self._fanout = min(max(self.beam, -(-wanted // parents)), num_columns)
         sizes: list[int] = []  # candidates of each level
         while len(sizes) < tree.depth:
             fanout = self._fanout + (len(sizes) < suffix_length)
@@ -85,11 +86,22 @@ class DynamicHeadsDrafter(HeadsDrafter):
         self._depths = torch.cat(depths)
         if suffix_length:
             self._weights = torch.tensor(MATCH_WEIGHTS, device=device)
-            self._columns = _columns_of(heads.token_map, self.vocab_size, device)
+            self._columns = _columns_of(self.token_map, self.vocab_size, device)
 
-    @property
-    def static_key(self) -> Hashable:
-        return "dynamic", self.suffix_length, super().static_key
+    @abstractmethod
+    def with_suffix(self, suffix_length: int) -> DynamicDrafter:
+        """The same heads, together with a suffix match of ``suffix_length`` tokens."""
+
+    @abstractmethod
+    def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
+        """Logits (B, M, V') of what follows the M nodes of a level's beam, in the columns of ``token_map``.
+
+        Called once per level, from the root down.
+
+        Args:
+            paths: (B, M, depth) long, the tokens from the root to each node.
+            parents: (B, M) long, the places of their parents in the beam before; None for the root.
+        """
 
     @property
     def num_nodes(self) -> int:
@@ -101,10 +113,6 @@ class DynamicHeadsDrafter(HeadsDrafter):
 
     def sampled_kind(self, wanted: DraftKind) -> DraftKind:
         return DraftKind.RANKED if self.suffix_length else super().sampled_kind(wanted)
-
-    def with_suffix(self, suffix_length: int) -> DynamicHeadsDrafter:
-        """The same heads, together with a suffix match of ``suffix_length`` tokens."""
-        return DynamicHeadsDrafter(self.heads, self.output_embedding, self.tree, self.beta, suffix_length)
 
     def _ranked(self, context: DraftContext) -> Draft:
         tokens, values, parents = self._candidates(context)  # (B, C) each
@@ -132,9 +140,9 @@ class DynamicHeadsDrafter(HeadsDrafter):
         worth = torch.zeros(beam.shape, device=beam.device)
         follows = torch.ones_like(beam, dtype=torch.bool)  # (B, M): the path is the match's continuation
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        first = 0
+        first, parents = 0, None
         for depth in range(1, self.tree.depth + 1):
-            logits = self.logits_along(context, depth - 1, paths.shape[1], paths)
+            logits = self.logits_after_beam(context, paths, parents)
             if depth <= self.suffix_length:
                 tokens, log_q = self._mixed(context, depth, logits, match, follows)  # (B, M, R + 1)
             else:
@@ -153,8 +161,8 @@ class DynamicHeadsDrafter(HeadsDrafter):
             beam, first = first + kept, first + values.shape[1]
         if self.suffix_length > self.tree.depth:
             found.append(self._below_heads(match, beam, worth.masked_fill(~follows, -torch.inf), first))
-        tokens, values, parents = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-        return tokens, values, parents
+        tokens, values, above = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        return tokens, values, above
 
     def _tokens_in(self, columns: Tensor) -> Tensor:
         """The tokens that columns of the heads' logits stand for."""
@@ -214,6 +222,63 @@ class DynamicHeadsDrafter(HeadsDrafter):
         return tokens, value + weights.log().cumsum(1), torch.cat([beam.gather(1, last), above], dim=1)
 
 
+class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
+    """Medusa heads in dynamic trees."""
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        output_embedding: nn.Module,
+        tree: CandidateTree,
+        beta: float = BETA,
+        suffix_length: int = 0,
+    ):
+        HeadsDrafter.__init__(self, heads, output_embedding, tree, beta)
+        self._size(heads.num_columns, suffix_length)
+
+    @property
+    def static_key(self) -> Hashable:
+        return "dynamic", self.suffix_length, super().static_key
+
+    def with_suffix(self, suffix_length: int) -> DynamicHeadsDrafter:
+        return DynamicHeadsDrafter(self.heads, self.output_embedding, self.tree, self.beta, suffix_length)
+
+    def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
+        return self.logits_along(context, paths.shape[2] - 1, paths.shape[1], paths)
+
+
+class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
+    """An EAGLE-3 head in dynamic trees: it runs on the nodes of each beam, and on no others."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        base: CausalLM,
+        tree: CandidateTree,
+        beta: float = 1.0,
+        suffix_length: int = 0,
+    ):
+        Eagle3Drafter.__init__(self, head, base, tree, beta)
+        self._size(head.num_columns, suffix_length)
+        self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
+        """(B, M) long each: of the nodes run in this step, as a tree of their own."""
+
+    def with_suffix(self, suffix_length: int) -> DynamicEagle3Drafter:
+        return DynamicEagle3Drafter(self.head, self.base, self.tree, self.beta, suffix_length)
+
+    def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
+        if parents is None:
+            self._parents = self._depths_run = torch.zeros_like(context.root[:, None])
+            self._level_start = 0
+            return self.logits_after_root(context)
+        first_node, depth = self._parents.shape[1], paths.shape[2] - 1
+        self._parents = torch.cat([self._parents, self._level_start + parents], dim=1)
+        self._depths_run = torch.cat([self._depths_run, torch.full_like(parents, depth)], dim=1)
+        self._level_start = first_node
+        topology = TreeTopology.from_parents(self._parents, self._depths_run, depth)
+        return self.logits_after_nodes(paths[..., -1], topology, first_node)
+
+
 @dataclass(frozen=True)
 class _Continuation:
     """What a suffix match says of the next C tokens, each if those before it are right."""
@@ -234,27 +299,21 @@ def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device)
 
 def dynamic_heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The model's heads in trees of the size of its tree for the batch."""
-    heads, embedding = host.drafting_heads, output_embedding_of(host.runner)
-    assert isinstance(heads, MedusaHeads), "missing_medusa_heads refuses this model before"
+    heads, runner = host.drafting_heads, host.runner
+    assert heads is not None, "missing_heads refuses this model before"
 
     def fill(tree: CandidateTree) -> Drafter:
-        return DynamicHeadsDrafter(heads, embedding, tree)
+        if isinstance(heads, Eagle3Head):
+            return DynamicEagle3Drafter(heads, runner, tree)
+        return DynamicHeadsDrafter(heads, output_embedding_of(runner), tree)
 
     return replace(heads_source(host, settings), name="dynamic-heads", fill=fill)
-
-
-def missing_medusa_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What is missing: Medusa heads, unless the model has them."""
-    if isinstance(host.heads, MedusaHeads):
-        return None
-    kind = "an EAGLE-style head" if isinstance(host.heads, EagleHead) else "no heads"
-    return f"Medusa heads, and the model was loaded with {kind}; give --heads"
 
 
 DYNAMIC_HEADS = NamedDrafter(
     "dynamic-heads",
     dynamic_heads_source,
     "the heads, in a tree that takes another shape at every step",
-    missing_medusa_heads,
+    missing_heads,
     needs_heads=True,
 )

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, embedding_weight
 from medusa.base.causal_lm import output_embedding as output_embedding_of
-from medusa.drafters.eagle import EagleDrafter
+from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
-from medusa.heads.eagle import EagleHead, Heads
+from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
 
@@ -103,8 +103,8 @@ def _ancestors(tree: CandidateTree, path: RankPath) -> list[int]:
 
 def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Drafter:
     """The drafter for heads of either kind, over ``base``'s embeddings."""
-    if isinstance(heads, EagleHead):
-        return EagleDrafter(heads, base, tree)
+    if isinstance(heads, Eagle3Head):
+        return Eagle3Drafter(heads, base, tree)
     return HeadsDrafter(heads, output_embedding_of(base), tree)
 
 

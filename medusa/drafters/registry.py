@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from medusa.drafters.draft_model import DRAFT_MODEL
 from medusa.drafters.dynamic import DYNAMIC_HEADS
-from medusa.drafters.eagle import EAGLE
+from medusa.drafters.eagle3 import EAGLE3
 from medusa.drafters.heads import HEADS
 from medusa.drafters.plain import PLAIN
 from medusa.drafters.protocol import Drafter
@@ -21,7 +21,6 @@ from medusa.drafters.self_draft import EARLY_EXIT, LOW_PRECISION
 from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.drafters.suffix import SUFFIX
 from medusa.drafters.union import UnionSource
-from medusa.heads.medusa_heads import MedusaHeads
 
 DRAFTERS: dict[str, NamedDrafter] = {
     named.name: named
@@ -29,7 +28,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
         HEADS,
         DYNAMIC_HEADS,
         SUFFIX,
-        EAGLE,
+        EAGLE3,
         DRAFT_MODEL,
         EARLY_EXIT,
         LOW_PRECISION,
@@ -39,13 +38,6 @@ DRAFTERS: dict[str, NamedDrafter] = {
 """Every drafter that a user can ask for by name."""
 DEFAULT_DRAFTER = "dynamic-heads+suffix"
 """Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
-DEFAULT_EAGLE_DRAFTER = "heads+suffix"
-"""The same with an EAGLE-style head, whose tree keeps its shape."""
-
-
-def default_drafter(host: DraftHost) -> str:
-    """The name of the drafter that is fastest with the heads of ``model``."""
-    return DEFAULT_DRAFTER if isinstance(host.heads, MedusaHeads) else DEFAULT_EAGLE_DRAFTER
 
 
 def draft_with_heads(name: str) -> bool:

@@ -12,7 +12,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.drafters.protocol import Drafter
 from medusa.engine import Engine
 from medusa.heads.checkpoint import HeadsCheckpoint
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -30,8 +30,8 @@ class DrafterSettings:
     """The smaller model of "draft-model": a directory, a hub id, or a loaded model."""
     exit_layer: int | None = None
     """How many layers of the base "early-exit" runs."""
-    eagle: str | Path | HeadsCheckpoint | None = None
-    """The head of "eagle": a heads directory, a hub id, or a loaded checkpoint."""
+    eagle3: str | Path | HeadsCheckpoint | None = None
+    """The head of "eagle3": a heads directory, a hub id, or a loaded checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("draft_length", "draft_width"):

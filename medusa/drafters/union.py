@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import layers_of
-from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter, StaticDrafter
 from medusa.drafters.source import DraftSource
 from medusa.drafters.suffix import SuffixDrafter
@@ -112,7 +112,7 @@ class UnionSource:
 
 def united(drafters: Sequence[Drafter]) -> Drafter:
     """One drafter of one or more: dynamic heads take in a suffix match, the others stand side by side."""
-    heads = next((each for each in drafters if isinstance(each, DynamicHeadsDrafter)), None)
+    heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
     suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
     if heads is not None and suffix is not None:
         rest = [each for each in drafters if each not in (heads, suffix)]

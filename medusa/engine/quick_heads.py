@@ -39,14 +39,27 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
     They share the parameters of ``heads`` and hold what these and the output embedding are now: make them
     anew when a weight has changed.
     """
-    if isinstance(heads, MedusaHeads) and _has_products(output_embedding, heads):
-        quick: AnyHeads = QuickHeads(heads, output_embedding)  # type: ignore[assignment]
-    elif heads.token_map is not None:
+    scored = heads.token_map if heads.scores_base_rows else None
+    if _has_products(output_embedding, heads):
+        quick: AnyHeads = _with_products(heads, output_embedding)
+    elif scored is not None:
         quick = copy_sharing_parameters(heads)
     else:
         return heads
-    if heads.token_map is not None:
-        quick.scorer = _scorer(output_embedding, heads.token_map)
+    if scored is not None:
+        quick.scorer = _scorer(output_embedding, scored)
+    return quick
+
+
+def _with_products(heads: AnyHeads, output_embedding: QuickProducts) -> AnyHeads:
+    """``heads``, sharing their parameters, with linear layers that multiply with ``product_of`` them."""
+    if isinstance(heads, MedusaHeads):
+        return QuickHeads(heads, output_embedding)  # type: ignore[return-value]
+    quick = copy_sharing_parameters(heads)
+    for module in list(quick.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, _QuickLinear(child, output_embedding))
     return quick
 
 
@@ -80,7 +93,7 @@ class _QuickLinear(nn.Linear):
         return self._product(x)
 
 
-def _has_products(output_embedding: nn.Module, heads: MedusaHeads) -> TypeGuard[QuickProducts]:
+def _has_products(output_embedding: nn.Module, heads: TokenMapped) -> TypeGuard[QuickProducts]:
     """Whether ``output_embedding`` multiplies with the layers of ``heads``."""
     if not isinstance(output_embedding, QuickProducts) or next(heads.parameters()).dtype != torch.float32:
         return False

@@ -1,1 +1,1 @@
-"""The modules that guess: Medusa heads and an EAGLE-style head, with their files and their calibration."""
+"""The modules that guess: Medusa heads and an EAGLE-3 head, with their files and their calibration."""

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from medusa.base.causal_lm import hidden_states, layers_of, output_embedding
-from medusa.heads.eagle import EagleHead, Heads, drafted_features
+from medusa.heads.eagle3 import Eagle3Head, Heads, drafted_states
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
 LOGITS_PER_CHUNK = 2**25
@@ -102,7 +102,7 @@ def _batch_ranks(
     max_rank: int,
 ) -> Iterator[list[Tensor]]:
     """For each row, the ranks (P, K) of its answers, given its tokens and states."""
-    if isinstance(heads, EagleHead):
+    if isinstance(heads, Eagle3Head):
         states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
     for i, row in enumerate(rows):
         answers = []
@@ -114,12 +114,12 @@ def _batch_ranks(
         yield answers
 
 
-def _drafted_states(base: PreTrainedModel, head: EagleHead, ids: Tensor, features: Tensor) -> Tensor:
-    """The features (B, T, K, D) that an EAGLE-style head guesses each depth from, at the position before the
-    root; ids (B, T) long, features (B, T, D)."""
+def _drafted_states(base: PreTrainedModel, head: Eagle3Head, ids: Tensor, hidden: Tensor) -> Tensor:
+    """The states (B, T, K, D) that an EAGLE-3 head guesses each depth from, at the position before the root;
+    ids (B, T) long, hidden (B, T, (1 + L) * D)."""
     following = base.get_input_embeddings()(ids.roll(-1, dims=1))
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    by_last_entry = drafted_features(head, features, following, positions)
+    by_last_entry = drafted_states(head, hidden, following, positions)
     # A draft of d entries from position t ends at entry t + d - 1; what wraps around lies past every answer.
     return torch.stack([each.roll(-depth, dims=1) for depth, each in enumerate(by_last_entry)], dim=2)
 
@@ -139,13 +139,13 @@ def _true_ranks(
     base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
 ) -> Tensor:
     """Ranks (P, K) int16 of truth (P, K) long, given the states (P, (1 + L) * D) and path (P, K) long that
-    Medusa heads read, or the states (P, K, D) that an EAGLE-style head predicted."""
+    Medusa heads read, or the states (P, K, D) that an EAGLE-3 head drafted."""
     unembedding = output_embedding(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
     parts = (each.split(chunk) for each in (states, path.to(states.device), truth))
     for part, behind, tokens in zip(*parts, strict=True):
-        if isinstance(heads, EagleHead):
+        if isinstance(heads, Eagle3Head):
             logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
         else:
             logits = heads(heads.fuse(part), unembedding, behind)

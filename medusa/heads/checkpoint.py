@@ -1,7 +1,7 @@
 """The heads directory: what training leaves behind and decoding loads.
 
-    config.json         the format version, the kind of heads ("medusa" or "eagle"), its HeadsConfig or
-                        EagleConfig, the base model's name and fingerprint
+    config.json         the format version, the kind of heads ("medusa" or "eagle3"), its HeadsConfig or
+                        Eagle3Config, the base model's name and fingerprint
     model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
                         that were timed for a device and batch size (see medusa.trees.tuned_trees)
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from medusa.files import read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter
-from medusa.heads.eagle import EagleConfig, EagleHead, Heads
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.token_map import checked_token_map
@@ -163,7 +163,7 @@ def load_heads(source: str | Path, device: str = "cpu", **hub: Any) -> HeadsChec
 
 def kind_of(heads: Heads) -> str:
     """What ``config.json`` calls heads like these."""
-    return "eagle" if isinstance(heads, EagleHead) else "medusa"
+    return "eagle3" if isinstance(heads, Eagle3Head) else "medusa"
 
 
 def save_tree(
@@ -244,19 +244,24 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
-    if kind not in ("medusa", "eagle"):
+    if kind == "eagle":
         raise ValueError(
-            f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle'"
+            f"{config_path} says kind='eagle', a head that medusa 0.1.0 trained and that was removed; train "
+            "one with --head-kind eagle3, which guesses better and which other engines serve"
         )
-    config_type: type[EagleConfig] | type[HeadsConfig] = EagleConfig if kind == "eagle" else HeadsConfig
+    if kind not in ("medusa", "eagle3"):
+        raise ValueError(
+            f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle3'"
+        )
+    config_type: type[Eagle3Config] | type[HeadsConfig] = Eagle3Config if kind == "eagle3" else HeadsConfig
     config = _strict_config(config_type, raw, config_path)
     loaded = _read_weights(path, device)
     weights = {name: each.float() if each.is_floating_point() else each for name, each in loaded.items()}
     if isinstance(config, HeadsConfig):
         _check_num_blocks(config, weights, config_path)
     with torch.device("meta"):
-        heads = EagleHead(config) if isinstance(config, EagleConfig) else MedusaHeads(config)
-    what = "an 'eagle' head" if isinstance(config, EagleConfig) else f"{config.unembedding!r} heads"
+        heads = Eagle3Head(config) if isinstance(config, Eagle3Config) else MedusaHeads(config)
+    what = "an 'eagle3' head" if isinstance(config, Eagle3Config) else f"{config.unembedding!r} heads"
     _check_tensors(weights, heads.state_dict(), what, path)
     if config.token_map_size is not None:
         try:
@@ -268,8 +273,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
 
 
 def _strict_config(
-    config_type: type[EagleConfig] | type[HeadsConfig], raw: Mapping[str, Any], path: Path
-) -> EagleConfig | HeadsConfig:
+    config_type: type[Eagle3Config] | type[HeadsConfig], raw: Mapping[str, Any], path: Path
+) -> Eagle3Config | HeadsConfig:
     """The module's configuration in a config.json."""
     known = {f.name for f in fields(config_type)}
     values = {key: value for key, value in raw.items() if key not in HEADER_KEYS}

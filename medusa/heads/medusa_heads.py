@@ -68,7 +68,7 @@ class HeadsConfig:
             num_layers=(self.num_layers, MAX_LAYERS),
         )
         layers = self.fused_layers
-        if not isinstance(layers, (list, tuple)) or not _ascends(layers):
+        if not isinstance(layers, (list, tuple)) or not ascends(layers):
             raise ValueError(
                 f"fused_layers must be different ints from 1 to {MAX_LAYERS}, in ascending order, got "
                 f"{reprlib.repr(layers)}"
@@ -106,7 +106,8 @@ def _is_count(value: Any, largest: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
 
 
-def _ascends(layers: Sequence[Any]) -> bool:
+def ascends(layers: Sequence[Any]) -> bool:
+    """Whether ``layers`` are different numbers of layers, in ascending order."""
     return all(_is_count(layer, MAX_LAYERS) for layer in layers) and list(layers) == sorted(set(layers))
 
 
@@ -166,6 +167,10 @@ class MedusaHeads(TokenMapped):
     def reads_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
+
+    @property
+    def scores_base_rows(self) -> bool:
+        return self.config.unembedding != "full"
 
     def initialise_from(self, output_embedding: nn.Module) -> None:
         """Start ``full`` heads from the base's unembedding (V, D), each as the base's own LM head."""

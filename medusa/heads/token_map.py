@@ -46,6 +46,11 @@ class TokenMapped(nn.Module):
     """(V',) long: the token id that each scored column stands for; None when every token is scored."""
 
     @property
+    def scores_base_rows(self) -> bool:
+        """Whether it scores with rows of the base's output embedding, and not with rows of its own."""
+        return True
+
+    @property
     def num_columns(self) -> int:
         """V': how many tokens are scored."""
         return self.vocab_size if self.token_map is None else len(self.token_map)

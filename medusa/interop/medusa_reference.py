@@ -18,10 +18,10 @@ from torch import Tensor
 from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.files import read_json
 from medusa.heads.fingerprint import TOLERANCE
+from medusa.interop.contradictions import checked_against_config
 from medusa.interop.plain_heads import (
     TensorNames,
     as_medusa_heads,
-    checked_against_config,
     collected,
     distance_of_rows,
 )

@@ -20,8 +20,8 @@ def checked_plain(request: ToExport, consumer: str) -> MedusaHeads:
     heads = checkpoint.heads
     if not isinstance(heads, MedusaHeads):
         raise ValueError(
-            f"{source} is an EAGLE-style head, and {consumer} reads plain Medusa heads; train some with "
-            "--head-kind medusa --reads-path false"
+            f"{source} is an EAGLE-3 head, and this format holds plain Medusa heads; export it --to "
+            "vllm-eagle3, or train others with --head-kind medusa --reads-path false"
         )
     config, more = heads.config, []
     if config.reads_path:
@@ -35,6 +35,13 @@ def checked_plain(request: ToExport, consumer: str) -> MedusaHeads:
             f"nothing else. {'; '.join(more)}. Train heads for {consumer} with --reads-path false and "
             "without --fused-layers; they guess less well"
         )
+    check_belongs(request, consumer)
+    return heads
+
+
+def check_belongs(request: ToExport, consumer: str) -> None:
+    """Raise ValueError unless the heads sit on the base itself, and on this one."""
+    checkpoint, source = request.checkpoint, request.source
     if checkpoint.adapter is not None:
         raise ValueError(
             f"{source} was trained with a LoRA adapter on the base (joint training), and {consumer} would "
@@ -42,14 +49,13 @@ def checked_plain(request: ToExport, consumer: str) -> MedusaHeads:
         )
     base = request.base
     sizes = embedding_weight(output_embedding(base)).shape
-    check_heads_fit(config, sizes[1], sizes[0], request.base_name)
+    check_heads_fit(checkpoint.heads.config, sizes[1], sizes[0], request.base_name)
     fingerprint = checkpoint.fingerprint
     if fingerprint is not None and (difference := fingerprint.difference(base)) is not None:
         raise ValueError(
             f"{source} was trained on another model ({checkpoint.base_model!r}) than the base "
             f"{request.base_name!r}: {difference}. Give the base that it was trained on: --base"
         )
-    return heads
 
 
 def base_rows(request: ToExport, consumer: str) -> Tensor:

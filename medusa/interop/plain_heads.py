@@ -8,11 +8,10 @@ of them is compared, and never used.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.medusa_heads import MAX_DEPTH, MAX_LAYERS, HeadsConfig, MedusaHeads, Unembedding
+from medusa.interop.contradictions import listed
 
 PARTS = ("weight", "bias")
 
@@ -139,7 +139,7 @@ def collected(
         missing += [names.unembedding_name(k, num_layers) for k in range(num_heads) if k not in own]
     if missing:
         raise ValueError(
-            f"{where} lacks {_listed(missing)}, of {num_heads} heads with {num_layers} layers; the file is "
+            f"{where} lacks {listed(missing)}, of {num_heads} heads with {num_layers} layers; the file is "
             "incomplete, get it again"
         )
     plain = PlainHeads(
@@ -183,7 +183,7 @@ def _by_place(
             extra.append(name)
     if extra:
         raise ValueError(
-            f"{where} holds tensors that are no part of plain Medusa heads: {_listed(extra)}; they would be "
+            f"{where} holds tensors that are no part of plain Medusa heads: {listed(extra)}; they would be "
             "left out. Is it a checkpoint of another kind?"
         )
     if own and shared is not None:
@@ -267,45 +267,7 @@ def _check_shapes(plain: PlainHeads, names: TensorNames, where: Path) -> None:
             )
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
-
-
-# ------------------------------------------------------------------ contradictions
-
-
-def checked_against_config(
-    config: Mapping[str, Any],
-    held: Mapping[str, Any],
-    config_path: Path,
-    where: Path,
-    trust: bool,
-    defaults: Mapping[str, Any] | None = None,
-) -> tuple[str, ...]:
-    """Notes of what config.json says otherwise than the tensors, which hold ``held``, by key.
-
-    A key of which the tensors say nothing (None) is no contradiction, nor one that is absent, unless
-    ``defaults`` has what it is then taken for.
-
-    Raises:
-        ValueError: there is one, and the tensors are not trusted.
-    """
-    notes = []
-    for key, value in held.items():
-        said = {**(defaults or {}), **config}.get(key)
-        if value is None or said is None or said == value:
-            continue
-        says = (
-            f"says {key}={said!r}" if key in config else f"leaves out {key}, which is then taken for {said!r}"
-        )
-        text = f"{config_path} {says}, and {where.name} holds {value!r}"
-        if not trust:
-            raise ValueError(
-                f"{text}; mend the file that is wrong, or import by the tensors: --trust-tensors"
-            )
-        notes.append(f"{text}: the tensors are right")
-    return tuple(notes)
+# ------------------------------------------------------------------ our module and back
 
 
 def check_fits(plain: PlainHeads, base: CausalLM, where: Path) -> None:
@@ -319,9 +281,6 @@ def check_fits(plain: PlainHeads, base: CausalLM, where: Path) -> None:
                 f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
                 "give the base that they were trained on: --base"
             )
-
-
-# ------------------------------------------------------------------ our module and back
 
 
 def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHeads:

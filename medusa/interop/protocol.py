@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.checkpoint import HeadsCheckpoint
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class ReadRequest:
     base: CausalLM
     trust_tensors: bool = False
     """Where config.json contradicts the tensors, go by the tensors; else that is an error."""
+    fused_layers: tuple[int, ...] = ()
+    """The layers that an EAGLE-3 head reads, in place of those that config.json speaks of."""
 
 
 @dataclass(frozen=True)

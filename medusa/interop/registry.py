@@ -9,12 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from medusa.files import read_json
+from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
 from medusa.interop.medusa_reference import MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ForeignFormat
 from medusa.interop.tgi import TGI
 from medusa.interop.vllm_medusa import VLLM_MEDUSA
 
-FORMATS: dict[str, ForeignFormat] = {each.name: each for each in (VLLM_MEDUSA, TGI, MEDUSA, MEDUSA_FULL)}
+FORMATS: dict[str, ForeignFormat] = {
+    each.name: each for each in (VLLM_MEDUSA, TGI, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
+}
 """Every format that is read; those with ``export`` are written too."""
 
 
@@ -36,5 +39,6 @@ def format_of(directory: Path) -> ForeignFormat:
     raise ValueError(
         f"{directory} holds no heads of a known format. Known are medusa_lm_head.pt and "
         "medusa_lm_head.safetensors (FasterDecoding/Medusa, Text Generation Inference), a config.json that "
-        f"says model_type 'medusa' (vLLM), and a model with medusa_head.* among its weights; it holds {held}"
+        "says model_type 'medusa' (vLLM), draft_vocab_size (EAGLE-3) or speculators_model_type, and a model "
+        f"with medusa_head.* among its weights; it holds {held}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,12 @@ UNPICKLING_ERRORS = (
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
-def read_tensors(path: Path, wanted: Wanted = lambda name: True) -> dict[str, Tensor]:
+def read_tensors(
+    path: Path, wanted: Wanted = lambda name: True, integers: Container[str] = ()
+) -> dict[str, Tensor]:
     """The tensors of a file whose names are ``wanted``, on the CPU.
+
+    All must hold floats but those called as in ``integers``.
 
     Raises:
         FileNotFoundError: no such file.
@@ -49,7 +53,7 @@ def read_tensors(path: Path, wanted: Wanted = lambda name: True) -> dict[str, Te
     read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
     tensors = read(path, wanted)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and name not in integers:
             raise ValueError(
                 f"{path}: tensor {name!r} must hold floats, got {tensor.dtype}; quantised heads cannot be "
                 "read, get them in float16, bfloat16 or float32"
@@ -58,9 +62,11 @@ def read_tensors(path: Path, wanted: Wanted = lambda name: True) -> dict[str, Te
     return tensors
 
 
-def read_model_tensors(directory: Path, wanted: Wanted) -> dict[str, tuple[Path, Tensor]]:
+def read_model_tensors(
+    directory: Path, wanted: Wanted, integers: Container[str] = ()
+) -> dict[str, tuple[Path, Tensor]]:
     """The tensors of a model directory, in one file or in shards, whose names are ``wanted``; the file of
-    each.
+    each. Those called as in ``integers`` need not hold floats.
 
     Raises:
         FileNotFoundError: there is no weights file, or a shard is missing.
@@ -72,7 +78,7 @@ def read_model_tensors(directory: Path, wanted: Wanted) -> dict[str, tuple[Path,
         listed = None if names is None else {name for name in names if wanted(name)}
         if listed is not None and not listed:
             continue
-        tensors = read_tensors(path, wanted if listed is None else listed.__contains__)
+        tensors = read_tensors(path, wanted if listed is None else listed.__contains__, integers)
         if listed is not None and (missing := sorted(listed - tensors.keys())):
             raise ValueError(f"{path} lacks {missing}, which the index says it holds; download it again")
         found |= {name: (path, tensor) for name, tensor in tensors.items()}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.files import read_json
+from medusa.interop.contradictions import checked_against_config
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
 from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes
@@ -27,7 +28,6 @@ from medusa.interop.plain_heads import (
     TensorNames,
     as_medusa_heads,
     as_plain_heads,
-    checked_against_config,
     collected,
     named,
 )

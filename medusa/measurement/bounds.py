@@ -23,7 +23,7 @@ from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_states, out
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates
-from medusa.heads.eagle import EagleHead
+from medusa.heads.eagle3 import Eagle3Head
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
 
@@ -98,9 +98,10 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
     """Bytes the heads read in a step, and operations they do for a row."""
     heads = model.heads
     assert heads is not None, "asked only with heads"
-    num_bytes = sum(parameter.nbytes for parameter in heads.parameters())
-    num_weights = sum(parameter.numel() for parameter in heads.parameters())
-    if isinstance(heads, EagleHead) or heads.config.unembedding != "full":
+    runs = heads.num_heads if isinstance(heads, Eagle3Head) else 1  # once for each depth of a chain
+    num_bytes = runs * sum(parameter.nbytes for parameter in heads.parameters())
+    num_weights = runs * sum(parameter.numel() for parameter in heads.parameters())
+    if heads.scores_base_rows:
         rows = embedding_weight(output_embedding(model.base))  # read once, by all heads
         scored = rows if heads.token_map is None else rows[: len(heads.token_map)]
         num_bytes += scored.nbytes

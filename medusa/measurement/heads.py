@@ -22,7 +22,7 @@ from medusa.drafters.heads import drafter_of_heads
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.measurement.timing import (
     Answer,
     by_contender,

@@ -244,7 +244,7 @@ def test_the_name_of_the_embedded_base_is_the_directory_that_was_fetched(
         (["--temperature", "1", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--top-p", "0.9"], "top_p goes with sampling"),
         (["--exit-layer", "1"], "exit_layer goes with the drafter early-exit"),
-        (["--drafter", "heads+suffix", "--eagle", "x"], "eagle goes with the drafter eagle"),
+        (["--drafter", "heads+suffix", "--eagle3", "x"], "eagle3 goes with the drafter eagle3"),
         (["--plain", "--drafter", "suffix"], "plain guesses nothing, and drafter suffix does"),
         (["--repetition-penalty", "0"], "repetition_penalty must be above 0, got 0.0"),
     ],

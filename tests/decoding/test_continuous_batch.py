@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import (
     BUSHY,
-    VOCAB_SIZE,
     RandomPausing,
     random_prompts,
     tiny_model,
@@ -23,7 +22,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, QueueFull, Row
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
 
@@ -33,11 +32,11 @@ def model_of(architecture: str, seed: int = 0) -> MedusaModel:
     return MedusaModel(base, random_heads(base, seed=seed), BUSHY)
 
 
-def eagle_model() -> MedusaModel:
+def eagle3_model() -> MedusaModel:
     base = tiny_model("llama")
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        head = EagleHead(EagleConfig(32, VOCAB_SIZE, num_attention_heads=4))
+        head = Eagle3Head(Eagle3Config.of_base(base, (1, 2)))
     return MedusaModel(base, head, CandidateTree.chain(3))
 
 
@@ -92,7 +91,7 @@ LIMITS = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    kind=st.sampled_from(["llama", "gemma3", "mistral-sliding", "gpt-neox", "eagle"]),
+    kind=st.sampled_from(["llama", "gemma3", "mistral-sliding", "gpt-neox", "eagle3"]),
     arrivals=st.lists(st.tuples(requests(), st.integers(0, 6)), min_size=1, max_size=7),
     limits=LIMITS,
     pauses=st.booleans(),
@@ -103,7 +102,7 @@ def test_a_request_says_what_it_says_alone_whatever_is_batched_with_it(
     kind, arrivals, limits, pauses, cancelled, seed
 ):
     """Random arrivals, a step or several apart; some begin as others do, some are cancelled midway."""
-    model = eagle_model() if kind == "eagle" else model_of(kind, seed)
+    model = eagle3_model() if kind == "eagle3" else model_of(kind, seed)
     if pauses:
         model._pausing_of = lambda *_: RandomPausing(seed)
     batch = model.continuous_batch(limits)

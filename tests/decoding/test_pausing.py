@@ -23,12 +23,12 @@ from medusa.decoding.step_runners import StepRunners
 from medusa.decoding.steps import decode_in_steps
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
-from medusa.drafters.eagle import EagleDrafter
+from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 CHAIN = CandidateTree.chain(3)
 Tokens = Callable[[int], int]
@@ -167,21 +167,21 @@ def random_heads(**config) -> MedusaHeads:
     return heads
 
 
-def eagle(base) -> EagleDrafter:
+def eagle3(base) -> Eagle3Drafter:
     torch.manual_seed(3)
-    head = EagleHead(EagleConfig(32, VOCAB_SIZE, num_attention_heads=4, max_depth=3)).eval()
-    return EagleDrafter(head, base, CHAIN)
+    head = Eagle3Head(Eagle3Config.of_base(base, (1, 2), max_depth=3)).eval()
+    return Eagle3Drafter(head, base, CHAIN)
 
 
 def union(base) -> UnionDrafter:
     dynamic = DynamicHeadsDrafter(random_heads(), base.get_output_embeddings(), CHAIN)
-    return UnionDrafter([eagle(base), dynamic, SuffixDrafter(min_match=1)])
+    return UnionDrafter([eagle3(base), dynamic, SuffixDrafter(min_match=1)])
 
 
 DRAFTERS = {
     "heads": lambda base: HeadsDrafter(random_heads(), base.get_output_embeddings(), CHAIN),
     "suffix": lambda base: SuffixDrafter(min_match=1),
-    "eagle": eagle,
+    "eagle3": eagle3,
     "draft model": lambda base: DraftModelDrafter(tiny_model("llama"), VOCAB_SIZE, CHAIN),
     "early exit": lambda base: SelfDrafter(early_exit(base, 1), CHAIN),
     "low precision": lambda base: LowPrecisionDrafter(low_precision(base), CHAIN),

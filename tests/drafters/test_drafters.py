@@ -22,14 +22,14 @@ from medusa.acceptance.rules import RULES
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.dynamic import MATCH_WEIGHTS, DynamicHeadsDrafter
-from medusa.drafters.eagle import EagleDrafter
+from medusa.drafters.dynamic import MATCH_WEIGHTS, DynamicEagle3Drafter, DynamicHeadsDrafter
+from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixDrafter, longest_match
 from medusa.drafters.union import UnionDrafter
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 PLAIN = CandidateTree.chain(0)
 BUSHY = CandidateTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
@@ -47,16 +47,12 @@ def noisy_copy(base, scale: float):
     return clone
 
 
-def eagle_drafter(base, tree=BUSHY, token_map_size=None):
+def eagle3_drafter(base, tree=BUSHY, token_map_size=None, **options):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = EagleConfig(
-            base.config.hidden_size, VOCAB_SIZE, num_attention_heads=4, token_map_size=token_map_size
-        )
-        head = EagleHead(
-            config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None
-        ).eval()
-    return EagleDrafter(head, base, tree)
+        config = Eagle3Config.of_base(base, (1, 2), token_map_size=token_map_size, **options)
+        head = Eagle3Head(config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None)
+    return Eagle3Drafter(head.eval(), base, tree)
 
 
 def heads_drafter(base, tree=BUSHY):
@@ -89,7 +85,9 @@ def fusing_heads_drafter(base, *layers: int):
     return HeadsDrafter(heads, base.get_output_embeddings(), BUSHY)
 
 
-def dynamic(drafter: HeadsDrafter) -> DynamicHeadsDrafter:
+def dynamic(drafter):
+    if isinstance(drafter, Eagle3Drafter):
+        return DynamicEagle3Drafter(drafter.head, drafter.base, drafter.tree)
     return DynamicHeadsDrafter(drafter.heads, drafter.output_embedding, drafter.tree)
 
 
@@ -104,11 +102,14 @@ DRAFTERS = {
     "early-exit": lambda base: SelfDrafter(early_exit(base, 1), BUSHY),
     "low-precision": lambda base: LowPrecisionDrafter(low_precision(base), BUSHY),
     "suffix": lambda base: SuffixDrafter(length=5, min_match=1),
-    "eagle": eagle_drafter,
-    "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
+    "eagle3": eagle3_drafter,
+    "eagle3 with a token map": lambda base: eagle3_drafter(base, token_map_size=40),
+    "eagle3 of 3.1": lambda base: eagle3_drafter(base, fc_norm=True, norm_output=True, own_lm_head=True),
+    "dynamic eagle3": lambda base: dynamic(eagle3_drafter(base)),
+    "dynamic eagle3 and suffix": lambda base: dynamic(eagle3_drafter(base, token_map_size=40)).with_suffix(8),
     "union": lambda base: UnionDrafter([heads_drafter(base), SuffixDrafter(4, 1), SuffixDrafter(2, 2)]),
     "union of readers": lambda base: UnionDrafter(
-        [eagle_drafter(base), fusing_heads_drafter(base, 1, 2), fusing_heads_drafter(base, 2)]
+        [eagle3_drafter(base), fusing_heads_drafter(base, 1, 2), fusing_heads_drafter(base, 2)]
     ),
 }
 
@@ -213,7 +214,7 @@ def test_in_a_union_every_drafter_reads_its_own_layers():
     ways = {
         "heads": lambda: fusing_heads_drafter(base, 2),
         "heads of two": lambda: fusing_heads_drafter(base, 1, 2),
-        "eagle": lambda: eagle_drafter(base),
+        "eagle3": lambda: eagle3_drafter(base),
     }
     seen = {name: [] for name in ways}
 
@@ -251,8 +252,8 @@ def test_a_perfect_draft_model_is_always_accepted():
         assert out.statistics.accepted_histogram == [0, 0, 0, 15]
 
 
-class WatchedEagle(EagleDrafter):
-    """Checks each step's predictions against the head run over the whole sequence from scratch."""
+class WatchedEagle3(Eagle3Drafter):
+    """Checks each step's guesses against the head run over the whole sequence from scratch."""
 
     num_checked = 0
 
@@ -261,17 +262,17 @@ class WatchedEagle(EagleDrafter):
         if nodes.start == 0:
             embed = self.base.get_input_embeddings()
             for row, length in enumerate(context.lengths.tolist()):
-                features = hidden_states(self.base, context.tokens[row : row + 1, : length - 1])
-                fresh = self.head(features, embed(context.tokens[row : row + 1, 1:length]))[:, -1]
+                known = context.tokens[row : row + 1, : length - 1]
+                features = self.head.fuse(hidden_states(self.base, known, layers=(1, 2)))
+                fresh = self.head(features, embed(context.tokens[row : row + 1, 1:length])).states[:, -1]
                 assert torch.allclose(logits[row], self.base.get_output_embeddings()(fresh), atol=1e-3)
                 self.num_checked += 1
         return logits
 
 
-def test_an_eagle_head_drafts_from_true_features_however_ragged_the_batch():
+def test_an_eagle3_head_drafts_from_the_bases_states_however_ragged_the_batch():
     base = tiny_model("llama")
-    eagle = eagle_drafter(base)
-    drafter = WatchedEagle(eagle.head, base, BUSHY)
+    drafter = WatchedEagle3(eagle3_drafter(base).head, base, BUSHY)
     batch = left_padded(random_prompts(3, 12), [12, 3, 7])
     MedusaModel(base).generate(**batch, do_sample=False, max_new_tokens=9, drafter=drafter)
     assert drafter.num_checked >= 3 * 2
@@ -320,8 +321,9 @@ SAMPLED = {
     "early-exit": lambda base, tree: SelfDrafter(early_exit(base, 1), tree),
     "heads": heads_drafter,
     "path-reading heads": path_heads_drafter,
-    "eagle": eagle_drafter,
-    "eagle with a token map": lambda base, tree=BUSHY: eagle_drafter(base, tree, token_map_size=40),
+    "eagle3": eagle3_drafter,
+    "eagle3 with a token map": lambda base, tree: eagle3_drafter(base, tree, token_map_size=40),
+    "dynamic eagle3": lambda base, tree: dynamic(eagle3_drafter(base, tree)),
 }
 
 

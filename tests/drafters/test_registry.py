@@ -68,7 +68,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
         "heads+suffix": UnionDrafter,
         "early-exit+suffix+heads": UnionDrafter,
     }
-    assert set(DRAFTERS) <= set(kinds) | {"eagle"}
+    assert set(DRAFTERS) <= set(kinds) | {"eagle3"}
     prompts = random_prompts(2, 7)
     options = {"do_sample": True, "temperature": 0.9, "seed": 5, "max_new_tokens": 12}
     plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))
@@ -132,7 +132,7 @@ def test_available_drafters_are_those_that_lack_nothing():
     assert available_drafters(bare, DrafterSettings()) == ["suffix", "low-precision"]
     everything = DrafterSettings(exit_layer=1, draft_model="somewhere")
     found = available_drafters(model_with_heads(), everything)
-    assert [name for name in found if name != "eagle"] == [
+    assert [name for name in found if name != "eagle3"] == [
         "heads",
         "dynamic-heads",
         "suffix",

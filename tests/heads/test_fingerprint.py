@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsCheckpoint, MedusaModel, load_heads, save_heads
 from medusa.drafters.registry import DrafterSettings, drafter_named
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.pretrained import shipped_heads
 
@@ -83,12 +83,12 @@ def test_old_heads_and_bases_that_cannot_be_read_pass(saved, tmp_path):
     assert BaseFingerprint.of(quantised).difference(chat_base()) is None
 
 
-def test_an_eagle_head_of_another_base_is_warned_of(tmp_path):
-    head = EagleHead(EagleConfig(chat_base().config.hidden_size, chat_base().config.vocab_size, 4))
+def test_an_eagle3_head_of_another_base_is_warned_of(tmp_path):
+    head = Eagle3Head(Eagle3Config.of_base(chat_base(), (1,)))
     fingerprint = BaseFingerprint.of(chat_base(seed=1))
-    path = save_heads(HeadsCheckpoint(head, "tiny", fingerprint=fingerprint), tmp_path / "eagle")
+    path = save_heads(HeadsCheckpoint(head, "tiny", fingerprint=fingerprint), tmp_path / "eagle3")
     with pytest.warns(UserWarning, match=ANOTHER):
-        drafter_named("eagle", chat_model(), DrafterSettings(eagle=str(path)))
+        drafter_named("eagle3", chat_model(), DrafterSettings(eagle3=str(path)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

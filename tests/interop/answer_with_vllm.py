@@ -2,8 +2,9 @@
 
     VLLM_PYTHON answer_with_vllm.py < request.json > answer.json
 
-The request: base, heads, num_heads, prompts (lists of token ids), max_new_tokens. The answer: the tokens of
-each prompt, greedily, and what vLLM counted.
+The request: model, heads, method and num_heads (heads is null where the model's directory names the rest),
+prompts (lists of token ids), max_new_tokens. The answer: the tokens of each prompt, greedily, and what vLLM
+counted.
 """
 
 import json
@@ -26,18 +27,21 @@ def main() -> None:
     request = json.load(sys.stdin)
     written = os.dup(1)
     os.dup2(2, 1)  # vLLM logs to standard output, from other processes too
+    speculative = None
+    if request["heads"] is not None:
+        speculative = {
+            "method": request["method"],
+            "model": request["heads"],
+            "num_speculative_tokens": request["num_heads"],
+        }
     llm = vllm.LLM(
-        model=request["base"],
+        model=request["model"],
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
         disable_log_stats=False,
-        speculative_config={
-            "method": "medusa",
-            "model": request["heads"],
-            "num_speculative_tokens": request["num_heads"],
-        },
+        speculative_config=speculative,
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=request["max_new_tokens"])
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling)

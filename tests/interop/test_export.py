@@ -18,7 +18,7 @@ import medusa.interop.conversion
 from medusa import Adapter, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
 from medusa.choices import ForeignName
 from medusa.cli.main import main
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.interop.plain_heads import expanded_rows
 from medusa.interop.registry import FORMATS
@@ -175,7 +175,7 @@ def refused(heads: str, tmp_path: Path, capsys, message: str, *words: str, to: s
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("to", get_args(ForeignName))
+@pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
 def test_the_heads_that_ship_are_refused_with_what_to_train(to, tmp_path, capsys):
     message = r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads .* with --reads-path false"
     words = ("--base", "no/such/base")  # which is not asked for
@@ -191,9 +191,9 @@ def test_heads_that_read_more_than_the_last_state_are_refused(config, message, b
     refused(heads, tmp_path, capsys, f"{message}: .*Train heads for vLLM with --reads-path false")
 
 
-def test_an_eagle_head_and_an_adapter_are_refused(base, tmp_path, capsys):
-    eagle = saved(tmp_path, base, EagleHead(EagleConfig(HIDDEN_SIZE, VOCAB_SIZE)))
-    refused(eagle, tmp_path, capsys, "is an EAGLE-style head, .*--head-kind medusa --reads-path false")
+def test_an_eagle3_head_and_an_adapter_are_refused(base, tmp_path, capsys):
+    eagle3 = saved(tmp_path, base, Eagle3Head(Eagle3Config.of_base(BASE, (1,))))
+    refused(eagle3, tmp_path, capsys, "is an EAGLE-3 head, .*--to vllm-eagle3, .*--head-kind medusa")
     adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
     joint = str(save_heads(HeadsCheckpoint(plain_heads(), base, adapter=adapter), tmp_path / "joint"))
     refused(joint, tmp_path, capsys, "was trained with a LoRA adapter.*vLLM would run the base without it")

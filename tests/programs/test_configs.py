@@ -14,7 +14,7 @@ TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if "compute_environmen
 
 
 def test_there_are_training_configurations():
-    assert {"smollm2_demo.yaml", "smollm2.yaml", "smollm2_eagle.yaml", "smollm2_joint.yaml"} <= {
+    assert {"smollm2_demo.yaml", "smollm2.yaml", "smollm2_eagle3.yaml", "smollm2_joint.yaml"} <= {
         path.name for path in TRAINING
     }
 

@@ -12,7 +12,7 @@ from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, Med
 from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.drafters.registry import DrafterSettings, drafter_named
 from medusa.drafters.self_draft import early_exit
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 TREE = CandidateTree.from_paths(
     [
@@ -95,7 +95,7 @@ def test_twenty_long_answers_of_the_real_model_are_token_identical(real_base, re
 
 DRAFTERS = (
     "heads",
-    "eagle",
+    "eagle3",
     "draft-model",
     "early-exit",
     "low-precision",
@@ -118,12 +118,12 @@ def equipped(real_base, real_tokenizer) -> tuple[MedusaModel, DrafterSettings]:
     heads = MedusaHeads(
         HeadsConfig(*sizes, num_heads=3, unembedding="token_map", token_map_size=4096), range(4096)
     )
-    eagle = EagleHead(EagleConfig(*sizes, num_attention_heads=9, intermediate_size=576))
+    eagle3 = Eagle3Head(Eagle3Config.of_base(real_base, intermediate_size=576))
     settings = DrafterSettings(
         draft_length=3,
         draft_model=early_exit(real_base, 10),
         exit_layer=20,
-        eagle=HeadsCheckpoint(eagle, "the same base"),
+        eagle3=HeadsCheckpoint(eagle3, "the same base"),
     )
     tree = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
     return MedusaModel(real_base, heads, tree, real_tokenizer), settings

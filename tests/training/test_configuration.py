@@ -48,7 +48,7 @@ def test_the_file_fills_the_configuration_and_scientific_numbers_are_numbers(con
     assert found.optimisation.learning_rate == 0.001
     assert found.optimisation.max_minutes == 3.0
     assert found.data.packing is True
-    assert found.medusa.fused_layers == [1, 2]
+    assert found.heads.fused_layers == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_lists_and_switches_are_overridden_too(config, switch):
     assert found.data.packing is False
     assert found.run.resume == "always"
     assert found.optimisation.cache_hidden_states is True
-    assert found.medusa.fused_layers is None
+    assert found.heads.fused_layers is None
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,8 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path, capsys, wrong, nearest):
         ("rank", "64", "rank in"),
         ("objective", "lk", "objective=lk in"),
         ("unembedding", "low_rank", "unembedding=low_rank in"),
+        ("head_kind", "eagle", "head_kind=eagle in"),
+        ("feature_weight", "10", "feature_weight in"),
     ],
 )
 def test_what_was_removed_is_named_as_such(tmp_path, capsys, removed, value, instead):
@@ -217,7 +219,7 @@ def test_help_explains_every_key(capsys):
 
 
 def test_every_kind_of_training_has_a_recipe():
-    made = [{}, {"head_kind": "eagle"}, {"joint": True}]
+    made = [{}, {"head_kind": "eagle3"}, {"joint": True}]
     assert [configuration_of(**MINIMAL | options).kind for options in made] == list(RECIPES)
 
 

@@ -467,7 +467,7 @@ def test_targets_are_the_ends_of_names():
     ("options", "message"),
     [
         ({"cache_hidden_states": True}, "cache_hidden_states and joint exclude each other"),
-        ({"head_kind": "eagle"}, "joint=true goes with head_kind=medusa, got 'eagle'"),
+        ({"head_kind": "eagle3"}, "joint=true goes with head_kind=medusa, got 'eagle3'"),
         ({"joint": False}, "joint_warmup_fraction goes with joint=true, got 0.5 without it"),
         ({"joint_warmup_fraction": 1.0}, "joint_warmup_fraction must be at least 0 and below 1, got 1.0"),
         ({"lora_dropout": -0.1}, "lora_dropout must be at least 0 and below 1, got -0.1"),

@@ -56,7 +56,12 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, r
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"unembedding": "token_map", "token_map_size": 20}, {"head_kind": "eagle"}, {"fused_layers": [1]}],
+    [
+        {},
+        {"unembedding": "token_map", "token_map_size": 20},
+        {"head_kind": "eagle3", "fused_layers": [1]},
+        {"fused_layers": [1]},
+    ],
     ids=str,
 )
 def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_path, rows, kind):
@@ -396,7 +401,9 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path, rows):
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
-@pytest.mark.parametrize("kind", [{"reads_path": True}, {"head_kind": "eagle"}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"reads_path": True}, {"head_kind": "eagle3", "fused_layers": [1]}], ids=str
+)
 def test_bfloat16_losses_are_those_of_float32_to_a_hundredth(tmp_path, rows, kind, cache):
     runs = []
     for precision in ("fp32", "bf16"):

@@ -28,9 +28,9 @@ from medusa.cli.program import (
 )
 from medusa.cli.reporting import log_picture, report_json, table_console
 from medusa.drafters.registry import (
+    DEFAULT_DRAFTER,
     DraftSource,
     available_drafters,
-    default_drafter,
     draft_sources,
     draft_with_heads,
     source_named,
@@ -86,7 +86,7 @@ class CompareOptions(ProgramOptions):
 
     drafting: DrafterOptions = DrafterOptions()
     drafters: tuple[str, ...] | None = None
-    """Of heads, dynamic-heads, suffix, eagle, draft-model, early-exit, low-precision, or a union such as
+    """Of heads, dynamic-heads, suffix, eagle3, draft-model, early-exit, low-precision, or a union such as
     heads+suffix; none is all that can work, and the drafter of chat."""
     rules: tuple[str, ...] = ("exact",)
     """Of exact, typical (LOSSY), token, block, greedy_block, multi_draft, multi_draft_without_replacement,
@@ -142,7 +142,7 @@ def chosen_sources(model: MedusaModel, options: CompareOptions) -> tuple[list[st
     if options.drafters is None:
         names = available_drafters(model, settings)
         names += ["heads+suffix"] if "heads" in names else []
-        names += [default_drafter(model)] if model.heads is not None else []
+        names += [DEFAULT_DRAFTER] if model.heads is not None else []
     names = [name for name in dict.fromkeys(names) if name != PLAIN[0]]
     return names, draft_sources([PLAIN[0], *names], model, settings)
 

@@ -15,12 +15,12 @@ from medusa.training.run import job
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TrainingConfiguration):
-    """Train heads on a frozen base model: Medusa heads, alone or with a LoRA adapter, or an EAGLE-style
+    """Train heads on a frozen base model: Medusa heads, alone or with a LoRA adapter, or an EAGLE-3
     one.
 
         medusa train --config smollm2_demo
         medusa train --config smollm2 --learning_rate 5e-4
-        medusa train --config smollm2_eagle
+        medusa train --config smollm2_eagle3
         medusa train --config smollm2_joint
         medusa train --config smollm2 --resume auto
         medusa train --config smollm2_demo --inspect

@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
-from medusa.heads.eagle import EagleConfig
+from medusa.base.causal_lm import CausalLM
+from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig
 from medusa.training.config.options import (
     BaseOptions,
     ConfigurationError,
     DataOptions,
-    EagleOptions,
+    Eagle3Options,
     HeadOptions,
     JointOptions,
     LossOptions,
@@ -28,7 +29,7 @@ from medusa.training.config.options import (
     RunOptions,
 )
 
-KINDS = {"medusa": ("medusa",), "eagle": ("eagle",), "joint": ("medusa", "joint")}
+KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "joint": ("medusa", "joint")}
 """The groups of options that each kind of training reads beside those that all do."""
 REMOVED = {
     "depth_weighting": "depths are weighed by decay",
@@ -36,9 +37,18 @@ REMOVED = {
     "rank": "low_rank heads were removed; choose unembedding shared, full or token_map",
     "unembedding=low_rank": "choose shared, full or token_map",
     "objective=lk": "choose ce, kl or blend",
+    "head_kind=eagle": "choose eagle3, which took its place",
+    "num_attention_heads": "an eagle3 head has the attention heads of its base",
+    "feature_weight": "an eagle3 head is not held to the base's features",
 }
 """Keys, and values of keys, that there were once: what to do instead."""
-_HARMLESS = {"depth_weighting": "decay", "dpace_smoothing": 0.5, "rank": 64}
+_HARMLESS = {
+    "depth_weighting": "decay",
+    "dpace_smoothing": 0.5,
+    "rank": 64,
+    "num_attention_heads": 8,
+    "feature_weight": 10.0,
+}
 """Removed keys at the values at which they changed nothing, as earlier runs recorded them."""
 _LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
@@ -50,7 +60,7 @@ class TrainingConfiguration:
     base: BaseOptions
     heads: HeadOptions = field(default_factory=HeadOptions)
     medusa: MedusaOptions = field(default_factory=MedusaOptions)
-    eagle: EagleOptions = field(default_factory=EagleOptions)
+    eagle3: Eagle3Options = field(default_factory=Eagle3Options)
     joint: JointOptions = field(default_factory=JointOptions)
     data: DataOptions
     loss: LossOptions = field(default_factory=LossOptions)
@@ -58,8 +68,8 @@ class TrainingConfiguration:
     run: RunOptions
 
     def __post_init__(self) -> None:
-        smallest_base = (2 * self.eagle.num_attention_heads, self.heads.token_map_size or 1)
-        self.heads_config(*smallest_base)  # refuses heads that no base could have
+        if self.heads.head_kind == "medusa":  # refuses heads that no base could have
+            self.medusa.heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
         if not self.data.data:
             raise ConfigurationError("data must name at least one file or hub id; pass --data FILE")
         self._check_kind()
@@ -73,8 +83,8 @@ class TrainingConfiguration:
         """Refuse options that the kind of training does not read, and combinations that cannot work."""
         if self.joint.joint and self.heads.head_kind != "medusa":
             raise ConfigurationError(
-                f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the sizes of features "
-                "that such a head works with are measured once, and joint training moves them"
+                f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the recipe "
+                "of Medusa-2 is one for Medusa heads"
             )
         if self.joint.joint and self.optimisation.cache_hidden_states:
             raise ConfigurationError(
@@ -95,14 +105,14 @@ class TrainingConfiguration:
         """The kind of training, a key of :data:`KINDS`."""
         return "joint" if self.joint.joint else self.heads.head_kind
 
-    def heads_config(self, hidden_size: int, vocab_size: int) -> HeadsConfig | EagleConfig:
-        """The heads that are asked for, on a base of these sizes.
+    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config:
+        """The heads that are asked for, on ``base``.
 
         Raises:
             ValueError: there are no such heads.
         """
-        group: MedusaOptions | EagleOptions = getattr(self, self.heads.head_kind)
-        return group.heads_config(self.heads, hidden_size, vocab_size)
+        group: MedusaOptions | Eagle3Options = getattr(self, self.heads.head_kind)
+        return group.heads_config(self.heads, base)
 
     def as_dict(self) -> dict[str, Any]:
         """All keys and values, flat."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from medusa.heads.eagle import EagleConfig
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
 from medusa.training.losses.objectives import ObjectiveName, objective_named
 
@@ -60,13 +61,18 @@ class BaseOptions:
 class HeadOptions:
     """The heads to train, whatever their kind."""
 
-    head_kind: Literal["medusa", "eagle"] = "medusa"
-    """medusa: one head for each depth. eagle: one transformer layer that predicts features step by step."""
+    head_kind: Literal["medusa", "eagle3"] = "medusa"
+    """medusa: one head for each depth. eagle3: one transformer layer that runs ahead on its own states
+    (EAGLE-3), which other engines serve."""
     num_heads: int = 4
-    """Heads; head d guesses the token d places after the next one. Of eagle: how deep it learns to draft."""
+    """Heads; head d guesses the token d places after the next one. Of eagle3: how deep it learns to draft."""
     token_map_size: int | None = None
-    """Tokens that token_map heads, or an eagle head, can guess: the most frequent answer tokens of the
+    """Tokens that token_map heads, or an eagle3 head, can guess: the most frequent answer tokens of the
     training data."""
+    fused_layers: list[int] | None = None
+    """The base's states after these decoder layers are read too. Of medusa, such as 8 16 24 of 30: more
+    guesses are right, and stored states take more room; by default none. Of eagle3, by default 2, L // 2 and
+    L - 3 of L, which other engines expect."""
     start_from: str | None = None
     """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
     map is taken from the new data all the same; fused_layers may be added."""
@@ -84,11 +90,12 @@ class MedusaOptions:
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra), which makes far more guesses right.
     false: the heads of the Medusa paper, which other engines can serve."""
-    fused_layers: list[int] | None = None
-    """The heads also read the base's states after these decoder layers, such as 8 16 24 of 30 (EAGLE-3): more
-    guesses are right, and stored states take more room."""
 
-    def heads_config(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
+    def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
+        """The heads for ``base``."""
+        return self.heads_of_size(heads, hidden_size(base), vocab_size(base))
+
+    def heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """The heads on a base of these sizes."""
         return HeadsConfig(
             hidden_size,
@@ -98,34 +105,34 @@ class MedusaOptions:
             self.unembedding,
             token_map_size=heads.token_map_size,
             reads_path=self.reads_path,
-            fused_layers=tuple(self.fused_layers or ()),
+            fused_layers=tuple(heads.fused_layers or ()),
         )
 
 
 @dataclass(frozen=True)
-class EagleOptions:
-    """An EAGLE-style head."""
+class Eagle3Options:
+    """An EAGLE-3 head. Its attention heads and rotary embedding are those of the base."""
 
-    num_attention_heads: int = 8
-    """Attention heads of the layer; a divisor of the base's hidden size."""
     intermediate_size: int = 0
-    """Size of the layer's feed-forward part; 0 is 4 times the base's hidden size."""
-    feature_weight: float = 10.0
-    """Weight of the regression on the base's features; the objective weighs 1."""
+    """Size of the layer's feed-forward part; 0 is the base's own."""
+    fc_norm: bool = False
+    """EAGLE-3.1: norm the state of each fused layer before they are joined."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed the normed output back, and not the sum before the norm."""
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "num_attention_heads")
-        _at_least(0, self, "feature_weight", "intermediate_size")
+        _at_least(0, self, "intermediate_size")
 
-    def heads_config(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> EagleConfig:
-        """The head on a base of these sizes."""
-        return EagleConfig(
-            hidden_size,
-            vocab_size,
-            self.num_attention_heads,
+    def heads_config(self, heads: HeadOptions, base: CausalLM) -> Eagle3Config:
+        """The head for ``base``."""
+        return Eagle3Config.of_base(
+            base,
+            heads.fused_layers,
             self.intermediate_size,
-            heads.num_heads,
-            heads.token_map_size,
+            max_depth=heads.num_heads,
+            token_map_size=heads.token_map_size,
+            fc_norm=self.fc_norm,
+            norm_output=self.norm_output,
         )
 
 

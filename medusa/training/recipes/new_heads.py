@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM
 from medusa.heads.checkpoint import load_heads
-from medusa.heads.eagle import EagleHead, Heads
+from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import ConfigurationError
@@ -22,14 +22,14 @@ from medusa.training.states.stored_states import StateFile, frozen_states
 SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""
 
-H = TypeVar("H", MedusaHeads, EagleHead)
+H = TypeVar("H", MedusaHeads, Eagle3Head)
 
 
 def built_heads(
     kind: type[H], configuration: TrainingConfiguration, base: CausalLM, training: Documents
 ) -> H:
     """Heads with random weights, and the most frequent labels of ``training`` in their token map if any."""
-    config = configuration.heads_config(hidden_size(base), vocab_size(base))
+    config = configuration.heads_config(base)
     if isinstance(config, HeadsConfig):
         config = replace(config, logit_scale=logit_scale(base))
     token_map = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from medusa.base.causal_lm import CausalLM
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.documents import Documents
-from medusa.training.recipes.eagle_head import EagleRecipe
+from medusa.training.recipes.eagle3_head import Eagle3Recipe
 from medusa.training.recipes.joint import JointRecipe
 from medusa.training.recipes.medusa_heads import MedusaRecipe
 from medusa.training.run.recipe import Recipe
@@ -15,7 +15,7 @@ from medusa.training.states.stored_states import StateFile
 
 RECIPES: dict[str, type[Recipe]] = {
     "medusa": MedusaRecipe,
-    "eagle": EagleRecipe,
+    "eagle3": Eagle3Recipe,
     "joint": JointRecipe,
 }
 

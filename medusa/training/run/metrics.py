@@ -8,7 +8,7 @@ from rich.table import Table
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.calibration import calibrate
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.training.data.documents import Documents
 from medusa.training.losses.sums import LossSums
 from medusa.training.states.stored_states import StateFile

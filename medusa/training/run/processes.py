@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.training.config.options import ConfigurationError, OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.adapter import Adapter
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.batching import MicroBatch
 from medusa.training.data.documents import Documents

@@ -18,7 +18,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.heads.adapter import Adapter
 from medusa.heads.calibration import calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.documents import Documents

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa.base import loading
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import BaseOptions, ConfigurationError
@@ -42,10 +42,10 @@ def stored_states(
         ConfigurationError, OSError: see :class:`medusa.training.states.stored_states.StateFile`.
     """
     options, run = configuration.optimisation, configuration.run
-    config = configuration.heads_config(hidden_size(base), vocab_size(base))
+    config = configuration.heads_config(base)
     reads_all = RECIPES[configuration.kind].stores_every_state
     num_heads = None if reads_all else configuration.heads.num_heads
-    layers = tuple(getattr(config, "fused_layers", ()))
+    layers = config.fused_layers
     directory = Path(run.states_dir or Path(run.output_dir) / "states") / name
     with accelerator.autocast():
         states = StateFile(directory, base, documents, num_heads, options.cache_dtype, layers)

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from medusa.base.causal_lm import output_embedding
-from medusa.heads.eagle import Heads
+from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import REMEDIES, TrainingConfiguration

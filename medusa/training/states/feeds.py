@@ -56,21 +56,22 @@ class StateFeed:
 
 
 class FeatureBatch(NamedTuple):
-    """Whole rows of a micro-batch, as an EAGLE-style head reads them."""
+    """Whole rows of a micro-batch, as an EAGLE-3 head reads them."""
 
-    features: Tensor  # (B, T, D)
+    hidden: Tensor  # (B, T, (1 + L) * D)
     next_embeddings: Tensor  # (B, T, D); of the token after each
     positions: Tensor  # (B, T) long; from 0 at the start of each document
 
 
 @dataclass(frozen=True)
 class FeatureFeed:
-    """What an EAGLE-style head reads: whole rows, since its entries attend to all before them."""
+    """What an EAGLE-3 head reads: whole rows, since its entries attend to all before them."""
 
     base: CausalLM
     documents: Documents
     num_heads: int
     column_of: Tensor | None = None
+    layers: tuple[int, ...] = ()
     stored: StateFile | None = None
     """Of the states of all positions."""
 
@@ -82,15 +83,17 @@ class FeatureFeed:
         following = padded.input_ids.roll(-1, dims=1).to(device)
         with torch.no_grad():
             next_embeddings = self.base.get_input_embeddings()(following)
-        states = frozen_states(self.base, padded) if self.stored is None else self._from_file(batch, padded)
-        features = FeatureBatch(states, next_embeddings, padded.positions.to(device))
-        return features, padded.aligned(self.num_heads, self.column_of).to(device)
+        if self.stored is None:
+            hidden = frozen_states(self.base, padded, self.layers)
+        else:
+            hidden = self._from_file(self.stored, batch, padded)
+        rows = FeatureBatch(hidden, next_embeddings, padded.positions.to(device))
+        return rows, padded.aligned(self.num_heads, self.column_of).to(device)
 
-    def _from_file(self, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
-        """The states (B, T, D) of a micro-batch, empty or not."""
-        assert self.stored is not None
-        states = torch.zeros(*padded.input_ids.shape, self.stored.size, dtype=self.stored.dtype)
+    def _from_file(self, stored: StateFile, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
+        """The states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
+        states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
         for row, indices in zip(states, batch, strict=False):
-            kept = self.stored.of(indices)
+            kept = stored.of(indices)
             row[: len(kept)] = kept
         return states.to(self.base.device, self.base.dtype)

@@ -12,7 +12,7 @@ from medusa.cli.main import main
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.adapter import Adapter
 from medusa.heads.calibration import AnsweredTokens, calibrate, calibrate_each
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.measurement.heads import (
     NamedHeads,
     against,
@@ -102,7 +102,11 @@ def test_one_pass_of_the_base_serves_every_set_of_heads():
         for n in (25, 7, 16)
     ]
     torch.manual_seed(5)
-    sets = [chat_heads(), perfect_heads(2), EagleHead(EagleConfig(HIDDEN_SIZE, VOCAB_SIZE, 4)).eval()]
+    sets = [
+        chat_heads(),
+        perfect_heads(2),
+        Eagle3Head(Eagle3Config(HIDDEN_SIZE, VOCAB_SIZE, (1,), 4, 2, 8, 32)).eval(),
+    ]
     for layers in ((1,), (2,)):
         fusing = MedusaHeads(HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, 2, fused_layers=layers)).eval()
         torch.nn.init.normal_(fusing.fusion.weight)

@@ -1,4 +1,4 @@
-"""Training an EAGLE-style head: the loss by its definition, the run by the same trainer, the result live."""
+"""Training an EAGLE-3 head: the loss by its definition, the run by the same trainer, the result live."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from tiny_training import (
     trainer_on,
 )
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from medusa import CandidateTree, MedusaModel
-from medusa.heads.eagle import EagleConfig, EagleHead
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.training.config.options import ConfigurationError, LossOptions
 from medusa.training.data.documents import Document, Documents
 from medusa.training.data.loading import TrainingData, load_data
 from medusa.training.losses.alignment import align
 from medusa.training.losses.sums import added
-from medusa.training.recipes.eagle_head import EagleLoss
+from medusa.training.recipes.eagle3_head import Eagle3Loss
 from medusa.training.run import result
 from medusa.training.run.trainer import Trainer
 from medusa.training.states.feeds import FeatureBatch, FeatureFeed
 
-DEPTH, HIDDEN, VOCAB = 3, 16, 40
+DEPTH, HIDDEN, VOCAB, LAYERS = 3, 16, 40, (1, 2)
 LENGTHS = (5, 8)
 """Two documents, packed into the first row; the second row is one document."""
 
@@ -45,51 +44,52 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 class Problem:
     """Two rows of 13 tokens, the first of two documents, 60 % of their tokens labels."""
 
-    def __init__(self):
+    def __init__(self, with_norms: bool = False):
         torch.manual_seed(1)
-        self.head = EagleHead(EagleConfig(HIDDEN, VOCAB, num_attention_heads=2, max_depth=DEPTH))
-        self.head.set_scales(3 * torch.randn(40, HIDDEN), torch.randn(40, HIDDEN))
+        norms = {"fc_norm": True, "norm_output": True} if with_norms else {}
+        self.head = Eagle3Head(Eagle3Config(HIDDEN, VOCAB, LAYERS, 2, 1, 8, 24, max_depth=DEPTH, **norms))
+        for parameter in self.head.parameters():
+            nn.init.normal_(parameter, std=0.3)
         self.embedding = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
         self.tokens, self.is_label = torch.randint(0, VOCAB, (2, 13)), torch.rand(2, 13) > 0.4
         packed = torch.cat([torch.arange(length) for length in LENGTHS])
         self.positions = torch.stack([packed, torch.arange(13)])
-        self.features, self.following = torch.randn(2, 2, 13, HIDDEN)
+        self.hidden = torch.randn(2, 13, (1 + len(LAYERS)) * HIDDEN)
+        self.following = torch.randn(2, 13, HIDDEN)
         self.num_scored = torch.tensor([9, 8, 7])
 
     def fused(self, objective: str = "kl", **options: Any):
         teacher = options.pop("teacher", self.embedding)
-        feature_weight = options.pop("feature_weight", 10.0)
         options = {"block_elements": 200, **options}
-        module = EagleLoss(self.head, LossOptions(objective, **options), feature_weight)
+        module = Eagle3Loss(self.head, LossOptions(objective, **options))
         alignment = align(self.tokens.flatten(), self.is_label.flatten(), self.positions.flatten(), DEPTH)
-        batch = FeatureBatch(self.features, self.following, self.positions)
+        batch = FeatureBatch(self.hidden, self.following, self.positions)
         return module(batch, alignment, self.embedding, self.num_scored, teacher)
 
     def documents(self) -> list[tuple[int, slice]]:
         return [(0, slice(0, 5)), (0, slice(5, 13)), (1, slice(0, 13))]
 
-    def naive(self, objective: str, feature_weight: float = 10.0, decay: float = 0.8) -> Tensor:
+    def naive(self, objective: str, decay: float = 0.8) -> Tensor:
         """The same loss, target by target and draft by draft, as the definition says."""
         total = torch.zeros(())
         for row, span in self.documents():
-            features, following = self.features[row, span], self.following[row, span]
+            hidden, following = self.hidden[row, span], self.following[row, span]
             tokens, is_label = self.tokens[row, span], self.is_label[row, span]
             for target in is_label.nonzero().flatten().tolist():
                 for depth in range(1, DEPTH + 1):
                     if target - 1 - depth < 0:
                         continue
-                    inputs = features[: target - depth]  # the first entry joins the state before the root
+                    # The first entry joins the states before the root.
+                    inputs = self.head.fuse(hidden[: target - depth])
                     for _ in range(depth):
-                        predicted = self.head(inputs[None], following[None, : len(inputs)])[0]
-                        inputs = torch.cat([inputs, predicted[-1:]])
-                    guess, truth = predicted[-1], features[target - 1]
-                    scale = self.head.feature_scale
-                    loss = feature_weight * F.smooth_l1_loss(guess / scale, truth / scale)
+                        drafted = self.head(inputs[None], following[None, : len(inputs)])
+                        inputs = torch.cat([inputs, drafted.features[0, -1:]])
+                    guess, truth = drafted.states[0, -1], hidden[target - 1, :HIDDEN]
                     log_q, log_p = (self.embedding(each).log_softmax(-1) for each in (guess, truth))
                     if objective == "kl":
-                        loss = loss + (log_p.exp() * (log_p - log_q)).sum()
+                        loss = (log_p.exp() * (log_p - log_q)).sum()
                     else:
-                        loss = loss - log_q[tokens[target]]
+                        loss = -log_q[tokens[target]]
                     total = total + decay**depth / self.num_scored[depth - 1] * loss
         return total
 
@@ -97,11 +97,11 @@ class Problem:
         return list(torch.autograd.grad(loss, list(self.head.parameters())))
 
 
-@pytest.mark.parametrize("objective", ["ce", "kl"])
-def test_loss_and_gradients_are_those_of_the_definition(objective):
-    problem = Problem()
-    expected = problem.naive(objective, feature_weight=3.0)
-    loss, _ = problem.fused(objective, feature_weight=3.0)
+@pytest.mark.parametrize(("objective", "with_norms"), [("ce", False), ("kl", False), ("kl", True)])
+def test_loss_and_gradients_are_those_of_the_definition(objective, with_norms):
+    problem = Problem(with_norms)
+    expected = problem.naive(objective)
+    loss, _ = problem.fused(objective)
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(problem.gradients(loss), problem.gradients(expected), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -142,10 +142,10 @@ def test_a_soft_objective_without_the_base_is_refused():
 
 
 def new_trainer(directory: Path, base: Any = None, data: Any = None, **options: Any) -> Trainer:
-    """A trainer of an EAGLE-style head; options as in the YAML file."""
+    """A trainer of an EAGLE-3 head; options as in the YAML file."""
     defaults = {
-        "head_kind": "eagle",
-        "num_attention_heads": 4,
+        "head_kind": "eagle3",
+        "fused_layers": [1],
         "objective": "kl",
         "max_steps": 8,
         "tokens_per_batch": 512,
@@ -215,7 +215,7 @@ def test_packed_documents_have_the_loss_of_documents_alone(tmp_path):
     for name, options in {"alone": {}, "packed": {"packing": True, "max_length": 200}}.items():
         trainer = new_trainer(tmp_path / name, **options)
         sums, embedding = trainer.window, trainer.base.get_output_embeddings()
-        source = FeatureFeed(trainer.base, trainer.data.training, DEPTH)
+        source = FeatureFeed(trainer.base, trainer.data.training, DEPTH, layers=trainer.heads.reads_layers)
         batches = [batch for group in trainer._plan(0) for batch in group]
         assert (max(len(row) for batch in batches for row in batch) > 1) == (name == "packed")
         with torch.no_grad():
@@ -242,9 +242,9 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
 
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
-    head = EagleHead(EagleConfig(32, 258, num_attention_heads=4, max_depth=DEPTH))
-    source = FeatureFeed(base, Documents.of([]), DEPTH)
-    module = EagleLoss(head, LossOptions("ce"))
+    head = Eagle3Head(Eagle3Config.of_base(base, LAYERS[:1], max_depth=DEPTH))
+    source = FeatureFeed(base, Documents.of([]), DEPTH, layers=head.reads_layers)
+    module = Eagle3Loss(head, LossOptions("ce"))
     loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)
     loss.backward()
     assert float(loss.detach()) == 0 and int(sums.num_labels.sum()) == 0
@@ -257,17 +257,30 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     [
         ({"reads_path": False}, "reads_path goes with head_kind=medusa, got False without it"),
         ({"unembedding": "full"}, "unembedding goes with head_kind=medusa, got 'full' without it"),
-        ({"head_kind": "medusa"}, "num_attention_heads goes with head_kind=eagle, got 4 without it"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
-        ({"feature_weight": -1}, "feature_weight must be at least 0, got -1"),
+        ({"head_kind": "medusa", "fc_norm": True}, "fc_norm goes with head_kind=eagle3, got True without it"),
+        ({"intermediate_size": -1}, "intermediate_size must be at least 0, got -1"),
     ],
-    ids=["path", "unembedding", "attention heads", "no attention heads", "weight"],
+    ids=["path", "unembedding", "norm", "size"],
 )
 def test_options_of_the_other_kind_are_refused(tmp_path, options, message):
     with pytest.raises((ConfigurationError, ValueError), match=message):
         new_trainer(tmp_path, **options)
 
 
-def test_attention_heads_that_do_not_divide_the_base_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"num_attention_heads must divide hidden_size=32 .*got 5"):
-        new_trainer(tmp_path, num_attention_heads=5)
+def test_layers_that_the_base_has_not_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"has 2 layers, and the default of EAGLE-3 .*name the layers: fused"
+    ):
+        new_trainer(tmp_path / "none", fused_layers=None)
+    with pytest.raises(ValueError, match=r"fused_layers must be in \[1, 2\], the decoder layers of .*got 3"):
+        new_trainer(tmp_path / "far", fused_layers=[1, 3]).train()
+
+
+def test_the_layer_is_that_of_the_base(tmp_path):
+    base = tiny_base()
+    config = new_trainer(tmp_path, base, intermediate_size=40, norm_output=True).heads.config
+    assert config.num_attention_heads == base.config.num_attention_heads
+    assert config.num_key_value_heads == base.config.num_key_value_heads
+    assert config.head_dim == base.config.hidden_size // base.config.num_attention_heads
+    assert config.rope_parameters["rope_theta"] == base.config.rope_parameters["rope_theta"]
+    assert (config.intermediate_size, config.norm_output, config.fc_norm) == (40, True, False)

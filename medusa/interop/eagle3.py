@@ -1,0 +1,545 @@
+"""EAGLE-3 heads as other projects write and read them (arXiv 2503.01840), in two layouts.
+
+    plain         what SafeAILab, AngelSlim and SpecForge write, and vLLM, SGLang, TensorRT-LLM and llama.cpp
+                  read: a Llama configuration of one layer with draft_vocab_size, and midlayer.* tensors
+    speculators   what vllm-project/speculators writes and vLLM reads: the same keys under
+                  transformer_layer_config, the base under speculators_config, layers.0.* tensors
+
+    fc.weight                       (D, L * D): joins the base's states after L layers
+    midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight, norm.weight   (D,)
+    midlayer.self_attn.{q,k,v}_proj.weight (heads * head_dim, 2 * D), .o_proj.weight (D, heads * head_dim)
+    midlayer.mlp.{gate,up,down}_proj.weight
+    lm_head.weight                  (V', D)
+    d2t                             (V',) int64: token id minus its index; t2d (V,) bool says the same
+    fc_norm.{i}.weight (D,), input_norm.weight (L * D,)    only where config.json says fc_norm, norm_before_fc
+
+Nothing in a checkpoint shows which layers it was trained on. vLLM takes k for the state after k layers, and
+(2, L // 2, L - 3) of L where config.json names none; wrong ones give guesses as bad as random and no error.
+norm_before_residual, where it is absent, is false in the plain layout, and true in vLLM's reading of the
+other. All engines verify a chain of the best guesses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.files import read_json
+from medusa.heads.eagle3 import DEFAULT_THETA, Eagle3Config, Eagle3Head, default_layers
+from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.medusa_heads import check_heads_fit
+from medusa.heads.token_map import checked_token_map
+from medusa.interop.contradictions import checked_against_config, listed
+from medusa.interop.medusa_reference import CONFIG_FILE, named_base
+from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes
+from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
+from medusa.interop.tensor_files import read_model_tensors
+
+WEIGHTS_FILE = "model.safetensors"
+CONSUMER = "vLLM"
+MAPS = ("d2t", "t2d")
+LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+READ_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+SPECULATORS_TYPE, SPECULATORS_LAYER = "speculators_model_type", "transformer_layer_config"
+DEFAULT_DEPTH = 5
+"""How deep heads draft whose checkpoint does not say it, as most do not."""
+REFUSED = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu",),
+    "sliding_window": (None,),
+    "parallel_drafting": (False,),
+    "model_type": ("llama",),
+}
+"""Keys of a layer's configuration that change what it computes, and the values that this head has."""
+
+# ------------------------------------------------------------------ out
+
+
+def export_plain(request: ToExport) -> ExportedFiles:
+    """An EAGLE-3 head in the plain layout."""
+    head, weights, changes = _exported(request)
+    config = {
+        "architectures": [ARCHITECTURE],
+        **_layer_config(head.config, request),
+        "base_model_name_or_path": request.base_name,
+        **{name: getattr(head.config, name) for name in FLAGS if getattr(head.config, name)},
+        "norm_before_residual": head.config.norm_before_residual,
+        **_layers_named(head, request.base),
+    }
+    return ExportedFiles(config, WEIGHTS_FILE, weights, changes)
+
+
+def export_speculators(request: ToExport) -> ExportedFiles:
+    """An EAGLE-3 head in the layout of speculators, from which vLLM starts without being told the base."""
+    head, weights, changes = _exported(request)
+    verifier = {"name_or_path": request.base_name, "architectures": [type(request.base).__name__]}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": head.num_heads,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    layer = _layer_config(head.config, request)
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        SPECULATORS_TYPE: "eagle3",
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "draft_vocab_size": layer.pop("draft_vocab_size"),
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        **{name: getattr(head.config, name) for name in FLAGS},
+        **_layers_named(head, request.base),
+        SPECULATORS_LAYER: layer,
+    }
+    weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
+    return ExportedFiles(config, WEIGHTS_FILE, weights, changes)
+
+
+def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[str, ...]]:
+    """The head, its tensors under the plain layout's names, and what becomes of the rest.
+
+    Raises:
+        ValueError: it is no EAGLE-3 head, or was trained with an adapter or for another base.
+    """
+    head = request.checkpoint.heads
+    if not isinstance(head, Eagle3Head):
+        raise ValueError(
+            f"{request.source} holds Medusa heads, and this format an EAGLE-3 head; train one with "
+            "--head-kind eagle3, or export plain heads --to vllm-medusa"
+        )
+    check_belongs(request, CONSUMER)
+    state = {name: each for name, each in head.state_dict().items() if name != "token_map"}
+    token_map, order = (None, slice(None)) if head.token_map is None else head.token_map.sort()
+    if head.config.own_lm_head:
+        rows = head.lm_head.weight[order]
+    else:
+        rows = base_rows(request, CONSUMER)
+        rows = rows if token_map is None else rows[token_map]
+    weights = {
+        name: each.detach().cpu().to(request.dtype, copy=True).contiguous()
+        for name, each in {**state, "lm_head.weight": rows}.items()
+    }
+    if token_map is not None:
+        token_map = token_map.cpu()
+        weights["d2t"] = token_map - torch.arange(len(token_map))
+        weights["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, token_map, True)
+    return head, weights, tuple(_changes(request, head, weights["lm_head.weight"]))
+
+
+def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
+    changes = tree_changes(request, CONSUMER)
+    if not head.config.own_lm_head:
+        changes.append(
+            f"the base's rows of {len(rows):,} tokens are written into the file as its lm_head, "
+            f"{megabytes(rows.nbytes)}"
+        )
+    if any(getattr(head.config, name) for name in FLAGS):
+        names = ", ".join(name for name in FLAGS if getattr(head.config, name))
+        changes.append(f"{names}: vLLM reads these keys, and other engines leave them out")
+    if _layers_named(head, request.base):
+        layers = " ".join(map(str, head.reads_layers))
+        changes.append(
+            f"the fused layers {layers} are not those that engines take by themselves, so {LAYERS_KEY} names "
+            "them as vLLM reads it; SGLang adds 1 to each"
+        )
+    return changes
+
+
+def _layers_named(head: Eagle3Head, base: CausalLM) -> dict[str, list[int]]:
+    """The key of the layers, unless they are those that every engine takes without it."""
+    try:
+        usual = default_layers(base)
+    except ValueError:  # too few layers to have any
+        usual = None
+    return {} if head.reads_layers == usual else {LAYERS_KEY: list(head.reads_layers)}
+
+
+def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
+    rope = dict(config.rope_parameters)
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.token_map_size or config.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": str(request.dtype).removeprefix("torch."),
+    }
+
+
+def serve_plain(directory: str, base: str, num_heads: int) -> str:
+    """The command that serves an export; vLLM would guess the method from the directory's name."""
+    said = json.dumps({"method": "eagle3", "model": directory, "num_speculative_tokens": num_heads})
+    return f"vllm serve {base} --speculative-config '{said}'"
+
+
+def serve_speculators(directory: str, base: str, num_heads: int) -> str:
+    """The command that serves an export, which names the base and the number of tokens itself."""
+    return f"vllm serve {directory}"
+
+
+# ------------------------------------------------------------------ in
+
+
+def read_plain(request: ReadRequest) -> ForeignHeads:
+    """The head in a directory of the plain layout.
+
+    Raises:
+        FileNotFoundError: config.json or the weights are missing.
+        ValueError: an engine would not load it, or would load something else than the file holds.
+    """
+    path = request.directory / CONFIG_FILE
+    config = read_json(path)
+    said = config.get("architectures", [ARCHITECTURE])
+    if not isinstance(said, list) or len(said) != 1 or said[0] not in READ_ARCHITECTURES:
+        raise ValueError(
+            f"{path} says architectures={said!r}, and EAGLE-3 heads of a Llama layer say [{ARCHITECTURE!r}]; "
+            "other architectures are not read"
+        )
+    flags = {name: config.get(name, False) for name in FLAGS}
+    return _head_of(request, config, config, flags, DEFAULT_DEPTH, ())
+
+
+def read_speculators(request: ReadRequest) -> ForeignHeads:
+    """The head in a directory of the speculators layout, as vLLM reads it.
+
+    Raises:
+        FileNotFoundError: config.json or the weights are missing.
+        ValueError: vLLM would not load it, or would load something else than the file holds.
+    """
+    path = request.directory / CONFIG_FILE
+    config = read_json(path)
+    layer = config.get(SPECULATORS_LAYER)
+    if config.get(SPECULATORS_TYPE) != "eagle3" or not isinstance(layer, dict):
+        raise ValueError(
+            f"{path} must say {SPECULATORS_TYPE}='eagle3' and hold {SPECULATORS_LAYER}, an object; got "
+            f"{config.get(SPECULATORS_TYPE)!r} and {type(layer).__name__}"
+        )
+    notes = []
+    if "norm_before_residual" not in config:
+        notes.append(f"{path} leaves out norm_before_residual, which vLLM then takes for true")
+    flags = {name: config.get(name, name == "norm_before_residual") for name in FLAGS}
+    return _head_of(request, config, layer, flags, _speculative_tokens(config, path), notes)
+
+
+def _speculative_tokens(config: Mapping[str, Any], path: Path) -> int:
+    try:
+        depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        config["speculators_config"]["verifier"]["name_or_path"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{path} must hold speculators_config with proposal_methods, the first of them with "
+            "speculative_tokens, and verifier with name_or_path, or vLLM does not start; mend it"
+        ) from error
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"{path}: speculative_tokens must be an int of at least 1, got {depth!r:.100}")
+    return depth
+
+
+def _head_of(
+    request: ReadRequest,
+    config: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    max_depth: int,
+    notes: Sequence[str],
+) -> ForeignHeads:
+    """The head of a directory; ``layer`` is the part of ``config`` that speaks of its layer."""
+    base, path = request.base, request.directory / CONFIG_FILE
+    tensors, where = _tensors(request)
+    _check_layer(layer, path)
+    nested = config.get("eagle_config")
+    nested = nested if isinstance(nested, dict) else {}
+    if nested.get("use_aux_hidden_state", True) is not True:
+        raise ValueError(
+            f"{path} says use_aux_hidden_state={nested['use_aux_hidden_state']!r}: such a head reads the "
+            "last state alone and is no EAGLE-3 head; it is not read"
+        )
+    flags = {**flags, "norm_before_fc": bool(nested.get("norm_before_fc", flags["norm_before_fc"]))}
+    layers, more = _layers_of(request, config, nested, path)
+    size = _shape(tensors, "fc.weight", where)[0]
+    vocabulary = len(tensors["t2d"]) if "t2d" in tensors else vocab_size(base)
+    wide = _shape(tensors, "midlayer.mlp.gate_proj.weight", where)[0]
+    held = {
+        "num_hidden_layers": 1,
+        "hidden_size": size,
+        "intermediate_size": wide,
+        "vocab_size": vocabulary,
+        "draft_vocab_size": len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None,
+        "target_hidden_size": size,
+    }
+    merged = {**config, **layer}
+    more += checked_against_config(merged, held, path, where, request.trust_tensors)
+    for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if name in tensors and not flags[flag]:
+            raise ValueError(
+                f"{where} holds {name}, and {path} does not say {flag}: true, without which engines leave it "
+                "out; mend config.json"
+            )
+    token_map = _token_map(tensors, vocabulary, where)
+    try:
+        ours = Eagle3Config(
+            hidden_size=size,
+            vocab_size=vocabulary,
+            fused_layers=layers,
+            num_attention_heads=layer.get("num_attention_heads", 32),
+            num_key_value_heads=layer.get("num_key_value_heads") or layer.get("num_attention_heads", 32),
+            head_dim=layer.get("head_dim") or size // layer.get("num_attention_heads", 32),
+            intermediate_size=wide,
+            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+            rope_parameters=_rope(layer),
+            max_position_embeddings=layer.get("max_position_embeddings", 2048),
+            max_depth=max_depth,
+            token_map_size=None if token_map is None else len(token_map),
+            own_lm_head=_has_own_rows(tensors, token_map, base),
+            **flags,
+        )
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: {error}; mend it, or get the directory again") from error
+    check_heads_fit(ours, hidden_size(base), vocab_size(base), base.name_or_path)
+    _check_embeddings(tensors.pop("embed_tokens.weight", None), base, where)
+    dtypes = {each.dtype for name, each in tensors.items() if name not in MAPS}
+    head = _loaded(ours, tensors, token_map, where, path)
+    return ForeignHeads(head, dtypes.pop() if len(dtypes) == 1 else torch.float32, (*notes, *more))
+
+
+def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path]:
+    """The tensors of a directory under the plain layout's names, and the file that they are in."""
+    found = read_model_tensors(request.directory, lambda name: "rotary_emb" not in name, integers=MAPS)
+    files = {file for file, _ in found.values()}
+    where = files.pop() if len(files) == 1 else request.directory
+    tensors: dict[str, Tensor] = {}
+    for name, (_, tensor) in found.items():
+        plain = re.sub(r"^model\.", "", name)
+        plain = re.sub(r"^layers\.0\.", "midlayer.", plain)
+        tensors[plain] = tensor
+    return tensors, where
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str, where: Path) -> tuple[int, ...]:
+    if name not in tensors:
+        held = listed(sorted(tensors)) or "nothing"
+        raise ValueError(
+            f"{where} lacks {name}, which every EAGLE-3 head has; it holds {held}. Is it a head of another "
+            "kind, or an incomplete file? Get it again"
+        )
+    if tensors[name].dim() != 2:
+        raise ValueError(
+            f"{where}: tensor {name!r} must have 2 dimensions, got {tuple(tensors[name].shape)}; the file is "
+            "of another kind"
+        )
+    return tuple(tensors[name].shape)
+
+
+def _check_layer(layer: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError where the layer computes something that this head does not."""
+    for key, values in REFUSED.items():
+        if layer.get(key, values[0]) not in (*values, None):
+            allowed = " or ".join(map(repr, values))
+            raise ValueError(
+                f"{path} says {key}={layer[key]!r}, and EAGLE-3 heads that are read here have {allowed}; use "
+                "the engine that it was trained for"
+            )
+
+
+def _layers_of(
+    request: ReadRequest, config: Mapping[str, Any], nested: Mapping[str, Any], path: Path
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The fused layers, as vLLM takes them from config.json, and what was decided."""
+    if request.fused_layers:
+        return tuple(request.fused_layers), ("the fused layers are those that were given",)
+    said = config.get(LAYERS_KEY) or nested.get(LAYERS_KEY)
+    if not said:
+        layers = default_layers(request.base)
+        return layers, (f"{path.name} names no layers: {' '.join(map(str, layers))} are taken, as by vLLM",)
+    count = request.base.config.get_text_config(decoder=True).num_hidden_layers
+    is_list = isinstance(said, list) and all(type(each) is int for each in said)
+    if not is_list or not all(1 <= each <= count for each in said) or len(set(said)) < len(said):
+        raise ValueError(
+            f"{path}: {LAYERS_KEY} must be different ints from 1 to {count}, the layers of the base model "
+            f"{request.base.name_or_path!r}, got {said!r:.200}; give the base that the head was trained on, "
+            "or the layers: --fused-layers"
+        )
+    notes: tuple[str, ...] = ()
+    if not config.get(LAYERS_KEY):
+        notes = (
+            f"{path.name} names layers in eagle_config, which vLLM takes for the states after so many layers "
+            "and SGLang for one more; if medusa check shows hardly any acceptance, import again with "
+            f"--fused-layers {' '.join(str(each + 1) for each in sorted(said))}",
+        )
+    return tuple(sorted(said)), notes  # vLLM sorts them
+
+
+def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_scaling must be an object, got {given!r:.100}")
+    rest = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
+    theta = given.get("rope_theta", layer.get("rope_theta", DEFAULT_THETA))
+    kind = given.get("rope_type", given.get("type", "default"))
+    return {"rope_type": kind, "rope_theta": theta, **rest}
+
+
+def _token_map(tensors: dict[str, Tensor], vocabulary: int, where: Path) -> Tensor | None:
+    """The token of each scored row (V',), out of d2t; None where every token is scored."""
+    d2t, t2d = (tensors.pop(name, None) for name in MAPS)
+    rows = tensors.get("lm_head.weight")
+    if d2t is None:
+        if rows is not None and len(rows) != vocabulary:
+            raise ValueError(
+                f"{where} lacks d2t, and its lm_head scores {len(rows):,} of {vocabulary:,} tokens: which "
+                "ones nothing says; get the file again"
+            )
+        return None
+    if d2t.dim() != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise ValueError(f"{where}: d2t must be one row of ints, got {d2t.dtype} {tuple(d2t.shape)}")
+    token_map = d2t.long() + torch.arange(len(d2t))
+    if rows is None or len(rows) != len(d2t):
+        held = "no lm_head.weight" if rows is None else f"an lm_head.weight of {len(rows)} rows"
+        raise ValueError(f"{where} holds a d2t of {len(d2t)} tokens and {held}; get the file again")
+    try:
+        checked_token_map(vocabulary, len(d2t), token_map)
+    except ValueError as error:
+        raise ValueError(f"{where}: d2t does not map to tokens of the base: {error}") from error
+    if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), token_map.sort().values):
+        raise ValueError(
+            f"{where}: d2t and t2d name different tokens; the file is damaged, or holds 't2d' of another run"
+        )
+    is_everything = len(token_map) == vocabulary and torch.equal(token_map, torch.arange(vocabulary))
+    return None if is_everything else token_map
+
+
+def _has_own_rows(tensors: dict[str, Tensor], token_map: Tensor | None, base: CausalLM) -> bool:
+    """Whether lm_head is not the base's own rows; those are taken out of ``tensors``."""
+    rows = tensors.get("lm_head.weight")
+    if rows is None:
+        return False
+    embedding = output_embedding(base)
+    ours = embedding_weight(embedding).detach()
+    if not ours.is_floating_point() or getattr(embedding, "bias", None) is not None:
+        return True
+    if token_map is not None and int(token_map.max()) < len(ours):
+        ours = ours[token_map]
+    if ours.shape != rows.shape or not torch.equal(rows, ours.to(rows.dtype)):
+        return True
+    del tensors["lm_head.weight"]
+    return False
+
+
+def _check_embeddings(theirs: Tensor | None, base: CausalLM, where: Path) -> None:
+    """Raise ValueError unless token embeddings in the file are the base's, which are then read."""
+    if theirs is None:
+        return
+    ours = base.get_input_embeddings().weight.detach()
+    if theirs.shape == ours.shape:
+        distance = float((theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-12))
+        if distance <= TOLERANCE:
+            return
+        apart = f"{distance:.1%} away from"
+    else:
+        apart = f"{tuple(theirs.shape)}, and not {tuple(ours.shape)} as"
+    raise ValueError(
+        f"{where}: embed_tokens.weight is {apart} the embeddings of the base model {base.name_or_path!r}; "
+        "give the base that the head was trained on: --base. Heads with embeddings of their own are not read"
+    )
+
+
+def _loaded(
+    config: Eagle3Config, tensors: dict[str, Tensor], token_map: Tensor | None, where: Path, config_path: Path
+) -> Eagle3Head:
+    """The head with these tensors in float32.
+
+    Raises:
+        ValueError: a tensor is missing, left over or of another shape.
+    """
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    expected = {name: each for name, each in head.state_dict().items() if name != "token_map"}
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise ValueError(f"{where} lacks {listed(missing)}; the file is incomplete, get it again")
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise ValueError(
+            f"{where} holds tensors that are no part of an EAGLE-3 head of one Llama layer: {listed(extra)}; "
+            "they would be left out. Is it a checkpoint of another kind?"
+        )
+    for name, each in expected.items():
+        if each.shape != tensors[name].shape:
+            raise ValueError(
+                f"{where}: tensor {name!r} must have shape {tuple(each.shape)}, as {config_path.name} and "
+                f"the other tensors say, got {tuple(tensors[name].shape)}; get the two files again"
+            )
+    state = {name: tensors[name].to(torch.float32, copy=True) for name in expected}
+    if token_map is not None:
+        state["token_map"] = token_map
+    head.load_state_dict(state, assign=True)
+    return head.eval()
+
+
+# ------------------------------------------------------------------ which is which
+
+
+def is_plain_directory(directory: Path) -> bool:
+    """Whether ``directory`` says that it holds an EAGLE-3 head in the plain layout."""
+    path = directory / CONFIG_FILE
+    if not path.exists():
+        return False
+    config = read_json(path)
+    named = config.get("architectures")
+    is_named = isinstance(named, list) and named[:1] in ([ARCHITECTURE], ["Eagle3LlamaForCausalLM"])
+    return is_named or ("draft_vocab_size" in config and SPECULATORS_TYPE not in config)
+
+
+def is_speculators_directory(directory: Path) -> bool:
+    """Whether ``directory`` says that it is in the layout of speculators."""
+    path = directory / CONFIG_FILE
+    return path.exists() and SPECULATORS_TYPE in read_json(path)
+
+
+def verifier_of(directory: Path) -> str | None:
+    """The base that a directory in the layout of speculators names."""
+    said: Any = read_json(directory / CONFIG_FILE)
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        said = said.get(key) if isinstance(said, dict) else None
+    return said if isinstance(said, str) and said else None
+
+
+VLLM_EAGLE3 = ForeignFormat(
+    "vllm-eagle3", CONSUMER, read_plain, named_base, is_plain_directory, export_plain, serve_plain
+)
+SPECULATORS = ForeignFormat(
+    "speculators",
+    CONSUMER,
+    read_speculators,
+    verifier_of,
+    is_speculators_directory,
+    export_speculators,
+    serve_speculators,
+)
