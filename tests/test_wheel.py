@@ -152,7 +152,7 @@ def test_it_chats_and_generates_with_the_base_that_was_fetched(run, fetched):
     ids=lambda words: words[0],
 )
 def test_it_measures_the_heads_that_it_trained(place, run, heads, words):
-    done = run("medusa", words[0], "--heads", heads, "--limit", "1", "--max-new-tokens", "8", *words[1:])
+    done = run("medusa", words[0], "--heads", heads, "--limit", "2", "--max-new-tokens", "8", *words[1:])
     assert json.loads(done.stdout.splitlines()[-1])
     assert all((place / word).read_bytes().startswith(b"\x89PNG") for word in words if word.endswith(".png"))
 
