@@ -32,8 +32,8 @@ EMBEDDED_PROMPTS = "demo_heldout"
 """The prompts that ship and that `make demo` is measured on."""
 
 _ABOUT_CONFIG = (
-    "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE. The names that `medusa "
-    "configs` lists stand for files that ship."
+    "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE.\n"
+    "The names that `medusa configs` lists stand for files that ship."
 )
 
 T = TypeVar("T")

@@ -120,7 +120,7 @@ def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_
         request = DecodeRequest(
             random_prompts(num_rows, 4), torch.full((num_rows,), 4), 9, temperature=temperature
         )
-        rows, _ = begin(base, drafter, request)
+        rows, _ = begin(base, request)
         with runners.acquire("compiled", drafter, rows, 1) as runner:
             return runner._compiled(drafter)
 
