@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.decoding.continuous_batch import BatchLimits, Row
 from medusa.engine import compiled, prepared_base
 from medusa.engine.compiled import (
     COMPILERS,
@@ -56,6 +57,28 @@ def texts(model, **call):
     }
 
 
+def check_a_shared_batch(model):
+    """Requests that share passes, and one that goes on where another has ended, say what each says alone."""
+    prompts = [[*range(3, 3 + length)] for length in (30, 4, 17, 9)]
+    plainly = {"tree": CandidateTree.chain(0), **asked(0.9)}
+    batch = model.continuous_batch(BatchLimits(max_rows=3, chunk=8))
+
+    def answered(prompts):
+        rows = [Row(model.request(torch.tensor([prompt]), **asked(0.9))) for prompt in prompts]
+        for row in rows:
+            batch.add(row)
+            batch.step()
+        while batch.is_busy:
+            batch.step()
+        for row, prompt in zip(rows, prompts, strict=True):
+            assert prompt + row.tokens == model.generate(torch.tensor([prompt]), **plainly)[0].tolist()
+        return rows
+
+    first = answered(prompts)[0]
+    (late,) = answered([[*prompts[0], *first.tokens, 5]])
+    assert late.num_reused == len(prompts[0]) + len(first.tokens) - 1
+
+
 def check_a_view(engine, base):
     """All that is promised of one compiled pass, which takes long to make."""
     model = MedusaModel(base, heads(), BUSHY, engine=engine, step="compiled")
@@ -64,6 +87,8 @@ def check_a_view(engine, base):
         assert said["heads"] == said["plain"] and said["dynamic"] == said["plain"]
         if engine == "packed":
             assert said["plain"] == MedusaModel(base).generate(**BATCH, **asked(temperature)).tolist()
+
+    check_a_shared_batch(model)
 
     view, topology = model.runner, BUSHY.topology("cpu")
     mine, seconds = model._runners.compiled_pass((1,))
