@@ -181,11 +181,19 @@ def test_what_was_removed_is_named_as_such(tmp_path, capsys, removed, value, ins
         ({"overwrite": True, "resume": True}, "overwrite and resume exclude each other"),
         ({"data": []}, "data must name at least one file or hub id"),
         ({"held_out_fraction": 1.0}, "held_out_fraction must be at least 0 and below 1, got 1.0"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
     ],
 )
 def test_values_that_cannot_be_used_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         configuration_of(**MINIMAL | options)
+
+
+@pytest.mark.parametrize("limit", ["num_epochs", "max_steps", "max_minutes"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_limits_that_are_not_finite_are_refused(limit, value):
+    with pytest.raises(ConfigurationError, match=f"{limit} must be (at least 1|above 0), got {value}"):
+        configuration_of(**MINIMAL | {limit: value})
 
 
 @pytest.mark.parametrize(

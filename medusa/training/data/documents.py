@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medusa.heads.calibration import AnsweredTokens
+from medusa.training.config.options import DataOptions
 
 
 class Document(NamedTuple):
@@ -103,3 +104,8 @@ class Documents:
             raise ValueError(f"token_map_size must be in [1, {vocab_size}], got {count}")
         frequency = np.bincount(self.tokens[self.is_label], minlength=vocab_size)
         return np.sort(np.argsort(-frequency, kind="stable")[:count])
+
+
+def trained_on(training: Documents, options: DataOptions) -> Documents:
+    """The training documents with the labels that ``train_on`` asks for."""
+    return training.labelled_everywhere() if options.train_on == "everything" else training

@@ -13,7 +13,7 @@ from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import LossOptions
-from medusa.training.data.documents import Documents
+from medusa.training.data.documents import Documents, trained_on
 from medusa.training.losses.alignment import Alignment
 from medusa.training.losses.fused import FusedLoss, checked_teacher, decay_weights
 from medusa.training.losses.objectives import objective_named
@@ -63,7 +63,9 @@ def new_heads(
     else:
         heads.initialise_from(output_embedding(base))
     if heads.reads_layers and not heads.fusion.weight.any():
-        heads.set_layer_scale(sampled_states(base, training, heads.reads_layers, stored))
+        documents = trained_on(training, configuration.data)
+        states = sampled_states(base, documents, heads.num_heads, heads.reads_layers, stored)
+        heads.set_layer_scale(states)
     return heads.to(base.device).float().train()
 
 

@@ -14,8 +14,9 @@ from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import ConfigurationError
-from medusa.training.data.batching import PaddedBatch, collate
+from medusa.training.data.batching import collate
 from medusa.training.data.documents import Documents
+from medusa.training.losses.alignment import needed_states
 from medusa.training.losses.teacher import logit_scale
 from medusa.training.states.stored_states import StateFile, frozen_states
 
@@ -68,19 +69,20 @@ def start_from(heads: Heads, source: str) -> None:
     heads.load_state_dict({name: kept for name, kept in weights.items() if name != "token_map"}, strict=False)
 
 
-def some_rows(training: Documents) -> tuple[PaddedBatch, Tensor]:
-    """Documents spread over all, and which of their tokens (B, T) bool are not padding."""
-    chosen = training.spread(SCALE_DOCUMENTS)
-    padded = collate(training, [[index] for index in chosen])
-    lengths = torch.from_numpy(training.lengths[chosen])
-    return padded, torch.arange(padded.input_ids.shape[1]) < lengths[:, None]
-
-
 def sampled_states(
-    base: CausalLM, training: Documents, layers: tuple[int, ...], stored: StateFile | None
+    base: CausalLM,
+    documents: Documents,
+    num_heads: int,
+    layers: tuple[int, ...],
+    stored: StateFile | None,
 ) -> Tensor:
-    """States (P, (1 + L) * D) of some documents; of ``stored`` ones where there are any."""
+    """States (P, (1 + L) * D) of some documents that are trained on: those that a label is predicted from.
+
+    ``stored`` are the states of ``documents``, if any; the positions are the same without them.
+    """
+    chosen = documents.spread(SCALE_DOCUMENTS)
     if stored is not None:
-        return stored.of(training.spread(SCALE_DOCUMENTS)).to(base.device)
-    padded, is_inside = some_rows(training)
-    return frozen_states(base, padded, layers)[is_inside]
+        return stored.of(chosen).to(base.device)
+    padded = collate(documents, [[index] for index in chosen])
+    needed = needed_states(padded.is_label.flatten(), padded.positions.flatten(), num_heads)
+    return frozen_states(base, padded, layers).flatten(0, 1)[needed.to(base.device)]

@@ -21,6 +21,7 @@ from medusa.progress import log_console
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import RunOptions
 from medusa.training.data import loading
+from medusa.training.data.documents import trained_on
 from medusa.training.recipes.registry import new_recipe
 from medusa.training.run import metrics, processes, result
 from medusa.training.run.base import load_base, load_tokenizer
@@ -28,7 +29,7 @@ from medusa.training.run.curve import draw_training
 from medusa.training.run.fitness import check_documents, check_packing
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.storing import load_without_layers, stored_states
-from medusa.training.run.trainer import Trainer, trained_on
+from medusa.training.run.trainer import Trainer
 from medusa.training.states.stored_states import StateFile
 
 
@@ -138,7 +139,7 @@ def all_stored(
     The whole base is in memory only while states are missing; ``base`` is all that training needs of it.
     """
     load = functools.cache(lambda: load_base(configuration.base, accelerator.device))
-    documents = {"training": trained_on(configuration, data), "held-out": data.held_out}
+    documents = {"training": trained_on(data.training, configuration.data), "held-out": data.held_out}
     return {
         name: stored_states(configuration, accelerator, base, load, each, name, console)
         for name, each in documents.items()

@@ -24,7 +24,7 @@ from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import REMEDIES, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
-from medusa.training.data.documents import Documents
+from medusa.training.data.documents import Documents, trained_on
 from medusa.training.data.loading import TrainingData
 from medusa.training.losses.sums import added, as_numbers, from_numbers
 from medusa.training.run.curve import draw_training, is_stale
@@ -70,7 +70,7 @@ class Trainer:
         self.configuration, self.accelerator, self.console = configuration, accelerator, console
         self.recipe, self.data = recipe, data
         self.base, self.heads, self.loss = recipe.base, recipe.heads, recipe.loss
-        self.training = trained_on(configuration, data)
+        self.training = trained_on(data.training, configuration.data)
         self.stored = stored or {}
         self.run = RunDirectory(configuration.run.output_dir)
         values = configuration.as_dict()
@@ -325,12 +325,6 @@ class Trainer:
     @property
     def _is_main(self) -> bool:
         return self.accelerator.is_main_process
-
-
-def trained_on(configuration: TrainingConfiguration, data: TrainingData) -> Documents:
-    """The training documents with the labels that ``train_on`` asks for."""
-    on_everything = configuration.data.train_on == "everything"
-    return data.training.labelled_everywhere() if on_everything else data.training
 
 
 def peak_memory(device: torch.device) -> int:
