@@ -263,6 +263,9 @@ def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, t
 )
 def test_every_kind_of_heads_trains_from_stored_states_alone(train, tmp_path, kind):
     train(output_dir=tmp_path / "live", **kind)
+    live = RunDirectory(tmp_path / "live")
     run = train(cache_hidden_states=True, states_dir=tmp_path / "states", **kind)
-    assert losses(run) == pytest.approx(losses(RunDirectory(tmp_path / "live")), rel=1e-4)
+    assert losses(run) == pytest.approx(losses(live), rel=1e-4)
+    ours, theirs = (load_heads(each.heads).heads.state_dict() for each in (run, live))
+    torch.testing.assert_close(ours.get("layer_scale"), theirs.get("layer_scale"), rtol=1e-4, atol=0)
     assert (tmp_path / "states" / "training" / "00000.safetensors").exists()
