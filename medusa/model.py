@@ -260,7 +260,7 @@ class MedusaModel:
         kind = step or self.step
         tree = self.tree_for(batch_size, kind)
         if self.heads is not None and tree.depth:
-            fastest = self._drafters.drafter(DEFAULT_DRAFTER, batch_size)
+            fastest = self._drafters.drafter(DEFAULT_DRAFTER, batch_size, kind)
             if fastest is not None and (kind == "general" or not host_bound_parts(fastest)):
                 return fastest
         return self._heads_in(tree)
@@ -276,13 +276,16 @@ class MedusaModel:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the library of ``step="compiled"`` is on disk; false where none is made."""
+        """Whether the libraries of :meth:`compile` are on disk; false where none are made."""
         if not self._runners.compile_passes or missing_for_compiled(self.runner) is not None:
             return False
-        return self._runners.compiled_path.exists()
+        runners = self._runners
+        drafts = (path for each in self._default_drafters() for path in runners.compiled_draft_paths(each))
+        return runners.compiled_path.exists() and all(path.exists() for path in drafts)
 
     def compile(self) -> float:
-        """Have the library of ``step="compiled"`` on disk and loaded; the seconds that this took.
+        """Have the libraries of ``step="compiled"`` on disk and loaded: the base's pass, and the drafts of
+        :meth:`drafter_for` any number of rows. The seconds that this took.
 
         Raises:
             ValueError: this engine compiles no pass, or something is missing.
@@ -293,7 +296,15 @@ class MedusaModel:
                 f"engine={self.engine!r} compiles its steps as they first run, and keeps no library; "
                 "use engine='packed' or 'int8' on a CPU"
             )
-        return self._runners.compiled_pass()[1]
+        seconds = self._runners.compiled_pass()[1]
+        for drafter in self._default_drafters():
+            seconds += self._runners.compiled_drafter(drafter, False, True)[1]
+        return seconds
+
+    def _default_drafters(self) -> list[Drafter]:
+        """Those of :meth:`drafter_for` compiled steps, for every number of rows that a tree was tuned for."""
+        rows = sorted({1, *(entry.batch_size for entry in self.tuned)})
+        return [self.drafter_for(num_rows, "compiled") for num_rows in rows]
 
     def generate(
         self,
@@ -379,6 +390,8 @@ class MedusaModel:
         compiled = None
         if kind == "compiled" and self._runners.compile_passes:
             compiled, _ = self._runners.compiled_pass(layers)
+            if not plain:
+                self.compile()  # before anybody waits for an answer
         elif kind != "general":
             raise ValueError(
                 f"step={kind!r} runs steps of one shape, and a batch that rows join changes its own; use "
@@ -387,7 +400,8 @@ class MedusaModel:
 
         def drafter_for(num_rows: int) -> Drafter:
             self._check_weights()
-            return PlainDrafter() if plain else self.drafter_for(num_rows, kind)
+            drafter = PlainDrafter() if plain else self.drafter_for(num_rows, kind)
+            return drafter if compiled is None else self._runners.compiled_drafter(drafter, False, True)[0]
 
         def pausing_for(num_rows: int, drafter: Drafter) -> Pausing | None:
             return self._pausing_of(num_rows, kind, drafter)
@@ -502,8 +516,9 @@ class MedusaModel:
         if drafter is not None:
             if tree is not None:
                 raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
-            chosen = self._drafters.drafter(drafter, num_rows) if isinstance(drafter, str) else drafter
-            return PlainDrafter() if chosen is None else chosen
+            if isinstance(drafter, str):
+                drafter = self._drafters.drafter(drafter, num_rows, options.step or self.step)
+            return PlainDrafter() if drafter is None else drafter
         if tree is not None:
             return self._heads_in(self._checked_tree(tree))
         if request.is_exact:

@@ -22,8 +22,10 @@ from medusa.base.causal_lm import CausalLM, seen_hidden
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticState, static_step
+from medusa.drafters.compiled import CompiledDrafter
+from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import StaticDrafter
+from medusa.drafters.protocol import Drafter, StaticDrafter
 from medusa.engine.compiled import CompiledPass, compiled_pass, library_path
 from medusa.engine.views import copy_sharing_parameters, holds_packed_weights
 
@@ -171,6 +173,7 @@ class StepRunners:
         self._compiled_base: CausalLM | None = None
         self._compile_lock = threading.Lock()
         self._pass: CompiledPass | None = None
+        self._drafters: dict[Hashable, CompiledDrafter] = {}
         self._paths: dict[tuple[int, ...], Path] = {}
         self._checked: set[StepKind] = set()
 
@@ -193,6 +196,27 @@ class StepRunners:
             given = tuple(sorted(self.layers.union(layers)))
             self._pass = compiled_pass(self.base, given, self._library_path(given))
             return self._pass, self._pass.setup_seconds
+
+    def compiled_drafter(self, drafter: Drafter, *are_sampled: bool) -> tuple[Drafter, float]:
+        """``drafter``, and the seconds that this took: one of Medusa heads with compiled drafts for rows that
+        are sampled, or not."""
+        if not isinstance(drafter, HeadsDrafter):
+            return drafter, 0.0
+        with self._compile_lock:
+            made = self._drafter_to_compile(drafter)
+            return made, sum(map(made.prepare, are_sampled))
+
+    def compiled_draft_paths(self, drafter: Drafter) -> list[Path]:
+        """Where the libraries of :meth:`compiled_drafter` are, or will be."""
+        if not isinstance(drafter, HeadsDrafter):
+            return []
+        return [self._drafter_to_compile(drafter).path(is_sampled) for is_sampled in (False, True)]
+
+    def _drafter_to_compile(self, drafter: HeadsDrafter) -> CompiledDrafter:
+        key = drafter.static_key
+        made = self._drafters.pop(key, None) or CompiledDrafter(drafter, self.compiled_path.stem)
+        _keep(self._drafters, key, made)
+        return made
 
     @property
     def compiled_path(self) -> Path:

@@ -8,7 +8,8 @@
                                                                    stopping criteria, no logits processor that
                                                                    reads the text
     compiled  engine "packed" or "int8": the general loop, with    a C++ compiler, and sdpa attention
-              a pass compiled ahead (``engine/compiled.py``)
+              a pass (``engine/compiled.py``) and drafts of
+              heads (``drafters/compiled.py``) compiled ahead
               other engines: static, as torch.compile makes it     as static, and a model in one place that
                                                                    traces in one piece
     captured  the same, replayed as a CUDA graph                   as static, on one CUDA device
@@ -64,6 +65,9 @@ def decode_in_steps(
     if step == "compiled" and runners.compile_passes:
         statistics = DecodingStatistics() if statistics is None else statistics
         compiled, setup_seconds = runners.compiled_pass(drafter.reads_layers)
+        if request.rule is None:  # others draw their candidates
+            drafter, more_seconds = runners.compiled_drafter(drafter, request.seeds is not None)
+            setup_seconds += more_seconds
         statistics.setup_seconds += setup_seconds
         return decode(runners.base, drafter, request, statistics, pausing, compiled)
     checked = static_drafter(step, drafter, request)

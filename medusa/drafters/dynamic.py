@@ -121,7 +121,7 @@ class DynamicDrafter(LevelDrafter):
         chosen = order[:, : self.num_nodes - 1].sort(dim=1).values
         root = context.root[:, None]
         kept_parents = parents.gather(1, chosen)
-        nodes = torch.searchsorted(chosen, kept_parents) + 1
+        nodes = (chosen[:, None] < kept_parents[..., None]).sum(2) + 1
         topology = TreeTopology.from_parents(
             torch.cat([torch.zeros_like(root), nodes.masked_fill(kept_parents < 0, 0)], dim=1),
             torch.cat([torch.zeros_like(root), self._depths[chosen]], dim=1),
@@ -218,7 +218,7 @@ class DynamicDrafter(LevelDrafter):
         """
         value, last = worth.max(dim=1, keepdim=True)
         tokens, weights = (each[:, self.tree.depth :] for each in (match.tokens, match.weights))
-        above = torch.arange(first, first + tokens.shape[1] - 1, device=beam.device).expand(len(beam), -1)
+        above = torch.arange(first, first + tokens.shape[1] - 1, device=beam.device).expand(beam.shape[0], -1)
         return tokens, value + weights.log().cumsum(1), torch.cat([beam.gather(1, last), above], dim=1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -110,13 +111,15 @@ def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Draft
 
 def heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     """The model's heads in the model's tree for the batch; in a chain where that is the root alone."""
-    heads, runner, tree = host.drafting_heads, host.runner, host.tree_for(1)
+    heads, runner = host.drafting_heads, host.runner
+    tree_of_rows = partial(host.tree_for, step=settings.step)
+    tree = tree_of_rows(1)
     assert heads is not None, "missing_heads refuses this model before"
     return DraftSource(
         "heads",
         lambda tree: drafter_of_heads(heads, runner, tree),
         own_tree=tree if tree.depth else None,
-        tree_of_rows=host.tree_for,
+        tree_of_rows=tree_of_rows,
         draft_length=settings.draft_length or heads.num_heads,
         max_length=heads.num_heads,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from medusa.choices import StepKind
 from medusa.drafters.draft_model import DRAFT_MODEL
 from medusa.drafters.dynamic import DYNAMIC_HEADS
 from medusa.drafters.eagle3 import EAGLE3
@@ -98,18 +99,18 @@ class DraftersByName:
 
     def __init__(self, host: DraftHost):
         self._host = host
-        self._sources: dict[str, DraftSource | UnionSource] = {}
+        self._sources: dict[tuple[str, StepKind], DraftSource | UnionSource] = {}
 
-    def drafter(self, name: str, num_rows: int) -> Drafter | None:
-        """A new drafter called ``name`` for ``num_rows`` rows; None where trees tuned for so many say that
-        guessing does not pay.
+    def drafter(self, name: str, num_rows: int, step: StepKind) -> Drafter | None:
+        """A new drafter called ``name`` for ``num_rows`` rows in such steps; None where trees tuned for so
+        many say that guessing does not pay.
 
         Raises:
             ValueError: as :func:`drafter_named`.
         """
-        if name not in self._sources:
-            self._sources[name] = _source_of(name, self._host, DrafterSettings())
-        source = self._sources[name]
+        if (name, step) not in self._sources:
+            self._sources[name, step] = _source_of(name, self._host, DrafterSettings(step=step))
+        source = self._sources[name, step]
         return None if source.is_idle(num_rows) else source.drafter(num_rows=num_rows)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from medusa.acceptance.drawing import independent_chains
 from medusa.base.causal_lm import CausalLM
+from medusa.choices import StepKind
 from medusa.drafters.protocol import Drafter
 from medusa.engine import Engine
 from medusa.heads.checkpoint import HeadsCheckpoint
@@ -32,6 +33,8 @@ class DrafterSettings:
     """How many layers of the base "early-exit" runs."""
     eagle3: str | Path | HeadsCheckpoint | None = None
     """The head of "eagle3": a heads directory, a hub id, or a loaded checkpoint."""
+    step: StepKind | None = None
+    """The kind of steps whose tuned trees count; None: the model's own."""
 
     def __post_init__(self) -> None:
         for name in ("draft_length", "draft_width"):
@@ -67,8 +70,8 @@ class DraftHost(Protocol):
     def tokenizer(self) -> Any:
         """The base's tokenizer; None where it has none."""
 
-    def tree_for(self, batch_size: int) -> CandidateTree:
-        """The model's tree for so many rows."""
+    def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
+        """The model's tree for so many rows, in steps of kind ``step`` or its own."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """A view's forward pass over the nodes of a tree, compiled for this processor and kept on disk.
 
-Run as modules, a pass of a small model is thousands of operators, and calling them takes longer than what
-they compute. Here the pass of a view on a CPU (``packed`` or ``int8``) is exported, compiled by Inductor into
-one shared library with the weights inside, in the layout of its matrix kernels, and kept: compiling takes
-minutes, loading a second or two. One library serves every number of rows, nodes and slots.
+The pass of a view on a CPU (``packed`` or ``int8``) is exported with dynamic rows, nodes, slots and capacity
+and compiled (:mod:`medusa.engine.libraries`): one library serves every number of each.
 
 Attention is written as sums here, which Inductor turns into loops. A loop adds in the same order for any
 number of queries, rows and masked slots, so in int8 too a node's logits do not depend on the tree that it
@@ -16,12 +14,7 @@ products are faster.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import shutil
 import time
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,33 +46,26 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
-from medusa.engine.int8 import Digits, Int8Linear, int8_product, quantised
+from medusa.engine.int8 import Int8Linear
 from medusa.engine.joined_linears import JoinedLinear
-from medusa.engine.packed import PackedLinear
-from medusa.files import replaced_file
-from medusa.hardware import device_name
-from medusa.places import cache_home
-from medusa.progress import log_console
+from medusa.engine.libraries import (
+    compile_library,
+    digest_of,
+    kept_library,
+    missing_compiler,
+    open_library,
+    traceable_products,
+)
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LOOP_ATTENTION = "medusa_loop_sdpa"
 """An attention implementation of ``transformers``: :func:`loop_attention`."""
 VERSION = 2
 """Of what is compiled: raise it with every change of what a pass computes."""
-COMPILERS = ("g++", "clang++", "c++")
 VECTOR = 16
 """Floats in the widest vector of a processor."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose factors depend on how long the text is: a choice that no compiled pass can make."""
-INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
-"""Weights become constants, and products Inductor's own kernels, which read few rows twice as fast as
-oneDNN's. Where it has none, oneDNN's remain."""
-GCC_OPTIONS = (
-    "-fno-tree-loop-distribute-patterns"
-    " --param max-completely-peel-times=64 --param max-completely-peeled-insns=2000"
-)
-"""Keep the sums of a product of five rows and more in registers. g++ 12 makes one ``memset`` of the loop that
-sets them to zero, and leaves what a ``memset`` has touched in memory."""
 PROMPT_TOKENS = 128
 """Tokens of prompts, in all rows, that a compiled pass reads at a time."""
 LONG_PROMPT = 192
@@ -94,8 +80,8 @@ what differs in the last bit to another step."""
 
 def missing_for_compiled_pass(view: CausalLM) -> str | None:
     """What :func:`compiled_pass` lacks to compile the pass of ``view``; None when nothing."""
-    if not any(map(shutil.which, COMPILERS)):
-        return f"a C++ compiler ({', '.join(COMPILERS)}), and none is installed"
+    if (lacks := missing_compiler()) is not None:
+        return lacks
     config = view.config.get_text_config(decoder=True)
     if config._attn_implementation not in (GROUPED_ATTENTION, FLOAT64_ATTENTION):
         return f"attn_implementation='sdpa', got {config._attn_implementation!r}"
@@ -196,44 +182,18 @@ def compiled_pass(view: CausalLM, layers: Sequence[int] = (), path: Path | None 
 
 def library_path(view: CausalLM, layers: Sequence[int] = ()) -> Path:
     """Where the library of a view is kept: the name tells apart all that it depends on."""
-    digest = hashlib.sha256()
-    for name, tensor in view.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-    runs_on = (device_name(view.device), platform.machine(), torch.backends.cpu.get_cpu_capability())
-    depends_on = (
-        view.config.to_json_string(),
-        type(view).__name__,
-        _is_int8(view),
-        tuple(layers),
-        torch.__version__,
-        torch.get_num_threads(),
-        runs_on,
-        VERSION,
-    )
-    digest.update(repr(depends_on).encode())
-    name = "int8" if _is_int8(view) else "float32"
-    return cache_home() / "compiled" / f"{view.config.model_type}-{name}-{digest.hexdigest()[:24]}.so"
+    kind = "int8" if _is_int8(view) else "float32"
+    depends_on = (view.config.to_json_string(), type(view).__name__, kind, tuple(layers), VERSION)
+    digest = digest_of(view.state_dict(), view.device, *depends_on)
+    return kept_library(f"{view.config.model_type}-{kind}", digest)
 
 
 def _compile(view: CausalLM, layers: tuple[int, ...], path: Path) -> None:
     """Export, compile, hold against ``view``, and keep as ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    console = log_console()
     text = f"compiling {type(view).__name__} for this processor: some minutes, once; kept in {path.parent}"
-    console.print(text, style="dim", soft_wrap=True)
-    with console.status("compiling", spinner="dots"), replaced_file(path) as partial:
-        package = partial.with_suffix(".pt2")
-        try:
-            _export(view, layers, package)
-            with zipfile.ZipFile(package) as archive:
-                (name,) = (each for each in archive.namelist() if each.endswith(".so"))
-                with archive.open(name) as source, partial.open("wb") as target:
-                    shutil.copyfileobj(source, target)
-        finally:
-            package.unlink(missing_ok=True)
-        partial.chmod(0o755)
-        _check_same(_loaded(view, layers, partial))
+    compile_library(
+        path, text, lambda: _exported(view, layers), lambda made: _check_same(_loaded(view, layers, made))
+    )
 
 
 def _loaded(view: CausalLM, layers: tuple[int, ...], path: Path) -> CompiledPass:
@@ -242,13 +202,11 @@ def _loaded(view: CausalLM, layers: tuple[int, ...], path: Path) -> CompiledPass
         prefill(view, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), cache)
     entries = [each for layer in cache.tree_layers for each in layer.entries]
     sizes = tuple((each.shape[1], each.shape[3]) for each in entries)
-    return CompiledPass(view, layers, torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1), sizes)
+    return CompiledPass(view, layers, open_library(path), sizes)
 
 
-@torch.no_grad()
-def _export(view: CausalLM, layers: tuple[int, ...], package: Path) -> None:
-    """Write the pass of ``view`` as a package of AOTInductor."""
-    _let_packing_be_traced()
+def _exported(view: CausalLM, layers: tuple[int, ...]) -> torch.export.ExportedProgram:
+    """The pass of ``view`` as a program of tensors."""
     rows, nodes, slots, capacity = (torch.export.Dim(name, min=1) for name in ("b", "n", "s", "c"))
     cache = new_cache(view, 2)
     prompts = torch.zeros(2, 200, dtype=torch.long)
@@ -259,7 +217,7 @@ def _export(view: CausalLM, layers: tuple[int, ...], package: Path) -> None:
     masks = _masks(view, cache.lengths, cache.num_slots, topology)
     tokens, positions = torch.zeros(2, 4, dtype=torch.long), node_positions(cache.lengths, topology)
     of_nodes, of_slots = {0: rows, 1: nodes}, {0: rows, 2: capacity}
-    exported = torch.export.export(
+    return torch.export.export(
         _ExportedPass(view, layers, list(masks)).eval(),
         (tokens, positions, cache.slots, list(masks.values()), keys, values),
         dynamic_shapes=(
@@ -272,16 +230,6 @@ def _export(view: CausalLM, layers: tuple[int, ...], package: Path) -> None:
         ),
         strict=False,
     )
-    options = {**INDUCTOR_OPTIONS, **_compiler_options()}
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
-
-
-def _compiler_options() -> dict[str, str]:
-    """:data:`GCC_OPTIONS` for Inductor, which has one setting that reaches the compiler's command line."""
-    is_gcc = Path(os.environ.get("CXX", COMPILERS[0])).name.startswith("g++")
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    has_setting = hasattr(torch._inductor.config.cpp, "march")
-    return {"cpp.march": f"native {GCC_OPTIONS}"} if is_gcc and is_x86 and has_setting else {}
 
 
 def _masks(view: CausalLM, lengths: Tensor, num_slots: int, topology: TreeTopology) -> dict[str, Tensor]:
@@ -380,54 +328,13 @@ class _Entries(CacheLayerMixin):
 
 def _traceable(view: CausalLM) -> CausalLM:
     """The modules of ``view``, with linear layers and attention that Inductor compiles."""
-    is_int8, model = _is_int8(view), copy_sharing_parameters(view)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, (PackedLinear, Int8Linear, JoinedLinear)):
-                setattr(parent, name, (_Int8Linear if is_int8 else _Float32Linear)(child.weight, child.bias))
+    model = traceable_products(copy_sharing_parameters(view), int8=_is_int8(view))
     model.set_attn_implementation(LOOP_ATTENTION)
     return model
 
 
 def _is_int8(view: CausalLM) -> bool:
     return isinstance(output_embedding(view), Int8Linear)
-
-
-class _Float32Linear(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class _Int8Linear(nn.Module):
-    """What :class:`medusa.engine.int8.Int8Linear` computes; Inductor packs the weight."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.codes: Tensor
-        self.scales: Tensor
-        self.zeros: Tensor
-        codes, scales = quantised(weight.detach())
-        self.digits, self.weight, self.bias = Digits(2), weight, bias
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales / self.digits.largest_code)
-        self.register_buffer("zeros", torch.zeros(len(scales), dtype=torch.int32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = torch.ops.onednn.qlinear_prepack(self.codes, None)
-        return int8_product(x, packed, self.scales, self.zeros, self.bias, self.digits)
-
-
-def _let_packing_be_traced() -> None:
-    """Tell torch the shape of what oneDNN packs, which it has no rule for."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("onednn::qlinear_prepack", "Meta"):
-
-        @torch.library.register_fake("onednn::qlinear_prepack")
-        def _shape(weight: Tensor, shape: Any) -> Tensor:
-            return weight.new_empty(weight.shape[1], weight.shape[0])
 
 
 def loop_attention(

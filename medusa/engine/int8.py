@@ -105,6 +105,12 @@ class Int8Product(PackedProduct):
     def _in_own_layout(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight.T.contiguous(), None)  # it is (in, out), packed or not
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None, Digits]:
+        """Codes (out, in) and scales (out,) as :func:`quantised` gives them, the bias, and the digits."""
+        codes = self._packed.to_dense().T.contiguous()
+        return codes, self._scales * self._digits.largest_code, self.bias, self._digits
+
     def forward(self, x: Tensor) -> Tensor:
         return int8_product(x, self._packed, self._scales, self._zeros, self.bias, self._digits)
 

@@ -9,6 +9,7 @@ from medusa import MedusaModel
 from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.main import main
 from medusa.decoding.step_runners import StepRunners
+from medusa.drafters.compiled import CompiledDrafter
 
 
 class Compiled:
@@ -26,7 +27,13 @@ def compiling(monkeypatch):
         self.compiled_path.touch()
         return Compiled(), Compiled.setup_seconds
 
+    def prepare(self, is_sampled):
+        made.append(self.path(is_sampled))
+        made[-1].touch()
+        return 0.0
+
     monkeypatch.setattr(StepRunners, "compiled_pass", compiled_pass)
+    monkeypatch.setattr(CompiledDrafter, "prepare", prepare)
     yield made
     for path in made:
         path.unlink(missing_ok=True)
@@ -55,4 +62,7 @@ def test_an_engine_that_keeps_no_library_is_refused(compiling):
 def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys):
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
     assert "compiled, ready after 321.0 s; `medusa chat` uses it" in capsys.readouterr().err
-    assert len(compiling) == 1 and "llama-int8" in compiling[0].name
+    names = [path.name.rsplit("-", 1)[0] for path in compiling]
+    assert names == ["llama-int8", "draft", "draft"] and len(set(compiling)) == 3
+    assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
+    assert "was there" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +14,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.decoding.continuous_batch import BatchLimits, Row
-from medusa.engine import compiled, prepared_base
+from medusa.decoding.step_runners import StepRunners
+from medusa.engine import prepared_base
 from medusa.engine.compiled import (
-    COMPILERS,
     compiled_pass,
     library_path,
     loop_attention,
     missing_for_compiled_pass,
 )
 from medusa.engine.int8 import missing_for_int8
+from medusa.engine.libraries import missing_compiler
 from medusa.places import cache_home
 
 pytestmark = pytest.mark.skipif(
-    missing_for_int8(tiny_model("llama")) is not None or not any(map(shutil.which, COMPILERS)),
+    missing_for_int8(tiny_model("llama")) is not None or missing_compiler() is not None,
     reason="this torch has no oneDNN, or there is no C++ compiler",
 )
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
@@ -116,7 +118,11 @@ def check_a_view(engine, base):
     assert again.setup_seconds < 3, "loaded, not compiled again"
 
 
-def test_a_compiled_int8_pass_is_exact_and_kept():
+def test_a_compiled_int8_pass_is_exact_and_kept(monkeypatch):
+    as_it_is = lambda runners, drafter, *are_sampled: (drafter, 0.0)  # noqa: E731
+    monkeypatch.setattr(
+        StepRunners, "compiled_drafter", as_it_is
+    )  # see tests/drafters/test_compiled_drafts.py
     torch.manual_seed(7)
     sizes = {**GROUPED, "head_dim": 16, "num_hidden_layers": 1}
     check_a_view("int8", LlamaForCausalLM(LlamaConfig(**sizes)).eval())
@@ -139,11 +145,11 @@ def test_a_library_is_named_for_all_that_it_depends_on():
 
 
 def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
-    def fails(view, layers, package):
-        package.write_bytes(b"half")
+    def fails(exported, package_path, inductor_configs):
+        Path(package_path).write_bytes(b"half")
         raise RuntimeError("the compiler died")
 
-    monkeypatch.setattr(compiled, "_export", fails)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
     view = prepared_base(tiny_model("qwen3"), "packed")
     with pytest.raises(RuntimeError, match="the compiler died"):
         compiled_pass(view)

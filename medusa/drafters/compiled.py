@@ -1,0 +1,199 @@
+"""Drafts of Medusa heads, compiled for this processor and kept on disk.
+
+A draft of heads is a few hundred operators, which take several times as long to call as to compute. Its
+programs are compiled as the base's pass is (:mod:`medusa.engine.libraries`): one for greedy rows and one for
+sampled rows, for each tree. Candidates that a rule wants drawn are drafted as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa.acceptance.protocol import DraftKind
+from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
+from medusa.drafters.dynamic import DynamicDrafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.engine.int8 import Int8Linear
+from medusa.engine.libraries import (
+    compile_library,
+    digest_of,
+    kept_library,
+    open_library,
+    traceable_products,
+)
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.trees.candidate_tree import TreeTopology
+
+VERSION = 1
+"""Of what is compiled: raise it with every change of what a draft computes."""
+MIN_COLUMNS = 16
+"""Columns of tokens that a library wants at least."""
+
+
+class CompiledDrafter(StatelessDrafter):
+    """``drafter``, whose drafts are compiled for the kinds of rows that :meth:`prepare` is told of.
+
+    Args:
+        base_digest: tells the base apart whose output embedding the heads read.
+    """
+
+    context_only = False
+
+    def __init__(self, drafter: HeadsDrafter, base_digest: str):
+        self.drafter, self.reads_layers = drafter, drafter.reads_layers
+        self._base_digest = base_digest
+        self._libraries: dict[bool, Any] = {}  # by whether rows are sampled
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth
+
+    def sampled_kind(self, wanted: DraftKind) -> DraftKind:
+        return self.drafter.sampled_kind(wanted)
+
+    def path(self, is_sampled: bool) -> Path:
+        """Where the library for such rows is, or will be."""
+        drafter = self.drafter
+        digest = digest_of(
+            drafter.heads.state_dict(),
+            embedding_weight(drafter.output_embedding).device,
+            self._base_digest,
+            type(drafter).__name__,
+            drafter.tree.paths,
+            getattr(drafter, "suffix_length", 0),
+            drafter.beta,
+            is_sampled,
+            VERSION,
+        )
+        return kept_library("draft", digest)
+
+    def prepare(self, is_sampled: bool) -> float:
+        """Load the library for such rows, compiled first where it is not there; the seconds that it took."""
+        began = time.perf_counter()
+        if is_sampled not in self._libraries:
+            path = self.path(is_sampled)
+            if not path.exists():
+                self._compile(is_sampled, path)
+            self._libraries[is_sampled] = open_library(path)
+        return time.perf_counter() - began
+
+    def draft(self, context: DraftContext) -> Draft:
+        library = self._libraries.get(context.noise is not None)
+        if context.sampled is not None or library is None:
+            return self.drafter.draft(context)
+        return self._drafted(library, context)
+
+    def _drafted(self, library: Any, context: DraftContext) -> Draft:
+        inputs = _inputs(context, embedding_weight(self.drafter.output_embedding))
+        tokens, *topology = library.run([each.contiguous() for each in inputs])
+        if isinstance(self.drafter, DynamicDrafter):
+            return Draft(tokens, TreeTopology(*topology))
+        return Draft(tokens, self.drafter.topology)
+
+    def _compile(self, is_sampled: bool, path: Path) -> None:
+        num_nodes = self.drafter.num_nodes
+        text = f"compiling drafts of {num_nodes} nodes: about a minute, once; kept in {path.parent}"
+        trial = self._trial(is_sampled)
+
+        def check(made: Path) -> None:
+            mine, theirs = self._drafted(open_library(made), trial), self.drafter.draft(trial)
+            if mine.tokens.shape != theirs.tokens.shape or not torch.equal(mine.tokens[:, 0], trial.root):
+                raise ValueError("the compiled draft is not what the heads draft; use step='general'")
+
+        compile_library(path, text, lambda: self._exported(trial), check)
+
+    def _trial(self, is_sampled: bool) -> DraftContext:
+        """What a step of two rows might begin with."""
+        drafter, generator = self.drafter, torch.Generator().manual_seed(0)
+        vocabulary, size = drafter.vocab_size, drafter.heads.config.hidden_size
+        tokens = torch.randint(min(vocabulary, 50), (2, 3 * MIN_COLUMNS), generator=generator)
+        lengths = torch.tensor([3 * MIN_COLUMNS, MIN_COLUMNS])
+        noise = torch.rand(2, drafter.max_depth + 1, vocabulary, generator=generator)
+        return DraftContext(
+            root=tokens.gather(1, lengths[:, None] - 1)[:, 0],
+            hidden=torch.randn(2, (1 + len(drafter.reads_layers)) * size, generator=generator),
+            tokens=tokens,
+            lengths=lengths,
+            cache=None,  # type: ignore[arg-type]  # heads read none
+            noise=noise if is_sampled else None,
+        )
+
+    def _exported(self, trial: DraftContext) -> torch.export.ExportedProgram:
+        rows, columns = torch.export.Dim("b", min=1), torch.export.Dim("s", min=MIN_COLUMNS)
+        inputs = _inputs(trial, embedding_weight(self.drafter.output_embedding))
+        shapes: list[dict[int, Any]] = [{0: rows}, {0: rows}, {0: rows, 1: columns}, {0: rows}, {}]
+        shapes += [{0: rows}] * (len(inputs) - len(shapes))
+        module = _ExportedDraft(self.drafter).eval()
+        return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(shapes),), strict=False)
+
+
+def _inputs(context: DraftContext, rows: Tensor) -> list[Tensor]:
+    """What a library takes: see :class:`_ExportedDraft`."""
+    tokens = context.tokens
+    if tokens.shape[1] < MIN_COLUMNS:
+        tokens = F.pad(tokens, (0, MIN_COLUMNS - tokens.shape[1]))
+    inputs = [context.root, context.hidden, tokens, context.lengths, rows.detach()]
+    if context.noise is not None:
+        temperature = torch.as_tensor(context.temperature, dtype=torch.float32)
+        inputs += [context.noise, temperature.expand(len(tokens), 1, 1)]
+    return inputs
+
+
+class _ExportedDraft(nn.Module):
+    """Drafts as a function of tensors: (root, hidden, tokens, lengths, rows of the output embedding), and for
+    sampled rows (noise, temperature (B, 1, 1)) -> (tokens, then the fields of a topology)."""
+
+    def __init__(self, drafter: HeadsDrafter):
+        super().__init__()
+        self._drafter, embedding = copy.copy(drafter), drafter.output_embedding
+        parts = nn.ModuleDict(
+            {"heads": copy_sharing_parameters(drafter.heads), "scorer": copy_sharing_parameters(embedding)}
+        )
+        self.parts = traceable_products(parts, int8=isinstance(embedding, Int8Linear))
+        heads = cast(MedusaHeads, self.parts["heads"])
+        if isinstance(heads.scorer, nn.Module):
+            heads.scorer = _InTurn(heads.scorer, drafter.tree.depth)
+        self.parts["scorer"] = _InTurn(self.parts["scorer"], drafter.tree.depth)
+        self._embedding = _Rows(self.parts["scorer"])
+        self._drafter.heads = heads
+        self._drafter.output_embedding = self._embedding  # type: ignore[assignment]
+
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        root, hidden, tokens, lengths, rows, *sampling = inputs
+        self._embedding.weight = rows
+        noise, temperature = sampling or (None, 1.0)
+        context = DraftContext(root, hidden, tokens, lengths, None, noise, temperature)  # type: ignore[arg-type]
+        draft = self._drafter.draft(context)
+        shape = draft.topology
+        return draft.tokens, shape.parents, shape.depths, shape.ancestors, shape.lineage
+
+
+@dataclass
+class _Rows:
+    """An output embedding whose rows are an input, so that no library holds a copy of them."""
+
+    forward: Callable[[Tensor], Tensor]
+    weight: Tensor | None = None
+
+
+class _InTurn(nn.Module):
+    """Copies of one product, which take turns: Inductor compiles no int8 product twice in one program."""
+
+    def __init__(self, product: nn.Module, num_calls: int):
+        super().__init__()
+        self._copies = nn.ModuleList(copy.deepcopy(product) for _ in range(num_calls))
+        self._num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._num_calls += 1
+        return self._copies[self._num_calls % len(self._copies)](x)

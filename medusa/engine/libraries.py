@@ -1,0 +1,172 @@
+"""Programs of tensors compiled ahead of time for this processor, and kept on disk.
+
+Run as modules, a step of a small model is thousands of operators, and calling them takes longer than what
+they compute. A program that ``torch.export`` has traced becomes one shared library, with its weights inside
+in the layout of Inductor's matrix kernels (AOTInductor). Compiling takes from half a minute to several
+minutes, loading a second or two, so libraries are kept in the user's cache directory, under a digest of all
+that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from medusa.engine.int8 import Digits, Int8Linear, Int8Product, int8_product, quantised
+from medusa.engine.joined_linears import JoinedLinear
+from medusa.engine.packed import PackedLinear
+from medusa.files import replaced_file
+from medusa.hardware import device_name
+from medusa.places import cache_home
+from medusa.progress import log_console
+
+COMPILERS = ("g++", "clang++", "c++")
+INDUCTOR_OPTIONS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+"""Weights become constants, and products Inductor's own kernels, which read few rows twice as fast as
+oneDNN's. Where it has none, oneDNN's remain."""
+GCC_OPTIONS = (
+    "-fno-tree-loop-distribute-patterns"
+    " --param max-completely-peel-times=64 --param max-completely-peeled-insns=2000"
+)
+"""Keep the sums of a product of five rows and more in registers. g++ 12 makes one ``memset`` of the loop that
+sets them to zero, and leaves what a ``memset`` has touched in memory."""
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def missing_compiler() -> str | None:
+    """What is missing to compile anything; None when nothing."""
+    if any(map(shutil.which, COMPILERS)):
+        return None
+    return f"a C++ compiler ({', '.join(COMPILERS)}), and none is installed"
+
+
+def digest_of(tensors: Mapping[str, Tensor], device: torch.device, *depends_on: Any) -> str:
+    """A digest of weights, of ``depends_on`` as it prints, and of where libraries run."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    runs_on = (device_name(device), platform.machine(), torch.backends.cpu.get_cpu_capability())
+    digest.update(repr((torch.__version__, torch.get_num_threads(), runs_on, depends_on)).encode())
+    return digest.hexdigest()[:24]
+
+
+def kept_library(name: str, digest: str) -> Path:
+    """Where a library is, or will be."""
+    return cache_home() / "compiled" / f"{name}-{digest}.so"
+
+
+def open_library(path: Path) -> Any:
+    """Torch's runner of a library: its ``run`` takes and gives lists of tensors."""
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+
+
+@torch.no_grad()  # Inductor takes weights for constants in no other mode
+def compile_library(
+    path: Path,
+    text: str,
+    program: Callable[[], torch.export.ExportedProgram],
+    check: Callable[[Path], None],
+) -> None:
+    """Compile a program, hold what came out against what it must compute, and keep it as ``path``.
+
+    Args:
+        text: tells the user what takes so long.
+        check: raises unless the library that lies at the path it is given computes what it must.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _let_packing_be_traced()
+    console = log_console()
+    console.print(text, style="dim", soft_wrap=True)
+    with console.status("compiling", spinner="dots"), replaced_file(path) as partial:
+        package = partial.with_suffix(".pt2")
+        try:
+            options = {**INDUCTOR_OPTIONS, **_compiler_options()}
+            torch._inductor.aoti_compile_and_package(
+                program(), package_path=str(package), inductor_configs=options
+            )
+            with zipfile.ZipFile(package) as archive:
+                (name,) = (each for each in archive.namelist() if each.endswith(".so"))
+                with archive.open(name) as source, partial.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+        finally:
+            package.unlink(missing_ok=True)
+        partial.chmod(0o755)
+        check(partial)
+
+
+def _compiler_options() -> dict[str, str]:
+    """:data:`GCC_OPTIONS` for Inductor, which has one setting that reaches the compiler's command line."""
+    is_gcc = Path(os.environ.get("CXX", COMPILERS[0])).name.startswith("g++")
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    has_setting = hasattr(torch._inductor.config.cpp, "march")
+    return {"cpp.march": f"native {GCC_OPTIONS}"} if is_gcc and is_x86 and has_setting else {}
+
+
+def traceable_products(module: AnyModule, int8: bool) -> AnyModule:
+    """``module``, its products with packed weights replaced by ones that Inductor compiles.
+
+    Linear layers of a view are in int8 where ``int8`` says so, and in float32 elsewhere.
+    """
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (PackedLinear, Int8Linear, JoinedLinear)):
+                of_weight = _Int8Linear.of_weight if int8 else _Float32Linear
+                setattr(parent, name, of_weight(child.weight, child.bias))
+            elif isinstance(child, Int8Product):
+                setattr(parent, name, _Int8Linear(*child.parts))
+    return module
+
+
+class _Float32Linear(nn.Module):
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class _Int8Linear(nn.Module):
+    """What :class:`medusa.engine.int8.Int8Product` computes; Inductor packs the weight."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, digits: Digits):
+        """As :attr:`medusa.engine.int8.Int8Product.parts`."""
+        super().__init__()
+        self.codes: Tensor
+        self.scales: Tensor
+        self.zeros: Tensor
+        self.digits, self.bias = digits, bias
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales / digits.largest_code)
+        self.register_buffer("zeros", torch.zeros(len(scales), dtype=torch.int32))
+
+    @classmethod
+    def of_weight(cls, weight: Tensor, bias: Tensor | None) -> _Int8Linear:
+        """As :class:`medusa.engine.int8.Int8Linear`."""
+        made = cls(*quantised(weight.detach()), bias, Digits(2))
+        made.weight = weight  # for code that reads it
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = torch.ops.onednn.qlinear_prepack(self.codes, None)
+        return int8_product(x, packed, self.scales, self.zeros, self.bias, self.digits)
+
+
+def _let_packing_be_traced() -> None:
+    """Tell torch the shape of what oneDNN packs, which it has no rule for."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("onednn::qlinear_prepack", "Meta"):
+
+        @torch.library.register_fake("onednn::qlinear_prepack")
+        def _shape(weight: Tensor, shape: Any) -> Tensor:
+            return weight.new_empty(weight.shape[1], weight.shape[0])
