@@ -19,11 +19,17 @@ from safetensors import SafetensorError
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` for a file that takes its place when the block ends well."""
+    """A temporary name beside ``path`` for a file that takes its place when the block ends well.
+
+    It then has the rights that the umask leaves; safetensors lets nobody else read.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with disk_errors(path):
+            partial.touch()
+            rights = partial.stat().st_mode
             yield partial
+            partial.chmod(rights)
             sync(partial)
         os.replace(partial, path)
         sync(path.parent)

@@ -17,6 +17,7 @@ from typing import Any
 from accelerate import DistributedType, PartialState
 
 from medusa.training.run.trainer import Trainer
+from medusa.training.states import format as states_format
 from medusa.training.states import stored_states
 
 PROGRAM = Path(__file__).parent.parent / "train" / "train_heads.py"
@@ -36,14 +37,14 @@ if "KILL_AT_STEP" in os.environ:
     Trainer._step = mortal
 
 if "SHARD_BYTES" in os.environ:
-    stored_states.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
-    write = stored_states.StateFile.write
+    states_format.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
+    write = stored_states.StateFile.compute
 
     def told(self: stored_states.StateFile, shards: list[int], *arguments: Any) -> None:
         write(self, shards, *arguments)
         sys.stderr.write(f"rank {os.environ['RANK']} wrote {len(shards)} shards of {self.directory.name}\n")
 
-    stored_states.StateFile.write = told
+    stored_states.StateFile.compute = told
 
 sys.argv[0] = str(PROGRAM)
 runpy.run_path(str(PROGRAM), run_name="__main__")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -20,12 +22,15 @@ from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding
 from medusa.progress import ProgressReporter
 from medusa.training.config.options import ConfigurationError, DataOptions, LossOptions
-from medusa.training.data.batching import collate
+from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.documents import Document, Documents
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss
+from medusa.training.states import format as states_format
 from medusa.training.states import stored_states
 from medusa.training.states.feeds import FeatureFeed, StateFeed
+from medusa.training.states.final_norm import final_norm
+from medusa.training.states.format import StatesDirectory
 from medusa.training.states.stored_states import StateFile, frozen_states
 
 NUM_HEADS = 3
@@ -52,8 +57,9 @@ def stored(directory: Path, documents: Documents, replace: bool = False, **optio
     states = states_of(directory, documents, **options)
     base = options.get("base") or tiny_model("llama")
     line = ProgressReporter("states", Console(quiet=True))
-    states.write(states.begin(replace, line), base, DataOptions(tokens_per_batch=64), line)
+    states.compute(states.begin(replace, line), base, DataOptions(tokens_per_batch=64), line)
     states.check(range(len(states.ends)))
+    states.begin_reading()
     return states
 
 
@@ -129,7 +135,7 @@ def test_an_empty_batch_has_no_targets(tmp_path):
 @pytest.fixture
 def small_shards(monkeypatch):
     """Shards of about one document."""
-    monkeypatch.setattr(stored_states, "SHARD_BYTES", 1500)
+    monkeypatch.setattr(states_format, "SHARD_BYTES", 1500)
 
 
 def test_states_of_the_same_documents_are_used_again(tmp_path, monkeypatch):
@@ -217,7 +223,7 @@ def test_several_processes_write_the_same_shards_as_one(tmp_path, small_shards):
     missing = together.begin(False, line)
     for rank in (1, 0):  # in any order
         ours = states_of(tmp_path / "together", documents)
-        ours.write(missing[rank::2], tiny_model("llama"), DataOptions(tokens_per_batch=64), line)
+        ours.compute(missing[rank::2], tiny_model("llama"), DataOptions(tokens_per_batch=64), line)
     assert len(missing) > 2
     together.check(missing)
     everything = range(len(documents))
@@ -264,7 +270,7 @@ def test_a_disk_with_too_little_room_is_noticed_before_writing(tmp_path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100))
     with pytest.raises(OSError, match=r"cache_hidden_states needs .* GiB in .* choose cache_dtype=bfloat16"):
         fill(tmp_path, documents_of())
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert [path.name for path in tmp_path.glob("0*")] == []
 
 
 def test_the_size_is_announced_before_writing(tmp_path, small_shards):
@@ -273,3 +279,62 @@ def test_the_size_is_announced_before_writing(tmp_path, small_shards):
     states.begin(False, ProgressReporter("states", Console(file=said, width=300)))
     assert f"{len(states.ends)} of {len(states.ends)} shards" in said.getvalue()
     assert "MiB to write" in said.getvalue()
+
+
+def test_another_program_fills_the_directory_from_what_lies_in_it(tmp_path, small_shards):
+    """One that has the last layer's states, as serving engines give them, and not the base's final norm."""
+    base, documents, layers = tiny_model("llama"), documents_of(), (1, 2)
+    ours = stored(tmp_path / "ours", documents, layers=layers)
+    theirs = states_of(tmp_path / "theirs", documents, layers=layers)
+    theirs.begin(False, ProgressReporter("states", Console(quiet=True)))
+    read, tokens = StatesDirectory.read(tmp_path / "theirs")
+    assert (read.missing(), read.header) == (theirs.missing(), theirs.header)
+    for shard in read.missing():
+        given = []
+        for index in read.documents_of(shard):
+            ids = torch.from_numpy(tokens[read.span(index)]).long()[None]
+            below = frozen_states(base, PaddedBatch(ids, torch.arange(ids.shape[1])[None], ids > 0), layers)
+            given.append((index, torch.cat([below[0, :, 64:], below[0, :, 32:]], dim=-1)))
+        read.write(shard, reversed(given), "an engine", is_normed=False)
+    theirs.begin_reading()
+    everything = range(len(documents))
+    torch.testing.assert_close(theirs.of(everything), ours.of(everything))
+    assert not torch.equal(theirs.of(everything)[:, :32], theirs.of(everything)[:, 64:])
+
+
+def test_states_before_a_norm_need_a_base_that_has_one(tmp_path):
+    base = copy.deepcopy(tiny_model("llama"))
+    base.model.norm = torch.nn.Identity()
+    with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM has no norm right before its output"):
+        final_norm(base)
+
+
+def test_a_writer_that_gives_too_little_or_what_no_number_is_is_refused(tmp_path):
+    states, line = states_of(tmp_path, documents_of(), "float16"), ProgressReporter("", Console(quiet=True))
+    states.begin(False, line)
+    given = [(index, torch.ones(int(length), 32)) for index, length in enumerate(documents_of().lengths)]
+    with pytest.raises(ValueError, match=r"shard 0 lacks the states of documents \[4\]"):
+        states.write(0, given[:-1], "test", True)
+    with pytest.raises(ValueError, match=r"the states of document 0 must be \(30, 32\), got \(29, 32\)"):
+        states.write(0, [(0, torch.ones(29, 32))], "test", True)
+    with pytest.raises(
+        ValueError, match=r"document 2 in torch.float16 are not finite; store them in bfloat16"
+    ):
+        states.write(0, [*given[:2], (2, 1e6 * given[2][1])], "test", True)
+    assert states.missing() == [0]
+
+
+def test_documents_that_are_not_the_manifests_are_refused(tmp_path):
+    stored(tmp_path / "a", documents_of())
+    stored(tmp_path / "b", documents_of(seed=1))
+    shutil.copy(tmp_path / "b" / "documents.safetensors", tmp_path / "a")
+    with pytest.raises(ValueError, match=r"documents.safetensors is not what manifest.json is of"):
+        StatesDirectory.read(tmp_path / "a")
+
+
+def test_a_program_of_another_environment_needs_the_formats_module_only():
+    code = "import sys, medusa.training.states.format; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if name.startswith("medusa")}
+    packages = {"medusa", "medusa.training", "medusa.training.states"}  # their docstrings
+    assert loaded == packages | {"medusa.files", "medusa.training.states.format"}

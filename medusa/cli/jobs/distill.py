@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class DistillOptions:
         medusa distill --prompts prompts.jsonl --output runs/answers.jsonl --temperatures 0.0 0.8
         medusa distill --prompt-free 1000 --output runs/answers.jsonl
         medusa distill --prompts prompts.jsonl --output runs/answers.jsonl \\
-            --endpoint http://localhost:8000/v1 --model my-model --batch-size 256
+            --endpoint http://node1:8000/v1 http://node2:8000/v1 --model my-model --batch-size 256
 
     Rows are appended as answers end. A run that was stopped goes on with the same command and loses only
     the answers under way. Prompt i gets the i-th temperature (in turn) and the noise stream seed + i, so
@@ -67,7 +68,7 @@ class DistillOptions:
     keep_loops: bool = False
     """Let an answer that repeats itself go on to --max-new-tokens, instead of cutting the repetition."""
     batch_size: int = 32
-    """Answers under way at once."""
+    """Answers under way at once; of each endpoint, where there are several."""
     max_minutes: float | None = None
     """Stop then; answers under way are kept as far as they are, marked as cut."""
     base: str = EMBEDDED_BASE
@@ -81,10 +82,11 @@ class DistillOptions:
     """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere."""
     engine: Engine = "auto"
     """How the base is executed; engines that quantise write other text."""
-    endpoint: str | None = None
-    """Let an OpenAI-compatible server answer instead, such as http://localhost:8000/v1."""
+    endpoint: list[str] = field(default_factory=list)
+    """Let OpenAI-compatible servers answer instead, one or several of the same model, such as
+    http://localhost:8000/v1. One that dies is given up, and the others go on."""
     model: str | None = None
-    """What that server calls the model."""
+    """What those servers call the model."""
     traceback: bool = False
     """Show where in the code an error arose."""
 
@@ -132,7 +134,7 @@ def configuration(options: DistillOptions) -> dict[str, Any]:
 
 
 def check(options: DistillOptions) -> None:
-    if (options.endpoint is None) != (options.model is None):
+    if bool(options.endpoint) != (options.model is not None):
         raise ValueError(
             "--endpoint and --model go together: where the server is, and what it calls the model"
         )
@@ -151,10 +153,11 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     return read_prompts(options.prompts, options.limit)
 
 
-def load_answerer(options: DistillOptions) -> Answerer:
+def load_answerer(options: DistillOptions, log: Console) -> Answerer:
     if options.endpoint and options.model:
-        endpoint = ChatEndpoint(options.endpoint, options.model)
-        return EndpointAnswerer(endpoint, options.batch_size, options.max_new_tokens)
+        endpoints = [ChatEndpoint(url, options.model) for url in dict.fromkeys(options.endpoint)]
+        say = partial(log.print, soft_wrap=True)
+        return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     transformers_logging.disable_progress_bar()
     device = chosen_device(options.device)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
@@ -176,7 +179,7 @@ def run(options: DistillOptions) -> None:
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
         if not conversations:
             return
-        answerer = load_answerer(options)
+        answerer = load_answerer(options, log)
         limit = TimeLimit(options.max_minutes)
         with ProgressReporter("answers", log) as reporter:
             progress = AnswerProgress(reporter, len(conversations), limit)

@@ -79,6 +79,12 @@ class TrainingConfiguration:
                 "to write prompts; choose kl, or train_on=answers"
             )
 
+        if self.run.stop_after is not None and not self.optimisation.cache_hidden_states:
+            raise ConfigurationError(
+                f"stop_after={self.run.stop_after} goes with cache_hidden_states=true, got false: there "
+                "are no states to store; add --cache_hidden_states true"
+            )
+
     def _check_kind(self) -> None:
         """Refuse options that the kind of training does not read, and combinations that cannot work."""
         if self.joint.joint and self.heads.head_kind != "medusa":

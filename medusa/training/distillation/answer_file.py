@@ -81,7 +81,7 @@ def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
             f"output {str(path)!r} holds rows, but {record} is missing, so they may come from another "
             "configuration; choose another output"
         )
-    made_with, asked = read_json(record), json.loads(json.dumps(dict(configuration)))
+    made_with, asked = _what_matters(read_json(record)), json.loads(json.dumps(_what_matters(configuration)))
     different = [key for key in sorted({*made_with, *asked}) if made_with.get(key) != asked.get(key)]
     if different:
         changes = ", ".join(f"{key}={made_with.get(key)!r} (now {asked.get(key)!r})" for key in different)
@@ -89,6 +89,11 @@ def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
             f"output {str(path)!r} was made with {changes}; use the same options to go on with it, "
             "or choose another output"
         )
+
+
+def _what_matters(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """All but the addresses of the servers that answer: they may change, the model may not."""
+    return {**configuration, "endpoint": bool(configuration.get("endpoint"))}
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -204,52 +204,82 @@ class LocalAnswerer:
 
 
 class EndpointAnswerer:
-    """A chat endpoint, ``concurrency`` requests at once."""
+    """Chat endpoints that serve one model, ``concurrency`` requests at once to each.
 
-    def __init__(self, endpoint: ChatEndpoint, concurrency: int, max_new_tokens: int):
-        self.endpoint, self.concurrency, self.max_new_tokens = endpoint, concurrency, max_new_tokens
+    The one that is asked least takes the next conversation. One that gives no answers any more is given up,
+    and what it was asked is asked of the others.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[ChatEndpoint],
+        concurrency: int,
+        max_new_tokens: int,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        """``say`` is told of endpoints that are given up."""
+        self.endpoints, self.concurrency, self.max_new_tokens = endpoints, concurrency, max_new_tokens
+        self.say = say
 
     def replies(
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
     ) -> Iterator[Outcome]:
-        waiting: SimpleQueue[Conversation] = SimpleQueue()
-        ended: SimpleQueue[tuple[Conversation, Reply | Refusal | Exception]] = SimpleQueue()
-        for _ in range(self.concurrency):  # daemons: nobody waits for an answer after the time is up
-            Thread(target=self._work, args=(waiting, ended), daemon=True).start()
-        num_asked = 0
+        """See :class:`Answerer`.
+
+        Raises:
+            ConnectionError, PermissionError: no endpoint is left; what the last one said.
+        """
+        ended: SimpleQueue[tuple[ChatEndpoint, Conversation, Reply | Refusal | Exception]] = SimpleQueue()
+        queues = {endpoint: SimpleQueue[Conversation]() for endpoint in self.endpoints}
+        for endpoint in [*queues] * self.concurrency:  # daemons: nobody waits for them after the time is up
+            Thread(target=self._work, args=(endpoint, queues[endpoint], ended), daemon=True).start()
+        num_asked = dict.fromkeys(queues, 0)
+        alive, left, last_words = list(queues), deque[Conversation](), None
         while True:
             is_up = is_time_up()
-            while num_asked < self.concurrency and not is_up:
-                if (conversation := next_conversation()) is None:
+            while alive and not is_up:
+                endpoint = min(alive, key=num_asked.__getitem__)
+                if num_asked[endpoint] == self.concurrency:
                     break
-                waiting.put(conversation)
-                num_asked += 1
-            if not num_asked or (is_up and ended.empty()):
+                if (conversation := left.popleft() if left else next_conversation()) is None:
+                    break
+                queues[endpoint].put(conversation)
+                num_asked[endpoint] += 1
+            if not any(num_asked.values()) or (is_up and ended.empty()):
+                if last_words is not None and not alive:
+                    raise last_words
                 return
             try:
-                conversation, outcome = ended.get(timeout=0.2)
+                endpoint, conversation, outcome = ended.get(timeout=0.2)
             except Empty:
                 continue
-            num_asked -= 1
+            num_asked[endpoint] -= 1
+            if isinstance(outcome, ConnectionError | PermissionError):
+                last_words = outcome
+                left.append(conversation)  # for the others
+                if endpoint in alive:
+                    alive.remove(endpoint)
+                    self.say(f"{endpoint.url} is given up, {len(alive)} of {len(queues)} go on: {outcome}")
+                continue
             if isinstance(outcome, Exception):
                 raise outcome
             if isinstance(outcome, Reply):
                 count_tokens(outcome.num_tokens)
             yield conversation, outcome
 
-    def _work(self, waiting: SimpleQueue, ended: SimpleQueue) -> None:
-        """What a thread does: ask, one conversation after the other."""
+    def _work(self, endpoint: ChatEndpoint, waiting: SimpleQueue, ended: SimpleQueue) -> None:
+        """What a thread does: ask ``endpoint``, one conversation after the other."""
         while True:
             conversation = waiting.get()
             try:
-                outcome: Reply | Refusal | Exception = self._ask(conversation)
+                outcome: Reply | Refusal | Exception = self._ask(endpoint, conversation)
             except Exception as error:
                 outcome = error  # raised where the replies are read
-            ended.put((conversation, outcome))
+            ended.put((endpoint, conversation, outcome))
 
-    def _ask(self, conversation: Conversation) -> Reply | Refusal:
+    def _ask(self, endpoint: ChatEndpoint, conversation: Conversation) -> Reply | Refusal:
         try:
-            reply = self.endpoint.answer(
+            reply = endpoint.answer(
                 conversation.messages,
                 temperature=conversation.temperature,
                 max_new_tokens=self.max_new_tokens,

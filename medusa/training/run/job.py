@@ -51,6 +51,8 @@ def train(configuration: TrainingConfiguration) -> None:
         console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
         start_tracker(configuration, accelerator, run)
         trainer = prepared(configuration, accelerator, console)
+        if trainer is None:
+            return
         try:
             finish(trainer, trainer.train())
         finally:
@@ -105,8 +107,11 @@ def _plain(value: Any) -> int | float | str | bool:
     return value if isinstance(value, int | float | str | bool) else str(value)
 
 
-def prepared(configuration: TrainingConfiguration, accelerator: Accelerator, console: Console) -> Trainer:
-    """The trainer with its data, its base and its new heads; says what they are."""
+def prepared(
+    configuration: TrainingConfiguration, accelerator: Accelerator, console: Console
+) -> Trainer | None:
+    """The trainer with its data, its base and its new heads, which it says what they are; None where the run
+    ends with its stored states."""
     data = loading.load_data(configuration.data, load_tokenizer(configuration.base))
     console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
     is_stored = configuration.optimisation.cache_hidden_states
@@ -115,6 +120,9 @@ def prepared(configuration: TrainingConfiguration, accelerator: Accelerator, con
     for documents in (data.training, data.held_out):
         check_documents(base, documents, configuration.base.base)
     stored = all_stored(configuration, accelerator, base, data, console) if is_stored else {}
+    if (stop_after := configuration.run.stop_after) is not None:
+        console.print(f"stopped after {stop_after}; --resume auto goes on from there", soft_wrap=True)
+        return None
     if not is_stored:
         check_packing(base, data.training, configuration.data)
     recipe = new_recipe(configuration, base, data.training, stored.get("training"))

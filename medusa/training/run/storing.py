@@ -51,14 +51,17 @@ def stored_states(
         states = StateFile(directory, base, documents, num_heads, options.cache_dtype, layers)
     with ProgressReporter("hidden states", console, accelerator.is_main_process) as line:
         missing = on_main_process(accelerator, lambda: states.begin(run.overwrite, line))
+        if run.stop_after == "plan":
+            return states
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         if mine:
             with accelerator.autocast():
-                states.write(mine, load(), configuration.data, line)
+                states.compute(mine, load(), configuration.data, line)
     accelerator.wait_for_everyone()
     present = [shard for shard in range(len(states.ends)) if shard not in missing]
     states.check(present[accelerator.process_index :: accelerator.num_processes])
     accelerator.wait_for_everyone()
+    states.begin_reading()
     return states
 
 

@@ -1,4 +1,5 @@
 import json
+import threading
 import time
 
 import pytest
@@ -310,7 +311,7 @@ def answer_from(fake, tmp_path, num_prompts=3, minutes=None, concurrency=1, **op
     """The rows and the report of a run over an endpoint, and the seconds it took."""
     prompts = read_prompts(prompts_file(tmp_path, num_prompts))
     endpoint = ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001)
-    answerer = EndpointAnswerer(endpoint, concurrency, MAX_NEW_TOKENS)
+    answerer = EndpointAnswerer([endpoint], concurrency, MAX_NEW_TOKENS)
     began = time.monotonic()
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         waiting = unanswered(prompts, answers, (0.0,), 0)
@@ -388,3 +389,62 @@ def test_tools_and_template_options_of_a_prompt_travel_to_the_row(serve, tmp_pat
     assert written["tools"] == row["tools"]
     assert written["chat_template_kwargs"] == row["chat_template_kwargs"]
     assert fake.requests[0][1]["tools"] == row["tools"]
+
+
+def answer_together(fakes, tmp_path, num_prompts, said, concurrency=2):
+    """The rows of a run over several endpoints; ``said`` gets what the user is told."""
+    prompts = read_prompts(prompts_file(tmp_path, num_prompts))
+    endpoints = [ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001) for fake in fakes]
+    answerer = EndpointAnswerer(endpoints, concurrency, MAX_NEW_TOKENS, said.append)
+    with AnswerFile(tmp_path / "answers.jsonl", {}) as answers:
+        distill(unanswered(prompts, answers, [0.0], 0), answerer, answers, TimeLimit(None))
+    return read_rows(tmp_path / "answers.jsonl")
+
+
+def test_several_endpoints_are_all_kept_busy(serve, tmp_path):
+    """Each answers only when all have been asked as much as they take: with one idle, none ever would."""
+    fakes = [serve(), serve(), serve()]
+    together = threading.Barrier(6)
+    for fake in fakes:
+        plain = fake.answer
+        fake.answer = lambda request, plain=plain: (together.wait(timeout=20), plain(request))[1]
+    rows = answer_together(fakes, tmp_path, 12, [])
+    assert sorted(row["index"] for row in rows) == list(range(12))
+    assert [len(fake.requests) for fake in fakes] == [4, 4, 4]
+
+
+def test_when_an_endpoint_dies_the_others_answer_what_it_was_asked(serve, tmp_path):
+    said, dying, living = [], serve(), serve()
+    plain, num_answered = dying.answer, []
+
+    def mortal(request):
+        num_answered.append(request)
+        if len(num_answered) == 2:
+            dying.failures += [503] * 100
+        return plain(request)
+
+    dying.answer = mortal
+    rows = answer_together([dying, living], tmp_path, 20, said)
+    assert sorted(row["index"] for row in rows) == list(range(20))
+    (told,) = said
+    assert told.startswith(f"{dying.url}/chat/completions is given up, 1 of 2 go on: endpoint")
+    assert "HTTP 503" in told
+    assert len(dying.requests) < 10 < len(living.requests)
+
+
+def test_when_all_endpoints_die_the_run_fails_and_keeps_what_was_answered(serve, tmp_path, capsys):
+    fakes = [serve(), serve()]
+    for fake in fakes:
+        fake.failures += [None] * 3 + [401] * 100  # the key expires
+    file, output = prompts_file(tmp_path, 20), tmp_path / "answers.jsonl"
+    urls = [fake.url for fake in fakes]
+    command = ["distill", "--prompts", str(file), "--output", str(output), "--model", "tiny"]
+    assert main([*command, "--endpoint", *urls, "--batch-size", "1"]) == 1
+    told = capsys.readouterr().err
+    assert "1 of 2 go on" in told
+    assert "answered HTTP 401" in told
+    assert len(read_rows(output)) == 6
+    one = serve()
+    assert main([*command, "--endpoint", one.url]) == 0  # another server of the same model goes on
+    assert sorted(row["index"] for row in read_rows(output)) == list(range(20))
+    assert len(one.requests) == 14

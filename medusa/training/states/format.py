@@ -1,0 +1,264 @@
+"""The states format: hidden states of a base model, in the shards of one directory.
+
+    manifest.json          what the states are of: base and fingerprint, layers and types, where shards end
+    documents.safetensors  "tokens" (T,) int32, "is_label" and "is_needed" (T,) bool, "starts" (n + 1,) long
+    00000.safetensors      "states": (P, (1 + L) * D) of the needed positions of some documents, in order
+    00001.safetensors      ...
+
+A row has the state that the output embedding reads first, then those after the layers of the manifest. A
+shard is there whole or not at all. It carries the digest of its manifest, a checksum of its states and who
+wrote it, so that several writers, or one that was stopped, can fill a directory in any order. Which
+documents a shard holds depends on their number and size alone.
+
+A program that fills such a directory in another environment, such as that of a serving engine, needs this
+module and :mod:`medusa.files`, and PyTorch, NumPy and safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa.files import read_json, replaced_file
+
+SHARD_BYTES = 2**28
+"""Of a shard, about: what a run that dies has to compute again, and what is held in memory."""
+NUM_BLOCKS, BLOCK = 1024, 4096
+"""Blocks read of each file of weights, evenly spread, and their bytes; a file of no more is read whole."""
+
+
+class StatesDirectory:
+    """The states of some documents, written or still to be written."""
+
+    norm: Callable[[Tensor], Tensor] | None = None
+    """What the base does to the last layer's states (..., D) before its output embedding reads them."""
+
+    def __init__(self, directory: Path, header: Mapping[str, Any], starts: np.ndarray, is_needed: np.ndarray):
+        """``header`` is what the manifest says, or shall say; document i has the positions ``starts[i]`` to
+        ``starts[i + 1]``, and the states of those that ``is_needed`` are kept."""
+        self.directory, self.header = directory, dict(header)
+        self.starts, self.needed = starts, is_needed
+        self.first = np.concatenate([[0], np.cumsum(is_needed)])  # of each position: states before it
+        self.dtype: torch.dtype = getattr(torch, self.header["dtype"])
+        self.size: int = self.header["width"]
+        self.ends: list[int] = self.header["shards"]
+        self._digest = hashlib.sha256(json.dumps(self.header, sort_keys=True).encode()).hexdigest()
+        self._opened: dict[int, tuple[np.ndarray, bool]] = {}
+
+    @classmethod
+    def read(cls, directory: Path) -> tuple[StatesDirectory, np.ndarray]:
+        """The states that the manifest in ``directory`` asks for, and the tokens (T,) int32 of all documents.
+
+        Raises:
+            FileNotFoundError, ValueError: the directory is none of states.
+        """
+        header = read_json(directory / "manifest.json")
+        documents = load_file(directory / "documents.safetensors")
+        if digest_of_documents(*(documents[name].numpy() for name in DOCUMENTS)) != header["documents"]:
+            raise ValueError(
+                f"{directory / 'documents.safetensors'} is not what manifest.json is of; delete {directory} "
+                "and give the training command again"
+            )
+        starts, needed = documents["starts"].numpy(), documents["is_needed"].numpy()
+        return cls(directory, header, starts, needed), documents["tokens"].numpy()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all states."""
+        return int(self.first[-1]) * self.size * self.dtype.itemsize
+
+    def path(self, shard: int) -> Path:
+        return self.directory / f"{shard:05d}.safetensors"
+
+    def missing(self) -> list[int]:
+        """The shards that are still to be written."""
+        return [shard for shard in range(len(self.ends)) if not self.path(shard).exists()]
+
+    def documents_of(self, shard: int) -> range:
+        """The documents whose states a shard holds."""
+        return range(self.ends[shard - 1] if shard else 0, self.ends[shard])
+
+    def span(self, index: int) -> slice:
+        """The positions of the document at ``index`` among those of all documents."""
+        return slice(self.starts[index], self.starts[index + 1])
+
+    def write(self, shard: int, states: Iterable[tuple[int, Tensor]], writer: str, is_normed: bool) -> None:
+        """Write one shard of the states (T, (1 + L) * D) of each of its documents, given in any order.
+
+        ``is_normed`` says whether the first D numbers are what the output embedding reads, or what it would
+        read after the base's final norm. ``writer`` is recorded.
+
+        Raises:
+            ValueError: documents are missing, or their states are of other sizes or not finite.
+            OSError: the disk refused; no part of the shard is left.
+        """
+        begin = self._first_state(shard)
+        rows = torch.empty(self.num_states(shard), self.size, dtype=self.dtype)
+        left = set(self.documents_of(shard))
+        for index, found in states:
+            span = self.span(index)
+            shape = (int(span.stop - span.start), self.size)
+            if found.shape != shape:
+                raise ValueError(f"the states of document {index} must be {shape}, got {tuple(found.shape)}")
+            kept = found[torch.from_numpy(self.needed[span]).to(found.device)].to(self.dtype)
+            if not torch.isfinite(kept).all():
+                raise ValueError(
+                    f"the states of document {index} in {self.dtype} are not finite; store them in bfloat16 "
+                    "or float32 (cache_dtype)"
+                )
+            rows[self.first[span.start] - begin : self.first[span.stop] - begin] = kept.cpu()
+            left.discard(index)
+        if left:
+            raise ValueError(f"shard {shard} lacks the states of documents {sorted(left)[:5]}")
+        metadata = {
+            "manifest": self._digest,
+            "sha256": _checksum(rows),
+            "writer": writer,
+            "last_state": "normed" if is_normed else "before the norm",
+        }
+        with replaced_file(self.path(shard)) as partial:
+            save_file({"states": rows}, partial, metadata=metadata)
+
+    def is_normed(self, shard: int) -> bool:
+        """Whether the first D numbers of a shard's states are what the output embedding reads."""
+        return self._read(shard)[1]
+
+    def damage(self, shard: int) -> str | None:
+        """What is wrong with a shard, in words."""
+        path, size = self.path(shard), self.num_states(shard) * self.size * self.dtype.itemsize
+        if not path.exists():
+            return "is not there"
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not length or path.stat().st_size != 8 + length + size:
+                return "is cut short, or no shard of these states"
+            header = file.read(length)
+        try:
+            metadata = json.loads(header)["__metadata__"]
+        except (ValueError, KeyError):
+            return "is damaged: its header cannot be read"
+        if metadata.get("manifest") != self._digest:
+            return "belongs to other states than those of manifest.json"
+        if metadata.get("sha256") != hashlib.sha256(self._mapped(shard)[0].data).hexdigest():
+            return "has other bytes than were written"
+        return None
+
+    def of(self, indices: Iterable[int]) -> Tensor:
+        """The kept states (P, (1 + L) * D) of the documents at ``indices``, one after the other."""
+        return torch.cat([self._of(index) for index in indices])
+
+    def row(self, index: int) -> Tensor:
+        """The states (T, (1 + L) * D) of the document at ``index``, zeros where none are kept."""
+        needed = torch.from_numpy(self.needed[self.span(index)])
+        states = torch.zeros(len(needed), self.size, dtype=self.dtype)
+        states[needed] = self.of([index])
+        return states
+
+    def num_states(self, shard: int) -> int:
+        return self._first_state(shard + 1) - self._first_state(shard)
+
+    def _first_state(self, shard: int) -> int:
+        """The number of states in the shards before ``shard``."""
+        return int(self.first[self.starts[self.ends[shard - 1]]]) if shard else 0
+
+    def _of(self, index: int) -> Tensor:
+        shard = int(np.searchsorted(self.ends, index, side="right"))
+        (bits, is_normed), span, begin = self._read(shard), self.span(index), self._first_state(shard)
+        kept = np.array(bits[self.first[span.start] - begin : self.first[span.stop] - begin])
+        states = torch.from_numpy(kept).view(self.dtype)
+        if is_normed:
+            return states
+        assert self.norm is not None, "states before the norm need the base's"
+        last, below = states.tensor_split([self.size // (1 + len(self.header["layers"]))], dim=-1)
+        return torch.cat([self.norm(last.float()).to(self.dtype), below], dim=-1)
+
+    def _read(self, shard: int) -> tuple[np.ndarray, bool]:
+        if shard not in self._opened:
+            self._opened[shard] = self._mapped(shard)
+        return self._opened[shard]
+
+    def _mapped(self, shard: int) -> tuple[np.ndarray, bool]:
+        """The states of a whole shard as bits, (P, (1 + L) * D), and whether they are normed."""
+        with self.path(shard).open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            metadata = json.loads(file.read(length))["__metadata__"]
+        shape, is_normed = (self.num_states(shard), self.size), metadata.get("last_state") == "normed"
+        if not shape[0]:
+            return np.zeros(shape, _storage(self.dtype)), is_normed
+        bits = np.memmap(self.path(shard), _storage(self.dtype), mode="r", offset=8 + length, shape=shape)
+        return bits, is_normed
+
+
+DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")
+
+
+def write_documents(
+    directory: Path, tokens: np.ndarray, is_label: np.ndarray, is_needed: np.ndarray, starts: np.ndarray
+) -> None:
+    """Write what the states are of, beside the manifest."""
+    parts = zip(DOCUMENTS, (tokens, is_label, is_needed, starts), strict=True)
+    with replaced_file(directory / "documents.safetensors") as partial:
+        save_file({name: torch.from_numpy(np.array(each)) for name, each in parts}, partial)
+
+
+def digest_of_documents(
+    tokens: np.ndarray, is_label: np.ndarray, is_needed: np.ndarray, starts: np.ndarray
+) -> str:
+    """A hash of everything in :func:`write_documents`'s file."""
+    content = hashlib.sha256()
+    for part in (tokens, is_label, is_needed, starts):
+        content.update(np.ascontiguousarray(part).data)
+    return content.hexdigest()
+
+
+def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
+    """The document behind the last one of each shard, given the states before each document (n + 1,)."""
+    per_shard = max(1, SHARD_BYTES // bytes_of_state)
+    shard_of = states_before[:-1] // per_shard
+    return [*(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), len(states_before) - 1]
+
+
+def digest_of_weights(directory: Path) -> str | None:
+    """A hash of the weight files in ``directory``; None where there are none.
+
+    Of large files some blocks are read, closer together than the matrices that a fine-tuning changes are
+    large.
+    """
+    for pattern in ("*.safetensors", "*.bin", "*.gguf"):
+        if files := sorted(directory.glob(pattern)):
+            return f"files {_of_files(files)}"
+    return None
+
+
+def _of_files(files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            if size <= NUM_BLOCKS * BLOCK:
+                found.update(file.read())
+                continue
+            for number in range(NUM_BLOCKS):
+                file.seek(number * (size - BLOCK) // (NUM_BLOCKS - 1))
+                found.update(file.read(BLOCK))
+    return found.hexdigest()
+
+
+def _checksum(states: Tensor) -> str:
+    return hashlib.sha256(states.view(torch.uint8).numpy().data if len(states) else b"").hexdigest()
+
+
+def _storage(dtype: torch.dtype) -> type[np.generic]:
+    """numpy has no bfloat16: states are read as bits."""
+    return np.int32 if dtype.itemsize == 4 else np.int16
