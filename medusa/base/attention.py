@@ -164,7 +164,7 @@ def tree_visibility(
     """Which cache slots each node sees, (B, M, S) bool, whatever the layer's window."""
     offset = torch.arange(num_slots, device=lengths.device) - lengths[:, None]  # (B, S): 0 is the root
     column = offset.clamp(0, topology.num_nodes - 1)
-    ancestors = topology.ancestors[:, nodes].expand(len(lengths), -1, -1)
+    ancestors = topology.ancestors[:, nodes].expand(lengths.shape[0], -1, -1)
     is_ancestor = ancestors.gather(2, column[:, None].expand(-1, ancestors.shape[1], -1))
     in_tree = (offset >= 0) & (offset < topology.num_nodes)
     return torch.where(offset[:, None] < 0, True, is_ancestor & in_tree[:, None])
@@ -176,7 +176,7 @@ def within_window(
     """Which cache slots lie less than ``window`` positions before each node, (B, M, S) bool."""
     slots = torch.arange(num_slots, device=lengths.device)
     offset = slots - lengths[:, None]  # (B, S)
-    depths = topology.depths.expand(len(lengths), -1)
+    depths = topology.depths.expand(lengths.shape[0], -1)
     depth_of_slot = depths.gather(1, offset.clamp(0, topology.num_nodes - 1))
     slot_positions = torch.where(offset < 0, slots, lengths[:, None] + depth_of_slot)
     distance = node_positions(lengths, topology, nodes=nodes)[:, :, None] - slot_positions[:, None]

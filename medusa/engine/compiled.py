@@ -60,7 +60,7 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LOOP_ATTENTION = "medusa_loop_sdpa"
 """An attention implementation of ``transformers``: :func:`loop_attention`."""
-VERSION = 2
+VERSION = 3
 """Of what is compiled: raise it with every change of what a pass computes."""
 VECTOR = 16
 """Floats in the widest vector of a processor."""
@@ -136,7 +136,6 @@ class CompiledPass:
         assert base is self.base, "compiled for another view"
         cache.begin(tokens.shape[1])
         num_slots = -(-cache.num_slots // VECTOR) * VECTOR
-        masks = _masks(base, cache.lengths, num_slots, topology)
         positions = node_positions(cache.lengths, topology, cache.num_positions or context_length(base))
         for layer, (heads, width), (_, value_width) in zip(
             cache.tree_layers, self.entry_sizes[::2], self.entry_sizes[1::2], strict=True
@@ -146,12 +145,9 @@ class CompiledPass:
                 layer.lazy_initialization(*nothing.split([width, value_width], dim=-1))
             layer.reserve(num_slots)
         keys, values = zip(*(layer.entries for layer in cache.tree_layers), strict=True)
-        positions = positions.expand(len(tokens), -1)
         assert all(each.is_contiguous() for each in (*keys, *values)), "written to in place"
-        inputs = [each.contiguous() for each in (tokens, positions, cache.slots, *masks.values())]
+        inputs = _inputs(tokens, positions, cache.slots, topology, num_slots, select)
         hidden, logits = self.library.run([*inputs, *keys, *values])
-        if select is not None:
-            logits = logits.gather(1, select[..., None].expand(-1, -1, logits.shape[2]))
         return layers_of(hidden, self.layers, layers), logits
 
     def prefill(
@@ -207,24 +203,27 @@ def _loaded(view: CausalLM, layers: tuple[int, ...], path: Path) -> CompiledPass
 
 def _exported(view: CausalLM, layers: tuple[int, ...]) -> torch.export.ExportedProgram:
     """The pass of ``view`` as a program of tensors."""
-    rows, nodes, slots, capacity = (torch.export.Dim(name, min=1) for name in ("b", "n", "s", "c"))
+    rows, nodes, slots, capacity, selected = (torch.export.Dim(name, min=1) for name in "bnscm")
     cache = new_cache(view, 2)
     prompts = torch.zeros(2, 200, dtype=torch.long)
     prefill(view, prompts, torch.tensor([200, 190]), cache)
     keys, values = (list(each) for each in zip(*(layer.entries for layer in cache.tree_layers), strict=True))
     topology = CandidateTree.chain(3).topology("cpu")
     cache.begin(4)
-    masks = _masks(view, cache.lengths, cache.num_slots, topology)
     tokens, positions = torch.zeros(2, 4, dtype=torch.long), node_positions(cache.lengths, topology)
+    select = torch.zeros(2, 3, dtype=torch.long)
+    inputs = _inputs(tokens, positions, cache.slots, topology, cache.num_slots, select)
     of_nodes, of_slots = {0: rows, 1: nodes}, {0: rows, 2: capacity}
     return torch.export.export(
-        _ExportedPass(view, layers, list(masks)).eval(),
-        (tokens, positions, cache.slots, list(masks.values()), keys, values),
+        _ExportedPass(view, layers).eval(),
+        (*inputs, keys, values),
         dynamic_shapes=(
             of_nodes,
             of_nodes,
             of_nodes,
-            [{0: rows, 2: nodes, 3: slots}] * len(masks),
+            {0: rows, 1: nodes, 2: nodes},
+            {0: slots},
+            {0: rows, 1: selected},
             [of_slots] * len(keys),
             [of_slots] * len(values),
         ),
@@ -232,11 +231,21 @@ def _exported(view: CausalLM, layers: tuple[int, ...]) -> torch.export.ExportedP
     )
 
 
-def _masks(view: CausalLM, lengths: Tensor, num_slots: int, topology: TreeTopology) -> dict[str, Tensor]:
-    """What is added to the scores of each type of layer, (B, 1, N, S)."""
-    windows = attention_windows(view)
-    masks = tree_attention_masks(lengths, num_slots, topology, windows, torch.float32)
-    return masks if isinstance(masks, dict) else {next(iter(windows)): masks}
+def _inputs(
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    topology: TreeTopology,
+    num_slots: int,
+    select: Tensor | None,
+) -> list[Tensor]:
+    """What :class:`_ExportedPass` takes before keys and values."""
+    rows, nodes = tokens.shape
+    every_slot = torch.empty(num_slots, dtype=torch.bool)  # tells their number
+    if select is None:
+        select = torch.arange(nodes).expand(rows, -1)
+    of_rows = (positions.expand(rows, -1), slots, topology.ancestors.expand(rows, -1, -1))
+    return [each.contiguous() for each in (tokens, *of_rows, every_slot, select)]
 
 
 def _check_same(compiled: CompiledPass) -> None:
@@ -260,38 +269,55 @@ def _check_same(compiled: CompiledPass) -> None:
 
 
 class _ExportedPass(nn.Module):
-    """The pass as a function of tensors: (tokens, positions, slots, masks, keys, values) -> (hidden, logits).
+    """The pass as a function of tensors.
 
-    Keys and values (B, heads, C, width) of each layer are written to in place.
+    tokens, positions, slots (B, N) long, ancestors (B, N, N) bool, something (S,), select (B, M) long: the
+    nodes whose logits are wanted; then keys and values (B, heads, C, width) of each layer, which are written
+    to in place -> hidden (B, N, ...), logits (B, M, V).
     """
 
-    def __init__(self, view: CausalLM, layers: tuple[int, ...], kinds: list[str]):
-        """``kinds`` are those of the masks, in order."""
+    def __init__(self, view: CausalLM, layers: tuple[int, ...]):
         super().__init__()
-        self.model, self.layers, self.kinds = _traceable(view), layers, kinds
+        self.model, self.layers, self.windows = _traceable(view), layers, attention_windows(view)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        masks: list[Tensor],
+        ancestors: Tensor,
+        every_slot: Tensor,
+        select: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        num_slots = masks[0].shape[3]
+        num_slots, lengths = every_slot.shape[0], slots[:, 0]
         cache = Cache(
             layers=[_Entries(key, value, slots, num_slots) for key, value in zip(keys, values, strict=True)]
         )
-        with seen_hidden(self.model, layers=self.layers) as seen:
+
+        def wanted(hidden: Tensor) -> Tensor:
+            return hidden.gather(1, select[..., None].expand(-1, -1, hidden.shape[2]))
+
+        depths = positions - lengths[:, None]
+        topology = TreeTopology(depths, depths, ancestors, depths[..., None])  # masks read the middle two
+        masks = tree_attention_masks(lengths, num_slots, topology, self.windows, torch.float32)
+        with seen_hidden(self.model, wanted, self.layers) as seen:
             output = self.model(
                 input_ids=tokens,
-                attention_mask=dict(zip(self.kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
+                attention_mask=_realized(masks),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
             )
         return seen.last, output.logits
+
+
+def _realized(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """Masks that exist in memory: otherwise every loop that reads them computes them anew."""
+    if isinstance(masks, dict):
+        return {kind: torch.ops._inductor_test.realize(mask) for kind, mask in masks.items()}
+    return torch.ops._inductor_test.realize(masks)
 
 
 class _Entries(CacheLayerMixin):
