@@ -40,6 +40,9 @@ def accept_equal(draft_tokens: Tensor, chosen: Tensor, topology: TreeTopology) -
     choice there is the next token; it is never drawn again. Hence the output is what one token at a
     time would have given, whatever was drafted.
     """
+    if topology.num_nodes == 1:  # plain decoding
+        nothing = torch.zeros_like(chosen)
+        return Acceptance(nothing, nothing[:, 0], chosen[:, 0])
     parents = topology.parents.expand_as(draft_tokens)
     matches = draft_tokens == chosen.gather(1, parents)
     matches[:, 0] = True

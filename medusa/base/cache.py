@@ -223,8 +223,12 @@ class TreeCacheLayer(CacheLayerMixin):
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
         for entries in self.entries:
-            taken = entries.gather(2, _along_entries(source, entries))
-            entries.scatter_(2, _along_entries(target, entries), taken)
+            if len(entries) == 1:  # half the time of the general way
+                taken = entries.index_select(2, source[0].to(entries.device))
+                entries.index_copy_(2, target[0].to(entries.device), taken)
+            else:
+                taken = entries.gather(2, _along_entries(source, entries))
+                entries.scatter_(2, _along_entries(target, entries), taken)
 
     def move_rows(self, sources: list[int], num_slots: int) -> None:
         """Have row ``sources[r]`` in row r, for each r in turn, as far as ``num_slots``; drop the rest."""

@@ -12,6 +12,7 @@ from transformers.generation import logits_process as hf
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.sampling import (
+    CHUNK,
     PATH_FREE_PROCESSORS,
     WARPERS,
     NodePaths,
@@ -148,6 +149,16 @@ def test_choosing_is_argmax_of_scores_plus_noise():
     assert choose(scores, None).tolist() == [1]
     assert choose(scores, noise).tolist() == [0]
     assert choose(torch.tensor([[-torch.inf, 2.0]]), torch.tensor([[99.0, 0.0]])).tolist() == [1]
+
+
+@pytest.mark.parametrize("size", [2 * CHUNK, 2 * CHUNK + 1])
+def test_the_first_of_equal_scores_is_chosen(size):
+    scores = torch.randint(4, (5, 3, size), generator=torch.Generator().manual_seed(0)).float()
+    scores[0, 0], scores[1, 1, CHUNK + 3], scores[2, 2, 7] = -torch.inf, torch.nan, torch.inf
+    for row, chosen in zip(scores.flatten(0, 1), choose(scores, None).flatten().tolist(), strict=True):
+        values = row.tolist()
+        is_nan = [value != value for value in values]
+        assert chosen == (is_nan.index(True) if any(is_nan) else values.index(max(values)))
 
 
 def test_row_seeds_count_up_from_an_int_and_take_a_list_as_it_is():

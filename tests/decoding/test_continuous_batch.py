@@ -333,7 +333,7 @@ def test_the_queue_and_the_sizes_have_limits():
 def test_the_tree_follows_the_number_of_rows():
     model, asked = model_of("llama"), []
     tree_for = model.tree_for
-    model.tree_for = lambda num_rows, *rest: asked.append(num_rows) or tree_for(num_rows, *rest)
+    model.tree_for = lambda num_rows, step=None: asked.append(num_rows) or tree_for(num_rows, step)
     rows = [row_of(model, [seed], max_new_tokens=4 + 6 * seed, do_sample=False) for seed in (4, 5, 6)]
     answer_all(model.continuous_batch(BatchLimits()), rows)
     assert {1, 2, 3} <= set(asked)
