@@ -386,10 +386,11 @@ class MedusaModel:
         """
         kind = step or self.step
         check_step(kind, self.runner)
-        layers = () if self.heads is None else self.heads.reads_layers
+        heads = None if plain else self.heads
+        layers = () if heads is None else heads.reads_layers
         compiled = None
         if kind == "compiled" and self._runners.compile_passes:
-            compiled, _ = self._runners.compiled_pass(layers)
+            compiled, _ = self._runners.compiled_pass()  # that of the heads too: one library for both
             if not plain:
                 self.compile()  # before anybody waits for an answer
         elif kind != "general":
@@ -414,7 +415,7 @@ class MedusaModel:
             pausing_for,
             compiled,
             layers,
-            needs_features=isinstance(self.heads, Eagle3Head),
+            needs_features=isinstance(heads, Eagle3Head),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,
         )
 

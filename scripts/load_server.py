@@ -1,17 +1,20 @@
-"""Load a server as many users at once would, and say how long they waited.
+"""Load servers as many users at once would, one server after the other, and say how long the users waited.
 
     medusa serve --port 8000
-    python scripts/load_server.py --clients 1 4 --requests 16 --prompts runs/data/prompts.jsonl
-    python scripts/load_server.py --medusa-plain --clients 1 4 --json plain.json
+    medusa serve --port 8001 --plain
+    python scripts/load_server.py --servers heads=http://127.0.0.1:8000 plain=http://127.0.0.1:8001
 
-Each client asks one question after another, with pauses of random length in between if `--pause` says so (a
-Poisson process). Any server with OpenAI's protocol will do; `--medusa-plain` asks medusa's own to guess
-nothing. Reported are tokens per second over all clients, and the time to the first token and between tokens.
+Each client asks one question after another for `--seconds`, with pauses of random length in between (a
+Poisson process). Any server with OpenAI's protocol will do. The servers take turns, with the same questions
+in the same order. Reported are the tokens that came in that time, counted with one tokenizer for all, and the
+time to the first token and between events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -22,9 +25,11 @@ from typing import Any
 
 import httpx
 
-from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, check_at_least, parse
+from medusa.base.loading import load_tokenizer
+from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, check_above, check_at_least, parse
 from medusa.cli.program import load_prompts
 from medusa.cli.reporting import exit_status, report_json, table_console
+from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
 from medusa.tables import print_table
 
@@ -35,16 +40,18 @@ PERCENTILES = (50, 95, 99)
 class LoadTestOptions:
     """The options of this program."""
 
-    url: str = "http://127.0.0.1:8000"
-    """The server."""
+    servers: tuple[str, ...] = ("server=http://127.0.0.1:8000",)
+    """NAME=URL of each; they take turns."""
     api_key: str = "none"
     """Sent as Bearer key."""
     model: str = ""
-    """The model's name; none asks the server."""
+    """The model's name; none asks each server."""
+    tokenizer: str = EMBEDDED_BASE
+    """Counts the tokens of what has come."""
     clients: GrowingInts = (1, 4)
-    """How many ask at once; one run for each number."""
-    requests: int = 16
-    """Questions in a run, of all clients together."""
+    """How many ask at once; one run of each server for each number."""
+    seconds: float = 30.0
+    """Of a run. What is still being answered then is counted as far as it has come."""
     pause: float = 0.0
     """Mean seconds between an answer and the client's next question."""
     max_new_tokens: tuple[int, int] = (32, 128)
@@ -53,32 +60,38 @@ class LoadTestOptions:
     """Of all answers."""
     seed: int = 0
     """Of lengths, pauses and sampling."""
-    medusa_plain: bool = False
-    """Ask medusa's server to decode without guessing."""
     prompts: PromptOptions = PromptOptions()
     report: ReportOptions = ReportOptions()
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "requests", "max_new_tokens")
+        check_at_least(self, 1, "max_new_tokens")
         check_at_least(self, 0, "pause", "temperature")
+        check_above(self, 0, "seconds")
+        for server in self.servers:
+            if "=http" not in server:
+                raise ValueError(f"servers must be NAME=URL, got {server!r}")
 
 
 @dataclass
 class Waits:
     """What one run has seen."""
 
-    seconds: float = 0.0
-    num_tokens: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
+    """What came of each answer, by the number of its question."""
+    num_answers: int = 0
+    """Answers that came to their end."""
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     """Between one event with text and the next."""
     refused: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, seconds: float, tokenizer: Any) -> dict[str, Any]:
+        num_tokens = sum(len(tokenizer(text)["input_ids"]) for text in self.texts.values())
         return {
-            "seconds": self.seconds,
-            "num_tokens": self.num_tokens,
-            "tokens_per_second": self.num_tokens / self.seconds,
+            "seconds": seconds,
+            "num_answers": self.num_answers,
+            "num_tokens": num_tokens,
+            "tokens_per_second": num_tokens / seconds,
             "time_to_first_token": percentiles(self.first),
             "time_between_events": percentiles(self.between),
             "refused": self.refused,
@@ -93,13 +106,14 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
     return {f"p{each}": cut[each - 1] for each in PERCENTILES}
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], waits: Waits) -> None:
+async def ask(client: httpx.AsyncClient, number: int, body: dict[str, Any], waits: Waits) -> None:
     """One question and its streamed answer."""
     began = last = time.perf_counter()
     is_first = True
     async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
         if reply.status_code == 503:
             waits.refused += 1
+            await asyncio.sleep(float(reply.headers.get("Retry-After", 1)))
             return
         if reply.status_code != 200:
             await reply.aread()
@@ -110,64 +124,73 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], waits: Waits) -> 
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
                 raise ValueError(f"the server failed midway: {chunk['error']['message']}")
-            waits.num_tokens += (chunk.get("usage") or {}).get("completion_tokens", 0)
-            if any((choice.get("delta") or {}).get("content") for choice in chunk["choices"]):
+            text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk["choices"])
+            if text:
                 now = time.perf_counter()
                 (waits.first if is_first else waits.between).append(now - (began if is_first else last))
                 is_first, last = False, now
+                waits.texts[number] = waits.texts.get(number, "") + text
+    waits.num_answers += 1
 
 
-async def run(options: LoadTestOptions, num_clients: int, messages: list[Any], model: str) -> Waits:
-    """``num_clients`` at once until every question is answered."""
-    chance, waits = random.Random(options.seed), Waits()
-    shortest, longest = sorted(options.max_new_tokens)
-    bodies = [
-        {
-            "model": model,
-            "messages": messages[index % len(messages)],
-            "max_tokens": chance.randint(shortest, longest),
-            "temperature": options.temperature,
-            "seed": options.seed + index,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **({"medusa_plain": True} if options.medusa_plain else {}),
-        }
-        for index in range(options.requests)
-    ]
-    left = iter(bodies)
+async def run(options: LoadTestOptions, url: str, num_clients: int, messages: list[Any], model: str) -> Waits:
+    """``num_clients`` at once until the time is over."""
+    chance, waits, numbers = random.Random(options.seed), Waits(), itertools.count()
 
     async def visitor(client: httpx.AsyncClient) -> None:
-        for body in left:
-            await ask(client, body, waits)
+        while True:
+            number = next(numbers)
+            body = {
+                "model": model,
+                "messages": messages[number % len(messages)],
+                "max_tokens": chance.randint(*sorted(options.max_new_tokens)),
+                "temperature": options.temperature,
+                "seed": options.seed + number,
+                "stream": True,
+            }
+            await ask(client, number, body, waits)
             if options.pause:
                 await asyncio.sleep(chance.expovariate(1 / options.pause))
 
+    limits = httpx.Limits(max_connections=None)
     headers = {"Authorization": f"Bearer {options.api_key}"}
-    async with httpx.AsyncClient(base_url=options.url, timeout=None, headers=headers) as client:
-        began = time.perf_counter()
-        await asyncio.gather(*(visitor(client) for _ in range(num_clients)))
-        waits.seconds = time.perf_counter() - began
+    async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers, limits=limits) as client:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(options.seconds):
+                await asyncio.gather(*(visitor(client) for _ in range(num_clients)))
     return waits
+
+
+def model_at(url: str, options: LoadTestOptions) -> str:
+    """What the server calls its model."""
+    if options.model:
+        return options.model
+    headers = {"Authorization": f"Bearer {options.api_key}"}
+    return httpx.get(f"{url}/v1/models", headers=headers).raise_for_status().json()["data"][0]["id"]
 
 
 def load_server(options: LoadTestOptions) -> None:
     """Run, print a table, and report."""
     messages = [list(prompt.messages) for prompt in load_prompts(options.prompts)]
-    headers = {"Authorization": f"Bearer {options.api_key}"}
-    models = httpx.get(f"{options.url}/v1/models", headers=headers).raise_for_status().json()["data"]
-    model = options.model or models[0]["id"]
-    report: dict[str, Any] = {"url": options.url, "model": model, "medusa_plain": options.medusa_plain}
+    tokenizer = load_tokenizer(options.tokenizer)
+    servers = dict(server.split("=", 1) for server in options.servers)
+    models = {name: model_at(url, options) for name, url in servers.items()}
+    report: dict[str, Any] = {"servers": servers, "models": models, "seconds": options.seconds}
     rows = []
     for num_clients in options.clients:
-        log_console().print(f"{num_clients} clients", style="dim")
-        result = asyncio.run(run(options, num_clients, messages, model)).as_dict()
-        report[f"clients_{num_clients}"] = result
-        first, between = result["time_to_first_token"], result["time_between_events"]
-        waits = [f"{1000 * (each[f'p{p}'] or 0):.0f}" for each in (first, between) for p in (50, 95)]
-        rows.append([str(num_clients), f"{result['tokens_per_second']:.1f}", *waits])
-    columns = ["clients", "tokens/s", "first p50 ms", "p95", "between p50 ms", "p95"]
-    title = f"{model} at {options.url}, {options.requests} questions"
-    print_table(table_console(), title, columns, rows)
+        for name, url in servers.items():
+            log_console().print(f"{num_clients} clients, {name}", style="dim")
+            waits = asyncio.run(run(options, url, num_clients, messages, models[name]))
+            result = waits.as_dict(options.seconds, tokenizer)
+            report.setdefault(f"clients_{num_clients}", {})[name] = result
+            first, between = result["time_to_first_token"], result["time_between_events"]
+            times = [
+                " / ".join(f"{1000 * each[f'p{p}']:.0f}" if each[f"p{p}"] else "-" for p in PERCENTILES)
+                for each in (first, between)
+            ]
+            rows.append([str(num_clients), name, f"{result['tokens_per_second']:.1f}", *times])
+    columns = ["clients", "server", "tokens/s", "first token ms, p50 / p95 / p99", "between events ms"]
+    print_table(table_console(), f"{options.seconds:g} s each", columns, rows)
     report_json(report, options.report)
 
 

@@ -53,7 +53,11 @@ def test_the_wheel_holds_the_library_and_no_program(wheel):
 
 def test_the_wheel_holds_every_module_of_the_library(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "medusa").rglob("*.py")}
-    assert modules | {"medusa/serving/page.html"} <= set(wheel[0])
+    page = {"medusa/serving/page.html"} | {
+        f"medusa/serving/vendor/{name}"
+        for name in ("marked.umd.js", "marked.LICENSE", "purify.min.js", "purify.LICENSE")
+    }
+    assert modules | page <= set(wheel[0])
 
 
 def test_the_wheel_holds_every_configuration_once(wheel):

@@ -13,6 +13,15 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}"
+    "<tool_call>{...}</tool_call><|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A template that knows tools."""
 HIDDEN_SIZE, VOCAB_SIZE = 32, 256 + len(SPECIAL)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from medusa.acceptance.grammar import GrammarProcessor
 from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -48,6 +49,7 @@ TEXT_PROCESSORS = (
     hf.SequenceBiasLogitsProcessor,
     hf.NoBadWordsLogitsProcessor,
     OccurrencePenalty,
+    GrammarProcessor,
 )
 # These are functions of one row's length, and the lengths that they compare it with count the padding.
 LENGTH_PROCESSORS = (

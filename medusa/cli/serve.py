@@ -36,7 +36,7 @@ def serve(options: ServeOptions) -> None:
             style="bold red",
             soft_wrap=True,
         )
-    model, load = load_model(options.model, with_heads=not options.plain), options.load
+    model, load = load_model(options.model), options.load
     use_compiled_if_there(model)
     name = options.model_name or PurePath(model.base.name_or_path or "model").name
     limits = BatchLimits(

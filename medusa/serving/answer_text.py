@@ -62,12 +62,12 @@ class AnswerText:
         if found:
             self.is_stopped, self._held = True, []
             return _cut(pieces, min(found))[0]
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max((overlap(text, stop) for stop in self._stops), default=0)
         passed, self._held = _cut(pieces, len(text) - num_held)
         return passed
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of ``text`` ``stop`` begins with, not all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -36,7 +36,9 @@ from medusa.serving.service import Service, overloaded
 from medusa.serving.worker import Answer, Update
 
 log = logging.getLogger("medusa.serving")
-OPEN_PATHS = ("/", "/health")
+PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
+"""Libraries of the chat page, in ``vendor/``."""
+OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """What needs no key: it tells nothing."""
 BODY_SECONDS = 30.0
 """In which a body must have come."""
@@ -66,11 +68,19 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_refused)
     app.add_exception_handler(Exception, _broken)
 
-    page = (files("medusa.serving") / "page.html").read_text(encoding="utf-8")
+    home = files("medusa.serving")
+    page = (home / "page.html").read_text(encoding="utf-8")
+    scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
 
     @app.get("/")
     async def chat_page() -> HTMLResponse:
         return HTMLResponse(page, headers=page_headers(page))
+
+    @app.get("/vendor/{name}")
+    async def page_script(name: str) -> Response:
+        if name not in scripts:
+            raise HTTPException(404)
+        return Response(scripts[name], media_type="text/javascript; charset=utf-8")
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -105,7 +115,8 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """What the browser must hold ``page`` to: only its own script and style count, and it asks only here."""
+    """What the browser must hold ``page`` to: its own scripts and style alone, HTML from DOMPurify alone, and
+    nothing asked of another host."""
     allowed = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
@@ -114,12 +125,12 @@ def page_headers(page: str) -> dict[str, str]:
         for tag in ("script", "style")
     }
     policy = (
-        f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
+        "require-trusted-types-for 'script'; trusted-types dompurify; "
+        f"default-src 'none'; script-src 'self' {allowed['script']}; style-src {allowed['style']}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return {
         "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
@@ -139,7 +150,8 @@ class Gate:
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+                own = ((b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff"))
+                message["headers"] = [*message["headers"], *own]
             await send(message)
 
         headers = dict(scope["headers"])

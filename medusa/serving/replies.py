@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.serving.answer_text import Piece
 from medusa.serving.requests import ChatRequest, CompletionRequest
+from medusa.serving.tool_calls import ToolCall, ToolCallReader
 from medusa.serving.worker import Update
 
 
@@ -31,15 +32,22 @@ class Replies:
             "model": model_name,
         }
         self._num_chars: dict[int, int] = {}
+        offered = asked.offered if isinstance(asked, ChatRequest) else []
+        self._names = [tool["function"]["name"] for tool in offered]
+        self._most_calls = 1 if getattr(asked, "parallel_tool_calls", None) is False else None
+        self._readers: dict[int, ToolCallReader] = {}
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""
         choices = []
         for index, of_choice in enumerate(updates):
-            text = _text([piece for update in of_choice for piece in update.pieces])
-            choice: dict[str, Any] = {"index": index, "finish_reason": of_choice[-1].finish_reason}
+            pieces = [piece for update in of_choice for piece in update.pieces]
+            text, calls, reason = self._read(index, replace(of_choice[-1], pieces=pieces))
+            choice: dict[str, Any] = {"index": index, "finish_reason": reason}
             if self.is_chat:
-                choice["message"] = {"role": "assistant", "content": text}
+                choice["message"] = {"role": "assistant", "content": text or (None if calls else "")}
+                if calls:
+                    choice["message"]["tool_calls"] = [call.as_json for call in calls]
             else:
                 choice["text"] = text
             entries = [entry for update in of_choice for entry in update.logprobs]
@@ -56,13 +64,17 @@ class Replies:
 
     def part(self, index: int, update: Update) -> dict[str, Any] | None:
         """The chunk of an update; None where there is nothing to tell yet."""
-        text = _text(update.pieces)
+        num_before = self._readers[index].num_calls if index in self._readers else 0
+        text, calls, reason = self._read(index, update)
         logprobs = self._logprobs(index, update.logprobs) if update.logprobs else None
-        if not text and logprobs is None and update.finish_reason is None:
+        if not text and not calls and logprobs is None and reason is None:
             return None
-        choice: dict[str, Any] = {"index": index, "finish_reason": update.finish_reason, "logprobs": logprobs}
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.is_chat:
             choice["delta"] = {"content": text} if text else {}
+            if calls:
+                numbered = enumerate(calls, start=num_before)
+                choice["delta"]["tool_calls"] = [{"index": at, **call.as_json} for at, call in numbered]
         else:
             choice["text"] = text
         if self.wants_depths:
@@ -76,6 +88,18 @@ class Replies:
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, for clients that ask for it."""
         return {**self._chunk([]), "usage": usage}
+
+    def _read(self, index: int, update: Update) -> tuple[str, list[ToolCall], str | None]:
+        """The text of an update, the tools that it calls, and how the answer ends, if it does."""
+        text, reason = "".join(piece.text for piece in update.pieces), update.finish_reason
+        if not self._names:
+            return text, [], reason
+        reader = self._readers.setdefault(index, ToolCallReader(self._names, self._most_calls))
+        text, calls = reader.feed(text)
+        if reason is not None:
+            rest, more = reader.finish()
+            text, calls = text + rest, calls + more
+        return text, calls, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -126,7 +150,3 @@ def usage_of(num_prompt: int, num_reused: int, num_tokens: int) -> dict[str, Any
 def _finite(logprob: float) -> float:
     """What JSON can hold; clients know this number for a token that is never chosen."""
     return max(logprob, -9999.0)
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)

@@ -6,6 +6,7 @@ are refused, so that nobody gets something else than was asked for.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, 
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
+MAX_TOOLS = 128
 TYPE_NAME = re.compile(r"str|int|float|bool|list\[.*\]")
 """What pydantic puts behind a field that may have several types."""
 SEEDS = 2**62
@@ -99,20 +101,122 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    """The function of a call that the model has made before."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, given: str) -> str:
+        try:
+            is_object = isinstance(json.loads(given), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError("must be a JSON object, as text")
+        return given
+
+
+class GivenCall(BaseModel):
+    """A call that the model has made before."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[GivenCall] | None = None
+    tool_call_id: str | None = None
 
     @property
-    def as_template(self) -> dict[str, str]:
-        """As a chat template reads it."""
+    def needs_tools(self) -> bool:
+        """Whether only a chat template that knows tools can render it."""
+        return self.role == "tool" or bool(self.tool_calls)
+
+    @property
+    def as_template(self) -> dict[str, Any]:
+        """As a chat template reads it: arguments of calls as objects."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            calls = [call.model_dump() for call in self.tool_calls]
+            for call in calls:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            message["tool_calls"] = calls
+        if self.role == "tool":
+            message |= {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message
+
+
+class OfferedFunction(BaseModel):
+    """What the model may call; other keys are handed to the template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: OfferedFunction
+
+
+class FunctionName(BaseModel):
+    """Names one of the tools."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(BaseModel):
+    """What an answer must be. OpenAI's ``strict`` changes nothing here: schemas are always kept."""
+
+    name: str = ""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type 'json_schema' needs json_schema: {'schema': {...}}")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """What the answer must keep to; None for text."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatRequest(SharedFields):
@@ -122,8 +226,10 @@ class ChatRequest(SharedFields):
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _logprobs_go_together(self) -> ChatRequest:
@@ -139,11 +245,34 @@ class ChatRequest(SharedFields):
     def longest(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as its chat template reads them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+    @property
+    def must_call(self) -> list[dict[str, Any]]:
+        """The functions of which one must be called; none where the model may answer otherwise."""
+        functions = [tool["function"] for tool in self.offered]
+        if isinstance(self.tool_choice, NamedTool):
+            return [each for each in functions if each["name"] == self.tool_choice.function.name]
+        return functions if self.tool_choice == "required" else []
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """What an answer that calls nothing must keep to; None for text."""
+        return None if self.response_format is None else self.response_format.schema_of_answer
+
     def refused(self) -> tuple[str, str] | None:
-        if self.tools:
-            return "tools", "this server calls no tools; leave tools out"
-        if (self.response_format or {}).get("type", "text") != "text":
-            return "response_format", "this server writes free text only; leave response_format out"
+        if self.tool_choice not in (None, "none", "auto") and not self.must_call:
+            return "tool_choice", "tool_choice must name one of tools, or tools must be given"
+        is_formed = self.schema_of_answer is not None
+        if is_formed and self.offered:
+            return "response_format", "response_format and tools cannot be kept at once; leave one out"
+        if self.ignore_eos and (is_formed or self.must_call):
+            return "ignore_eos", "ignore_eos goes on behind the end that a form has; leave it out"
         return None
 
 

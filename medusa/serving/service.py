@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from jinja2.exceptions import TemplateError
 from transformers import LogitsProcessorList
 
+from medusa.acceptance.grammar import Grammar, GrammarCompiler
 from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.base.causal_lm import vocab_size
 from medusa.base.position_limits import common_context
@@ -19,10 +21,13 @@ from medusa.serving.answer_text import AnswerText
 from medusa.serving.errors import RequestError
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.requests import ChatRequest, CompletionRequest, SharedFields, sampling_arguments
+from medusa.serving.tool_calls import forced_call
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
+TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError)
+"""What a chat template may raise about what it is given."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
@@ -82,24 +87,70 @@ class Service:
         """Tokens that prompt and answer may have together."""
         return common_context(self.model.base)
 
+    @functools.cached_property
+    def knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        say: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        try:
+            return self._rendered(say, [tool]) != self._rendered(say)
+        except TEMPLATE_ERRORS:
+            return False
+
     def chat_prompt(self, asked: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it.
 
         Raises:
-            RequestError: there is no template, or it refuses these messages.
+            RequestError: there is no template, it knows no tools, or it refuses these messages.
         """
         if self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        messages = [message.as_template for message in asked.messages]
+        speaks_of_tools = any(message.needs_tools for message in asked.messages)
+        if (asked.offered or speaks_of_tools) and not self.knows_tools:
+            raise RequestError(
+                "the chat template of this model has no place for tools; leave them out",
+                param="tools" if asked.offered else "messages",
+            )
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        except (TemplateError, TypeError, KeyError) as error:
+            return self._rendered([message.as_template for message in asked.messages], asked.offered)
+        except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order",
                 param="messages",
             ) from error
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=[*tools] or None, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        size, eos = vocab_size(self.model.base), self.model.base.generation_config.eos_token_id
+        eos = self.tokenizer.eos_token_id if eos is None else eos
+        return GrammarCompiler(self.tokenizer, size, [eos] if isinstance(eos, int) else eos)
+
+    def _grammar(self, asked: SharedFields) -> Grammar | None:
+        """What the answer must keep to; None where it is free.
+
+        Raises:
+            RequestError: grammars are not to be had here, or not this one.
+        """
+        schema = asked.schema_of_answer if isinstance(asked, ChatRequest) else None
+        if not isinstance(asked, ChatRequest) or (schema is None and not asked.must_call):
+            return None
+        name = "tool_choice" if asked.must_call else "response_format"
+        try:
+            if asked.must_call:
+                return self._grammars.json(*forced_call(asked.must_call, self._tool_template))
+            return self._grammars.json(schema or {})
+        except (ImportError, ValueError) as error:
+            raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
+
+    @property
+    def _tool_template(self) -> str:
+        """The template that renders tools."""
+        return self.tokenizer.get_chat_template(tools=[{}])
 
     def text_prompt(self, asked: CompletionRequest) -> list[int]:
         """The tokens of text to continue.
@@ -138,11 +189,11 @@ class Service:
             "max_new_tokens": self._longest(asked, len(prompt)),
             "num_logprobs": asked.num_logprobs,
         }
+        processors = LogitsProcessorList()
         if asked.frequency_penalty or asked.presence_penalty:
-            penalty = OccurrencePenalty(
-                len(prompt), asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
-            )
-            arguments["logits_processor"] = LogitsProcessorList([penalty])
+            frequency, presence = asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
+            processors.append(OccurrencePenalty(len(prompt), frequency, presence))
+        grammar = self._grammar(asked)
         if self.model.base.generation_config.pad_token_id is None:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
         first = asked.seed
@@ -151,6 +202,8 @@ class Service:
         ids = torch.tensor([list(prompt)], device=self.model.device)
         answers = []
         for choice in range(asked.n):
+            kept = [] if grammar is None else [grammar.processor(len(prompt))]
+            arguments["logits_processor"] = LogitsProcessorList([*processors, *kept])
             try:
                 request = self.model.request(
                     ids, attention_mask=torch.ones_like(ids), seed=first + choice, **arguments

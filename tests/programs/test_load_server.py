@@ -5,11 +5,13 @@ import json
 
 import pytest
 from conftest import program
-from tiny_chat import chat_model
+from tiny_chat import chat_model, chat_tokenizer
 from tiny_server import running
 
 from medusa.cli.options import parse
 from medusa.decoding.continuous_batch import BatchLimits
+
+MESSAGES = [[{"role": "user", "content": "Hello"}]]
 
 
 @pytest.fixture(scope="module")
@@ -17,29 +19,41 @@ def load():
     return program("scripts/load_server.py")
 
 
-def test_every_question_is_asked_and_counted(load, tmp_path):
+def test_servers_take_turns_and_what_comes_in_the_time_is_counted(load, tmp_path):
     prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "Hello there"}\n')
+    chat_tokenizer().save_pretrained(tmp_path / "tokenizer")
     with running(chat_model()) as server:
-        words = ["--url", server.url, "--prompts", str(prompts), "--json", str(report), "--clients", "1", "3"]
-        words += ["--requests", "5", "--max-new-tokens", "4", "9", "--pause", "0.001"]
+        words = ["--servers", f"one={server.url}", f"other={server.url}", "--prompts", str(prompts)]
+        words += ["--json", str(report), "--clients", "1", "3", "--seconds", "1.5", "--pause", "0.001"]
+        words += ["--tokenizer", str(tmp_path / "tokenizer"), "--max-new-tokens", "4", "9"]
         load.load_server(parse(load.LoadTestOptions, words))
         found = json.loads(report.read_text())
-        assert found["model"] == "tiny"
+    assert found["models"] == {"one": "tiny", "other": "tiny"}
     for clients in (1, 3):
-        waited = found[f"clients_{clients}"]
-        assert 5 <= waited["num_tokens"] <= 45 and waited["refused"] == 0
-        assert 0 < waited["time_to_first_token"]["p50"] <= waited["time_to_first_token"]["p99"]
+        assert list(found[f"clients_{clients}"]) == ["one", "other"]
+        for waited in found[f"clients_{clients}"].values():
+            assert waited["num_answers"] >= 1 and waited["refused"] == 0
+            assert waited["tokens_per_second"] == pytest.approx(waited["num_tokens"] / 1.5)
+            assert 0 < waited["time_to_first_token"]["p50"] <= waited["time_to_first_token"]["p99"]
+
+
+def test_an_answer_under_way_counts_as_far_as_it_has_come(load):
+    with running(
+        chat_model(context=2**16), max_new_tokens=60_000, limits=BatchLimits(max_slots=2**17)
+    ) as server:
+        words = ["--seconds", "0.5", "--max-new-tokens", "50000", "50000", "--temperature", "1"]
+        waits = asyncio.run(load.run(parse(load.LoadTestOptions, words), server.url, 1, MESSAGES, "tiny"))
+    assert waits.num_answers == 0 and waits.as_dict(0.5, chat_tokenizer())["num_tokens"] > 0
 
 
 def test_refusals_are_counted_and_failures_are_said(load):
     with running(chat_model(), limits=BatchLimits(max_rows=1, max_waiting=0)) as server:
         server.service.is_draining = True
-        given = parse(load.LoadTestOptions, ["--url", server.url, "--requests", "2"])
-        messages = [[{"role": "user", "content": "Hello"}]]
-        assert asyncio.run(load.run(given, 2, messages, "tiny")).refused == 2
+        given = parse(load.LoadTestOptions, ["--seconds", "0.5"])
+        assert asyncio.run(load.run(given, server.url, 2, MESSAGES, "tiny")).refused == 2
         with pytest.raises(ValueError, match="the server answered 404"):
-            asyncio.run(load.run(given, 1, messages, "gpt"))
+            asyncio.run(load.run(given, server.url, 1, MESSAGES, "gpt"))
 
 
 def test_percentiles_lie_between_the_values(load):

@@ -11,11 +11,28 @@ from headless_browser import CHROMIUM, Browser
 from tiny_chat import chat_model
 from tiny_server import expected, running
 
-HOSTILE = (
-    "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script> "
-    "[x](javascript:document.title='broken') **<b onclick=1>bold</b>**\n"
-    "```\n</code></pre><script>1</script>\n```"
-)
+SET = "document.title='broken'"
+HOSTILE = [
+    f'<img src=x onerror="{SET}"><script>{SET}</script> [x](javascript:{SET}) **<b onclick=1>bold</b>**',
+    "```\n</code></pre><script>1</script>\n```",
+    f"[a](javascript&#58;{SET}) [b](JaVaScRiPt:{SET}) [c](data:text/html,<script>{SET}</script>)",
+    f"<javascript:{SET}> <https://other.example/> https://other.example",
+    f'![x](x "onerror={SET}") !["onerror={SET}](x)',
+    f"<svg><style><img src=x onerror={SET}></style></svg><math><mtext><script>{SET}</script>",
+    f'<iframe srcdoc="<script>{SET}</script>"></iframe><object data="javascript:{SET}"></object>',
+    f"| a | <img src=x onerror={SET}> |\n|---|---|\n| <svg onload={SET}> | `</td><script>{SET}</script>` |",
+    f'[x]: javascript:{SET} "<img src=x onerror={SET}>"\n\n[x] <form action="javascript:{SET}"><button>',
+    f"<details open ontoggle={SET}><a href='//other.example/'>x</a><base href=//other.example/>",
+    "[link](https://other.example/) ![seen](https://other.example/i.png) <style>*{}</style>",
+    "> " * 3000 + "deep",
+    "[" * 3000 + "deep" + "](x)" * 3000,
+]
+TAMED = """[...document.querySelectorAll('.assistant .body *')].every((each) =>
+    TAGS.includes(each.localName) || ['div', 'span'].includes(each.localName)) &&
+  [...document.querySelectorAll('main *')].every((each) =>
+    [...each.attributes].every(({ name }) => !/^(on.*|src|style|srcdoc)$/.test(name))) &&
+  [...document.querySelectorAll('main a')].every(({ href, rel }) =>
+    (!href || /^(https?|mailto):/.test(href)) && rel.includes('noopener'))"""
 ENTER, ESCAPE = ("Enter", 13), ("Escape", 27)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
@@ -103,22 +120,40 @@ def test_a_race_ends_with_the_same_text_on_both_sides(browser):
     assert not browser.value("document.querySelector('main button').disabled")
 
 
+def say(browser: Browser, text: str) -> None:
+    message = {"role": "assistant", "content": text, "pieces": [[text, 1]]}
+    browser.value(f"messages = [{{role: 'user', content: 'x'}}, {json.dumps(message)}], draw()")
+
+
 def test_what_a_model_says_never_becomes_part_of_the_page(browser):
-    text = json.dumps(HOSTILE)
-    browser.value(
-        f"messages = [{{role: 'user', content: {text}}}, {{role: 'assistant', content: {text}, "
-        f"pieces: [[{text}, 1]]}}], draw()"
+    for text in HOSTILE:
+        for cut in sorted({len(text), *range(7, min(len(text), 140), 7)}):  # as it streams in
+            say(browser, text[:cut])
+            assert browser.value(TAMED), text[:cut]
+        for _ in range(2):
+            assert browser.value("document.querySelector('.assistant .body').innerText.trim().length > 0")
+            browser.click("#colours")
+        browser.value("new Promise((done) => setTimeout(done, 50))")
+        assert browser.value("document.title") == "medusa", text
+
+
+def test_markdown_is_shown_and_html_is_shown_as_text(browser):
+    say(browser, "# Title\n\n- **a** <b>b</b>\n\n```py\n<i>\n```\n\n| x | y |\n|---|---|\n| 1 | 2 |")
+    shown = browser.value("document.querySelector('.assistant .body').innerText")
+    assert "<b>b</b>" in shown and "<i>" in shown and "**" not in shown
+    tags = ("h1", "li", "strong", "pre > code", "table td")
+    assert all(
+        browser.value(f"document.querySelectorAll('.assistant .body {tag}').length > 0") for tag in tags
     )
-    for _ in range(2):
-        shown = browser.value("document.querySelector('.assistant .body').innerText")
-        assert "<img src=x" in shown and "</code></pre>" in shown
-        found = browser.value("document.querySelectorAll('main img, main script, main a, main b').length")
-        assert found == 0 and browser.value("document.title") == "medusa"
-        browser.click("#colours")
-    # Were it to slip through, the page's own rules would still refuse to run it.
-    browser.value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
-    browser.value("new Promise((done) => setTimeout(done, 200))")
-    assert browser.value("document.title") == "medusa"
+
+
+def test_html_that_no_sanitiser_has_seen_is_refused_by_the_page_itself(browser):
+    attempt = f'<img src=x onerror="{SET}">'
+    refused = browser.value(
+        f"(() => {{ try {{ document.body.insertAdjacentHTML('beforeend', {json.dumps(attempt)}); }}"
+        " catch (error) { return error.name; } })()"
+    )
+    assert refused == "TypeError" and browser.value("document.title") == "medusa"
 
 
 def test_it_fits_a_phone_and_the_dark(browser):
@@ -136,3 +171,8 @@ def test_the_page_says_what_it_may_load(server):
     policy = reply.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy and "sha256-" in policy
     assert "http://" not in reply.text and "https://" not in reply.text
+    for name in ("marked.umd.js", "purify.min.js"):
+        script = httpx.get(f"{server.url}/vendor/{name}")
+        assert script.status_code == 200 and script.headers["content-type"].startswith("text/javascript")
+        assert script.headers["x-content-type-options"] == "nosniff"
+    assert httpx.get(f"{server.url}/vendor/README.md").status_code == 404

@@ -8,6 +8,7 @@ import json
 import random
 import signal
 import socket
+import sys
 import time
 
 import httpx
@@ -15,7 +16,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_chat import chat_model
+from tiny_chat import TOOL_TEMPLATE, chat_model
 from tiny_server import TOKENIZER, Running, expected, running
 
 from medusa.decoding.continuous_batch import BatchLimits
@@ -159,6 +160,75 @@ def test_logprobs_are_the_base_models_own(server, tiny_chat_model):
     assert len(entries.tokens) == len(entries.token_logprobs) == len(entries.text_offset)
 
 
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"warm": {"type": "boolean"}}}}
+WEATHER["parameters"] |= {"required": ["warm"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+def form(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def test_answers_keep_the_form_that_was_asked_for(server, tiny_chat_model):
+    pytest.importorskip("llguidance")
+    client = client_of(server)
+    properties = {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "bb", "ccc"]}}
+    schema = {"type": "object", "properties": properties, "required": ["ok", "kind"]}
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+    given = form({**schema, "additionalProperties": False})
+    for seed in range(3):
+        reply = client.chat.completions.create(**asked, seed=seed, response_format=given).choices[0]
+        assert set(json.loads(reply.message.content)) == {"ok", "kind"} and reply.finish_reason == "stop"
+        plain = client.chat.completions.create(
+            **asked, seed=seed, response_format=given, extra_body={"medusa_plain": True}
+        )
+        assert plain.choices[0].message.content == reply.message.content
+    reply = client.chat.completions.create(**asked, seed=0, response_format={"type": "json_object"})
+    assert reply.choices[0].message.content.startswith("{")
+
+
+def test_without_the_grammar_library_forms_are_refused_with_what_to_install(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    server.service.__dict__.pop("_grammars", None)
+    with pytest.raises(openai.BadRequestError, match=r"medusa-heads\[grammar\]") as refused:
+        client_of(server).chat.completions.create(
+            model="tiny", messages=HELLO, response_format={"type": "json_object"}
+        )
+    assert refused.value.param == "response_format"
+
+
+def test_tools_are_offered_called_and_answered():
+    pytest.importorskip("llguidance")
+    model = chat_model(context=2048)
+    model.tokenizer.chat_template = TOOL_TEMPLATE
+    with running(model) as server:
+        client = client_of(server)
+        asked = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 90, "seed": 1}
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            reply = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+            assert reply.finish_reason == "tool_calls" and reply.message.content is None
+            (call,) = reply.message.tool_calls
+            assert call.function.name == "weather"
+            assert isinstance(json.loads(call.function.arguments)["warm"], bool)
+            chunks = list(client.chat.completions.create(**asked, tool_choice=choice, stream=True))
+            (streamed,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+            assert streamed.function.arguments == call.function.arguments and streamed.index == 0
+            assert said(chunks) == "" and chunks[-1].choices[0].finish_reason == "tool_calls"
+        first = client.chat.completions.create(**asked)
+        free = first.choices[0]
+        assert free.message.tool_calls is None and free.message.content
+        unoffered = client.chat.completions.create(**asked, tool_choice="none")
+        assert unoffered.usage.prompt_tokens == len(
+            model.tokenizer("<|user|>Hello<|end|><|assistant|>").input_ids
+        )
+        history = [*HELLO, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "warm"}]
+        answer = client.chat.completions.create(**{**asked, "messages": history})
+        called = '<tool_call>{"arguments": {"warm": true}, "name": "weather"}</tool_call>'
+        assert answer.usage.prompt_tokens > first.usage.prompt_tokens + len(called)
+        with pytest.raises(openai.BadRequestError, match="cannot be kept at once"):
+            client.chat.completions.create(**asked, response_format={"type": "json_object"})
+
+
 WRONG = [
     ({"messages": HELLO, "temperature": 3}, "temperature"),
     ({"messages": HELLO, "temperature": "hot"}, "temperature"),
@@ -169,8 +239,14 @@ WRONG = [
     ({"messages": HELLO, "stop": ["a"] * 99}, "stop"),
     ({"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
     ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
-    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": HELLO, "tools": TOOLS}, "tools"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages"),
+    ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"messages": HELLO, "response_format": form({"type": "nonsense"})}, "response_format"),
+    ({"messages": HELLO, "response_format": form({}), "ignore_eos": True}, "ignore_eos"),
     ({"messages": []}, "messages"),
     ({"messages": HELLO, "stop": 5}, "stop"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -335,7 +411,7 @@ JSON = st.recursive(
 FIELDS = [
     "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
     "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "response_format", "medusa_plain",
+    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain",
 ]  # fmt: skip
 
 
