@@ -212,6 +212,11 @@ class ContinuousBatch:
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
+    def clear(self) -> None:
+        """Drop all rows without looking at them: after a failure that may have broken anything."""
+        self.waiting.clear()
+        self._rows, self._state, self._guided_by, self._reading = {}, None, None, None
+
     @torch.no_grad()
     def step(self) -> list[Progress]:
         """Read at most a chunk of prompts, then one pass of all rows; what each row got, first tokens too."""

@@ -116,21 +116,30 @@ class Worker:
             self._changed.notify()
 
     def _run(self) -> None:
-        try:
-            while self._take_changes():
-                self._end_overdue()
-                busy = [is_plain for is_plain, batch in self.batches.items() if batch.is_busy]
-                if busy:
-                    self._step(min(busy, key=lambda is_plain: self.seconds[is_plain]))
-        except Exception:
-            log.exception("the decoding thread has failed")
-        finally:
-            with self._changed:
-                self._is_closing = True
-                left = [*self._active, *self._added]
-                self._active, self._added = set(), []
-            for answer in left:
-                self._end(answer, "error")
+        while not self._is_closing:
+            try:
+                self._decode()
+            except BaseException:  # whatever it was: those who come later are answered
+                log.exception("decoding has failed; the answers under way are lost")
+            self._lose_answers()
+
+    def _decode(self) -> None:
+        while self._take_changes():
+            self._end_overdue()
+            busy = [is_plain for is_plain, batch in self.batches.items() if batch.is_busy]
+            if busy:
+                self._step(min(busy, key=lambda is_plain: self.seconds[is_plain]))
+
+    def _lose_answers(self) -> None:
+        """End what is under way with an error, and at the end what waits too."""
+        with self._changed:
+            lost, self._active = self._active, set()
+            if self._is_closing:
+                lost, self._added = lost.union(self._added), []
+        for batch in self.batches.values():
+            batch.clear()
+        for answer in lost:
+            self._end(answer, "error")
 
     def _take_changes(self) -> bool:
         """Take in what was submitted and cancelled, waiting while there is nothing to do; false to end."""

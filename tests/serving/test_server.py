@@ -14,8 +14,6 @@ import time
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tiny_chat import TOOL_TEMPLATE, chat_model
 from tiny_server import TOKENIZER, Running, expected, running
 
@@ -395,42 +393,10 @@ def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog):
             list(client_of(broken).chat.completions.create(**asked, stream=True))
         batch._run = run
         assert client_of(broken).chat.completions.create(**asked).choices[0].message.content
-        batch.step = fails
-        with pytest.raises(openai.InternalServerError):
-            client_of(broken).chat.completions.create(**asked)
-        wait_until(lambda: httpx.get(f"{broken.url}/health").status_code == 503)
+        broken.service.worker.close()
+        assert httpx.get(f"{broken.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="cannot answer any more"):
             client_of(broken).chat.completions.create(**asked)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = [
-    "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
-    "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain",
-]  # fmt: skip
-
-
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(
-    st.sampled_from(["chat/completions", "completions"]),
-    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
-    st.booleans(),
-)
-def test_no_body_breaks_the_server(server, path, fields, is_complete):
-    whole = {"messages": HELLO, "prompt": "a", "max_tokens": 2} if is_complete else {}
-    body = json.dumps({**whole, **fields})
-    reply = httpx.post(f"{server.url}/v1/{path}", content=body, timeout=60)
-    assert reply.status_code in (200, 400, 404), reply.text
-    if reply.status_code != 200:
-        assert reply.json()["error"]["message"]
 
 
 def test_requests_of_random_lengths_that_come_and_go_leave_nothing_behind(server):

@@ -1,0 +1,320 @@
+"""What is lost when something goes wrong: the requests concerned, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tiny_chat import chat_model, save_chat_model
+from tiny_server import Running, expected, running
+
+from medusa.acceptance.penalties import OccurrencePenalty
+from medusa.decoding import continuous_batch
+from medusa.serving import application
+from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.service import Service, ServiceSettings
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(chat_model()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return expected(chat_model(), HELLO, do_sample=False, max_new_tokens=60)[1]
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def whole(server: Running, **more) -> str:
+    return client_of(server).chat.completions.create(**{**ASKED, **more}).choices[0].message.content
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def post(server: Running, body: dict) -> socket.socket:
+    """A connection that has asked, and has read nothing."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_clients_that_read_slowly_or_vanish_keep_nobody_waiting(server, text):
+    endless = {**ASKED, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    slow = [post(server, endless) for _ in range(2)]
+    assert whole(server) == text
+    wait_until(lambda: server.num_active == 0)  # answered, though nobody has read it
+    received = b""
+    while b"[DONE]" not in received:
+        received += slow[0].recv(65536)
+    for connection in slow:
+        connection.close()
+    for _ in range(8):
+        post(server, endless).close()
+    assert whole(server) == text
+    wait_until(lambda: server.num_active == 0)
+
+
+def test_half_a_body_is_given_up(server, text, monkeypatch):
+    monkeypatch.setattr(application, "BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        assert b" 408 " in half.recv(65536)
+    assert whole(server) == text and server.num_active == 0
+
+
+def fails(*_args, **_options):
+    raise ArithmeticError("secret")
+
+
+def test_a_processor_that_raises_loses_its_own_request(server, text, monkeypatch):
+    monkeypatch.setattr(OccurrencePenalty, "__call__", fails)
+    with ThreadPoolExecutor(4) as pool:
+        fine = [pool.submit(whole, server) for _ in range(3)]
+        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
+            whole(server, presence_penalty=1)
+        assert [each.result() for each in fine] == [text] * 3
+
+
+def test_a_prompt_that_runs_out_of_memory_loses_its_own_request(server, text, monkeypatch):
+    fill = continuous_batch.begin
+
+    def begin(base, request, *given, **options):
+        if int(request.lengths[0]) > 100:
+            raise torch.OutOfMemoryError("no memory for the prompt")
+        return fill(base, request, *given, **options)
+
+    monkeypatch.setattr(continuous_batch, "begin", begin)
+    with ThreadPoolExecutor(4) as pool:
+        fine = [pool.submit(whole, server) for _ in range(3)]
+        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
+            whole(server, messages=[{"role": "user", "content": "long " * 50}])
+        assert [each.result() for each in fine] == [text] * 3
+
+
+def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeypatch):
+    fill = continuous_batch.begin
+
+    def begin(base, request, *given, **options):
+        state, advance = fill(base, request, *given, **options)
+        if int(request.lengths[0]) > 100:
+            for layer in state.cache.tree_layers:
+                layer.entries[1][0, :, 0] = float("nan")
+        return state, advance
+
+    monkeypatch.setattr(continuous_batch, "begin", begin)
+    with ThreadPoolExecutor(4) as pool:
+        fine = [pool.submit(whole, server) for _ in range(3)]
+        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
+            whole(server, messages=[{"role": "user", "content": "long " * 50}])
+        assert [each.result() for each in fine] == [text] * 3
+
+
+def test_a_thread_that_is_killed_loses_what_was_under_way_and_answers_who_comes_later(server, text):
+    stream = client_of(server).chat.completions.create(
+        **{**ASKED, "max_tokens": 480}, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    ident = ctypes.c_ulong(server.service.worker._thread.ident)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+    with pytest.raises(openai.APIError, match="the server failed on this answer"):
+        list(stream)
+    assert whole(server) == text and httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_loses_what_was_under_way_and_answers_when_started_again(tmp_path):
+    base, heads = save_chat_model(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "medusa", "serve", "--base", base, "--heads", heads]
+    url, answers = f"http://127.0.0.1:{port}", []
+    for _ in range(2):
+        process = subprocess.Popen([*command, "--port", str(port), "--model-name", "tiny"])
+        try:
+            wait_until(lambda: is_healthy(url), 120)
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            answers.append(client.chat.completions.create(**ASKED).choices[0].message.content)
+            stream = client.chat.completions.create(
+                **{**ASKED, "max_tokens": 480}, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            process.send_signal(signal.SIGKILL)
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                list(stream)
+        finally:
+            process.kill()
+            process.wait()
+    assert answers == [expected(chat_model(), HELLO, do_sample=False, max_new_tokens=60)[1]] * 2
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
+    """MEDUSA_CHURN_SECONDS=600 is two hours of users who ask every five seconds."""
+    seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
+    chance, seen, num_asked = random.Random(0), [], 0
+    with running(chat_model()) as server:
+        url = f"{server.url}/v1/chat/completions"
+
+        async def visit(client: httpx.AsyncClient) -> None:
+            words = [{"role": "user", "content": "Hello " * chance.randint(1, 40)}]
+            body = {**ASKED, "messages": words, "max_tokens": chance.randint(1, 60), "stream": True}
+            body |= {"temperature": chance.choice([0, 1]), "medusa_plain": chance.random() < 0.1}
+            leaves_after = chance.choice([0, 1, 3, 10**6])
+            async with client.stream("POST", url, json=body) as reply:
+                async for _ in reply.aiter_lines():
+                    leaves_after -= 1
+                    if leaves_after < 0:
+                        break
+
+        async def churn(until: float) -> int:
+            async with httpx.AsyncClient(timeout=60) as client:
+                number = 0
+                while time.monotonic() < until:
+                    await asyncio.gather(*(visit(client) for _ in range(6)))
+                    number += 6
+                return number
+
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            num_asked += asyncio.run(churn(min(time.monotonic() + seconds / 12, began + seconds)))
+            wait_until(lambda: server.num_active == 0)
+            gc.collect()
+            seen.append((resident_mib(), threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    settled, last = seen[len(seen) // 3], seen[-1]
+    print(f"{num_asked} requests; MiB, threads, files: {seen}")
+    assert last[0] <= settled[0] + 16, seen
+    assert last[1] <= settled[1] + 1 and last[2] <= settled[2] + 2, seen
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
+    "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain",
+]  # fmt: skip
+WHOLE = {"messages": HELLO, "prompt": "a", "max_tokens": 1}
+
+
+@st.composite
+def bodies(draw) -> bytes:
+    """Bytes, fields with wrong values, and a good body with some bytes changed, missing or doubled."""
+    kind = draw(st.sampled_from(["bytes", "fields", "cut"]))
+    if kind == "bytes":
+        return draw(st.binary(max_size=40))
+    fields = draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+    body = json.dumps({**(WHOLE if draw(st.booleans()) else {}), **fields}).encode()
+    if kind == "cut":
+        at, length = draw(st.integers(0, len(body))), draw(st.integers(0, 6))
+        body = body[:at] + draw(st.binary(max_size=4)) + body[at + length :]
+    return body
+
+
+class InProcess:
+    """The application without a socket."""
+
+    def __init__(self) -> None:
+        service = Service(chat_model(), ServiceSettings("tiny"))
+        service.start()
+        self.service, self.loop = service, asyncio.new_event_loop()
+        self.app = create_application(service, AccessSettings())
+
+    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        return self.loop.run_until_complete(self._post(path, body))
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
+        scope |= {"server": ("x", 80), "client": ("x", 1), "asgi": {"version": "3.0", "spec_version": "2.4"}}
+        given, sent = [{"type": "http.request", "body": body, "more_body": False}], []
+
+        async def receive():
+            return given.pop() if given else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        await self.app(scope, receive, send)
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+    def close(self) -> None:
+        self.service.worker.close()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def in_process():
+    started = InProcess()
+    yield started
+    started.close()
+
+
+NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "300"))
+
+
+@settings(
+    max_examples=NUM_BODIES,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(path=st.sampled_from(["chat/completions", "completions"]), body=bodies())
+def test_no_body_breaks_the_server(in_process, path, body):
+    status, reply = in_process.post(f"/v1/{path}", body)
+    assert status in (200, 400, 404), reply
+    if status != 200:
+        error = json.loads(reply)["error"]
+        assert error["message"] and error["type"] and set(error) == {"message", "type", "param", "code"}
+    assert in_process.service.worker.num_active == 0 and in_process.service.is_ready
