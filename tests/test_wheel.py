@@ -1,8 +1,8 @@
 """The installed package, away from any checkout: every command that a user needs, in an environment of its
-own.
+own that has what the wheel asks for and no other library.
 
-Its heavy libraries are those of this environment, so that nothing is downloaded but the base model; where
-that cannot be reached, the checkout's copy stands in.
+These libraries are links to those of the tests, so that nothing is downloaded but the base model;
+where that cannot be reached, the checkout's copy stands in.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import json
 import os
 import re
 import shutil
-import site
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterable
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import pytest
 from conftest import REAL_BASE
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from wheels import built_wheel
 
 import medusa
@@ -29,17 +33,41 @@ Run = Callable[..., subprocess.CompletedProcess]
 BASE = "smollm2-135m-instruct"
 
 
+def link_requirements(name: str, packages: Path, extras: Iterable[str] = (), seen: set | None = None) -> None:
+    """Link into ``packages`` what the distribution ``name`` there requires, and what that requires."""
+    seen = set() if seen is None else seen
+    found = next(iter(distributions(name=name, path=[str(packages)])))
+    for required in map(Requirement, found.requires or ()):
+        marker = required.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        if (key := (canonicalize_name(required.name), *sorted(required.extras))) in seen:
+            continue
+        seen.add(key)
+        if not any(distributions(name=required.name, path=[str(packages)])):
+            source = distribution(required.name)
+            for top in {file.parts[0] for file in source.files or ()} - {"..", "__pycache__"}:
+                (packages / top).symlink_to(Path(str(source.locate_file(top))))
+        link_requirements(required.name, packages, required.extras, seen)
+
+
+def variables(place: Path) -> dict[str, str]:
+    """The environment variables of a user whose home is ``place``."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    return inherited | {"HOME": str(place), "MEDUSA_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A directory with a virtual environment that has the wheel installed, and nothing of the checkout."""
     place = tmp_path_factory.mktemp("elsewhere")
     python = place / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
     wheel = built_wheel(tmp_path_factory.mktemp("source"))
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    pip = [str(python), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, env=variables(place), check=True, capture_output=True)
     (packages,) = (place / "venv" / "lib").glob("python*/site-packages")
-    (packages / "libraries_of_the_tests.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    link_requirements("medusa-heads", packages)
     return place
 
 
@@ -47,14 +75,12 @@ def place(tmp_path_factory) -> Path:
 def run(place) -> Run:
     """Runs a command of that environment in ``place``, and shows what it said when it ends in another way."""
 
-    def run(*words: str, status: int = 0, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    def run(*words: str, status: int = 0, stdin: str = "") -> subprocess.CompletedProcess:
         binaries = place / "venv" / "bin"
-        variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        variables |= {"HOME": str(place), "MEDUSA_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [str(binaries / words[0]), *words[1:]],
             cwd=place,
-            env=variables | environment,
+            env=variables(place),
             input=stdin,
             capture_output=True,
             text=True,
@@ -74,7 +100,7 @@ def fetched(place, run) -> None:
     done = subprocess.run(
         [str(place / "venv/bin/medusa"), "fetch", BASE],
         cwd=place,
-        env={**os.environ, "MEDUSA_CACHE": str(place / "cache"), "PYTHONPATH": ""},
+        env=variables(place),
         capture_output=True,
         text=True,
     )
@@ -119,6 +145,11 @@ def test_the_package_comes_from_the_wheel_and_answers_at_once(place, run):
     assert os.times().children_user - began[1] < 1, "seconds of work; it takes a quarter of one"
 
 
+def test_only_what_the_wheel_asks_for_is_there(run):
+    for name in ("pytest", "peft", "openai"):
+        assert f"No module named '{name}'" in run("python", "-c", f"import {name}", status=1).stderr
+
+
 def test_configurations_are_found_by_name(place, run):
     listed = run("medusa", "configs").stdout
     assert {"smollm2", "smollm2_demo", "accelerate_ddp", "demo_prompts"} <= {
@@ -137,6 +168,25 @@ def test_it_chats_and_generates_with_the_base_that_was_fetched(run, fetched):
     answer = run("medusa", "generate", *question).stdout
     assert answer.strip()
     assert run("medusa", "generate", "--plain", "--base", BASE, *question).stdout == answer
+
+
+def test_it_serves_until_told_to_stop(place, run, fetched):
+    command = [str(place / "venv/bin/medusa"), "serve", "--port", "0"]
+    server = subprocess.Popen(command, cwd=place, env=variables(place), stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        address = next(found[1] for line in server.stderr if (found := re.search(r"ready: (\S+)", line)))
+        messages = [{"role": "user", "content": "Name three rivers."}]
+        asked = json.dumps({"messages": messages, "max_tokens": 8, "temperature": 0}).encode()
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/chat/completions", asked, kind)
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            said = json.load(reply)["choices"][0]["message"]["content"]
+        assert said == run("medusa", "generate", "--max-new-tokens", "8", "Name three rivers.").stdout.strip()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(

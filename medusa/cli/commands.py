@@ -157,8 +157,6 @@ class ServeOptions:
 
         curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
             -d '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
-
-    Needs the serve extra: pip install 'medusa-heads[serve]'.
     """
 
     model: ModelOptions = ModelOptions()
@@ -317,6 +315,8 @@ class ImportOptions:
     """Where config.json contradicts the tensors, go by the tensors. Some published heads say 2 and hold 5."""
     fused_layers: tuple[int, ...] | None = None
     """The layers of the base that an EAGLE-3 head reads, 1 the first, where config.json names others."""
+    max_depth: int | None = None
+    """How many guesses deep an EAGLE-3 head drafts; none is what config.json says, else 5."""
     overwrite: bool = False
     """Replace what the output directories hold."""
     report: ReportOptions = ReportOptions()
@@ -342,6 +342,8 @@ class CheckOptions:
     """The base model that is served, a directory or a hub id; none is the one that the directory names."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with."""
+    max_depth: int | None = None
+    """How many guesses deep an EAGLE-3 head drafts; none is what config.json says, else 5."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
     dtype: Dtype | None = None

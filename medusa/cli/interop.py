@@ -79,6 +79,9 @@ def import_foreign(options: ImportOptions) -> None:
             check_writable_target(path)
     directory = foreign_directory(options.source)
     foreign = format_of(directory)
+    check_eagle3_alone(
+        foreign, options.source, fused_layers=options.fused_layers, max_depth=options.max_depth
+    )
     if options.base_output is not None and not foreign.holds_base:
         raise ValueError(
             f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
@@ -90,7 +93,8 @@ def import_foreign(options: ImportOptions) -> None:
     trusted = {"trust_remote_code": options.trust_remote_code}
     base = load_base(name, dtype="auto", **trusted)
     own_name = str(options.base_output or name)
-    request = ReadRequest(directory, base, options.trust_tensors, tuple(options.fused_layers or ()))
+    layers = tuple(options.fused_layers or ())
+    request = ReadRequest(directory, base, options.trust_tensors, layers, options.max_depth)
     checkpoint, read = import_heads(
         request,
         foreign,
@@ -134,14 +138,17 @@ def check(options: CheckOptions) -> None:
     directory, device = Path(options.directory), chosen_device(options.device)
     if not directory.is_dir():
         raise FileNotFoundError(f"no directory at {options.directory!r}; give one that `medusa export` wrote")
+    check_eagle3_alone(foreign, options.directory, max_depth=options.max_depth)
     prompts = load_prompts(options.prompts)
     name = options.base or foreign.base_of(directory)
     if name is None:
         raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
     name = base_named(name)
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
-    heads = foreign.read(ReadRequest(directory, base)).heads
+    read = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
+    heads = read.heads
     log.print(f"{directory}: {foreign.consumer} loads {_in_words(heads)}", soft_wrap=True)
+    print_list(log, "decided:", read.notes)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
     chain = CandidateTree.chain(heads.num_heads)
     model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
@@ -157,6 +164,16 @@ def check(options: CheckOptions) -> None:
             f"they belong to the base {name!r}, and do they decode better here before the export?"
         )
     print_list(log, "next:", [serve])
+
+
+def check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> None:
+    """Raise ValueError where options of an EAGLE-3 head are ``given`` for heads of another kind."""
+    for name, value in given.items():
+        if value is not None and not foreign.holds_eagle3:
+            raise ValueError(
+                f"{name} is for an EAGLE-3 head, and {source} holds Medusa heads; leave --"
+                f"{name.replace('_', '-')} out"
+            )
 
 
 def check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> dict[str, Any]:

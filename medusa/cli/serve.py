@@ -18,16 +18,13 @@ def serve(options: ServeOptions) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ImportError: the serve extra is not installed.
         ValueError: the model cannot be served in this way.
         OSError: the address cannot be listened on.
     """
-    try:
-        from medusa.serving.application import AccessSettings
-        from medusa.serving.server import run_server
-        from medusa.serving.service import Service, ServiceSettings
-    except ImportError as error:
-        raise ImportError(f"medusa serve needs {error.name}: pip install 'medusa-heads[serve]'") from error
+    from medusa.serving.application import AccessSettings
+    from medusa.serving.server import run_server
+    from medusa.serving.service import Service, ServiceSettings
+
     keys = (*options.address.api_key, *filter(None, os.environ.get("MEDUSA_API_KEY", "").split(",")))
     if options.address.host not in LOOPBACK and not keys:
         log_console().print(

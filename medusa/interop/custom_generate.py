@@ -42,7 +42,10 @@ REQUIREMENTS_FILE = "medusa-heads\n"
 """Without a version: heads that an installed version is too old for say so themselves."""
 
 _LOADED: WeakKeyDictionary[CausalLM, dict[tuple[str, int], HeadsCheckpoint]] = WeakKeyDictionary()
-"""Heads by the base that they were used with: a second call reads no files. They go when the base goes."""
+"""Heads by the base that they were used with: a second call reads no files. They go when the base goes.
+
+A ``MedusaModel`` would keep its base from going, so each call makes one. That takes as long as one token of
+SmolLM2-135M (25 ms on one core)."""
 
 
 def custom_generate(

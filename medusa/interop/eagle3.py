@@ -32,7 +32,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.files import read_json
-from medusa.heads.eagle3 import DEFAULT_THETA, Eagle3Config, Eagle3Head, default_layers
+from medusa.heads.eagle3 import DEFAULT_THETA, MAX_DEPTH, Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.heads.token_map import checked_token_map
@@ -50,6 +50,8 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 READ_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 SPECULATORS_TYPE, SPECULATORS_LAYER = "speculators_model_type", "transformer_layer_config"
+DEPTH_KEY = "num_speculative_tokens"
+"""Where a plain config.json from here says how deep its head drafts; engines are told by a flag."""
 DEFAULT_DEPTH = 5
 """How deep heads draft whose checkpoint does not say it, as most do not."""
 REFUSED = {
@@ -74,6 +76,7 @@ def export_plain(request: ToExport) -> ExportedFiles:
         "base_model_name_or_path": request.base_name,
         **{name: getattr(head.config, name) for name in FLAGS if getattr(head.config, name)},
         "norm_before_residual": head.config.norm_before_residual,
+        DEPTH_KEY: head.num_heads,
         **_layers_named(head, request.base),
     }
     return ExportedFiles(config, WEIGHTS_FILE, weights, changes)
@@ -225,7 +228,14 @@ def read_plain(request: ReadRequest) -> ForeignHeads:
             "other architectures are not read"
         )
     flags = {name: config.get(name, False) for name in FLAGS}
-    return _head_of(request, config, config, flags, DEFAULT_DEPTH, ())
+    said, notes = config.get(DEPTH_KEY), []
+    if said is None and request.max_depth is None:
+        said = DEFAULT_DEPTH
+        notes.append(
+            f"{path.name} does not say how deep the head drafts: {DEFAULT_DEPTH} is taken; another depth: "
+            "--max-depth"
+        )
+    return _head_of(request, config, config, flags, (DEPTH_KEY, said), notes)
 
 
 def read_speculators(request: ReadRequest) -> ForeignHeads:
@@ -243,14 +253,15 @@ def read_speculators(request: ReadRequest) -> ForeignHeads:
             f"{path} must say {SPECULATORS_TYPE}='eagle3' and hold {SPECULATORS_LAYER}, an object; got "
             f"{config.get(SPECULATORS_TYPE)!r} and {type(layer).__name__}"
         )
-    notes = []
+    notes: list[str] = []
     if "norm_before_residual" not in config:
         notes.append(f"{path} leaves out norm_before_residual, which vLLM then takes for true")
     flags = {name: config.get(name, name == "norm_before_residual") for name in FLAGS}
-    return _head_of(request, config, layer, flags, _speculative_tokens(config, path), notes)
+    depth = "speculative_tokens", _speculative_tokens(config, path)
+    return _head_of(request, config, layer, flags, depth, notes)
 
 
-def _speculative_tokens(config: Mapping[str, Any], path: Path) -> int:
+def _speculative_tokens(config: Mapping[str, Any], path: Path) -> Any:
     try:
         depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         config["speculators_config"]["verifier"]["name_or_path"]
@@ -259,8 +270,17 @@ def _speculative_tokens(config: Mapping[str, Any], path: Path) -> int:
             f"{path} must hold speculators_config with proposal_methods, the first of them with "
             "speculative_tokens, and verifier with name_or_path, or vLLM does not start; mend it"
         ) from error
-    if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"{path}: speculative_tokens must be an int of at least 1, got {depth!r:.100}")
+    return depth
+
+
+def _checked_depth(given: int | None, said: tuple[str, Any], path: Path) -> int:
+    """How deep the head drafts: as given, else as config.json says at a key."""
+    key, depth = said if given is None else ("--max-depth", given)
+    if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
+        raise ValueError(
+            f"{path}: {key} must be an int from 1 to {MAX_DEPTH}, got {depth!r:.100}; mend it, or give the "
+            "depth: --max-depth"
+        )
     return depth
 
 
@@ -269,11 +289,13 @@ def _head_of(
     config: Mapping[str, Any],
     layer: Mapping[str, Any],
     flags: Mapping[str, Any],
-    max_depth: int,
+    depth: tuple[str, Any],
     notes: Sequence[str],
 ) -> ForeignHeads:
-    """The head of a directory; ``layer`` is the part of ``config`` that speaks of its layer."""
+    """The head of a directory; ``layer`` is the part of ``config`` that speaks of its layer, ``depth`` the
+    key of its depth and what it says."""
     base, path = request.base, request.directory / CONFIG_FILE
+    max_depth = _checked_depth(request.max_depth, depth, path)
     tensors, where = _tensors(request)
     _check_layer(layer, path)
     nested = config.get("eagle_config")
@@ -374,22 +396,23 @@ def _layers_of(
     request: ReadRequest, config: Mapping[str, Any], nested: Mapping[str, Any], path: Path
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The fused layers, as vLLM takes them from config.json, and what was decided."""
-    if request.fused_layers:
-        return tuple(request.fused_layers), ("the fused layers are those that were given",)
-    said = config.get(LAYERS_KEY) or nested.get(LAYERS_KEY)
+    said: Any = list(request.fused_layers) or config.get(LAYERS_KEY) or nested.get(LAYERS_KEY)
     if not said:
         layers = default_layers(request.base)
         return layers, (f"{path.name} names no layers: {' '.join(map(str, layers))} are taken, as by vLLM",)
+    where = "--fused-layers" if request.fused_layers else f"{path}: {LAYERS_KEY}"
     count = request.base.config.get_text_config(decoder=True).num_hidden_layers
     is_list = isinstance(said, list) and all(type(each) is int for each in said)
     if not is_list or not all(1 <= each <= count for each in said) or len(set(said)) < len(said):
         raise ValueError(
-            f"{path}: {LAYERS_KEY} must be different ints from 1 to {count}, the layers of the base model "
+            f"{where} must be different ints from 1 to {count}, the layers of the base model "
             f"{request.base.name_or_path!r}, got {said!r:.200}; give the base that the head was trained on, "
             "or the layers: --fused-layers"
         )
     notes: tuple[str, ...] = ()
-    if not config.get(LAYERS_KEY):
+    if request.fused_layers:
+        notes = ("the fused layers are those that were given",)
+    elif not config.get(LAYERS_KEY):
         notes = (
             f"{path.name} names layers in eagle_config, which vLLM takes for the states after so many layers "
             "and SGLang for one more; if medusa check shows hardly any acceptance, import again with "
@@ -532,7 +555,14 @@ def verifier_of(directory: Path) -> str | None:
 
 
 VLLM_EAGLE3 = ForeignFormat(
-    "vllm-eagle3", CONSUMER, read_plain, named_base, is_plain_directory, export_plain, serve_plain
+    "vllm-eagle3",
+    CONSUMER,
+    read_plain,
+    named_base,
+    is_plain_directory,
+    export_plain,
+    serve_plain,
+    holds_eagle3=True,
 )
 SPECULATORS = ForeignFormat(
     "speculators",
@@ -542,4 +572,5 @@ SPECULATORS = ForeignFormat(
     is_speculators_directory,
     export_speculators,
     serve_speculators,
+    holds_eagle3=True,
 )

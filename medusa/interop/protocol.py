@@ -69,6 +69,8 @@ class ReadRequest:
     """Where config.json contradicts the tensors, go by the tensors; else that is an error."""
     fused_layers: tuple[int, ...] = ()
     """The layers that an EAGLE-3 head reads, in place of those that config.json speaks of."""
+    max_depth: int | None = None
+    """How deep an EAGLE-3 head drafts, in place of what config.json says."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,5 @@ class ForeignFormat:
     """The command that serves (directory, base, number of heads)."""
     holds_base: bool = False
     """Whether the same files are the base too."""
+    holds_eagle3: bool = False
+    """Whether the heads are an EAGLE-3 head, whose layers and depth can be given."""

@@ -63,6 +63,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # a client that connects before uvicorn accepts waits
     except OSError as error:
         listening.close()
         raise OSError(

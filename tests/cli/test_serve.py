@@ -59,6 +59,11 @@ def test_an_address_in_use_is_said_before_anything_else(directories, capsys):
     assert f"cannot listen on 127.0.0.1 port {port}" in " ".join(capsys.readouterr().err.split())
 
 
+def test_clients_can_connect_from_the_moment_that_the_server_says_ready():
+    with server.listening_socket("127.0.0.1", 0) as listening:
+        socket.create_connection(listening.getsockname(), timeout=5).close()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL_BASE.exists(), reason="the embedded base model is not here")
 def test_the_real_model_answers_as_alone_and_ends_what_is_running_when_told_to_stop(

@@ -179,6 +179,32 @@ def test_the_type_of_the_file_is_kept_and_what_was_decided_is_said(base, tmp_pat
     assert load_heads(tmp_path / "further").heads.reads_layers == LAYERS
 
 
+def test_a_depth_that_nothing_says_is_taken_for_5_aloud_and_can_be_given(base, tmp_path, capsys):
+    silent, _ = plain(tmp_path / "silent", base)
+    saying, _ = plain(tmp_path / "saying", base, num_speculative_tokens=4)
+    for directory, words, depth in (
+        (silent, [], 5),
+        (silent, ["--max-depth", "7"], 7),
+        (saying, [], 4),
+        (saying, ["--max-depth", "2"], 2),
+    ):
+        output = tmp_path / f"heads {depth}"
+        assert main(["import", str(directory), "--base", base, "--output", str(output), *words]) == 0
+        said = "does not say how deep the head drafts: 5 is taken; another depth: --max-depth"
+        assert (said in capsys.readouterr().err) == (depth == 5)
+        assert load_heads(output).heads.num_heads == depth
+    words = ["import", str(silent), "--base", base, "--max-depth", "0"]
+    refused(words, tmp_path, capsys, "--max-depth must be an int from 1 to 256, got 0")
+
+
+@pytest.mark.parametrize("given", [["2", "4", "9"], ["0", "2", "4"], ["2", "4", "4"]])
+def test_layers_that_the_base_has_not_are_refused_when_they_are_given(given, base, tmp_path, capsys):
+    directory, _ = plain(tmp_path / "theirs", base)
+    words = ["import", str(directory), "--base", base, "--fused-layers", *given]
+    message = "error: --fused-layers must be different ints from 1 to 8, the layers of the base model .*got"
+    refused(words, tmp_path, capsys, message)
+
+
 def test_speculators_that_do_not_say_which_residual_are_read_as_vllm_reads_them(base, tmp_path, capsys):
     directory, _ = speculators(tmp_path / "theirs", base, says_residual=False, norm_before_residual=True)
     assert main(["import", str(directory), "--output", str(tmp_path / "heads")]) == 0
@@ -292,6 +318,10 @@ BAD = {
         "says use_aux_hidden_state=False: .* no EAGLE-3 head",
     ),
     "no even heads": (config_says(num_attention_heads=5), "config.json: num_key_value_heads must divide"),
+    "a depth of text": (
+        config_says(num_speculative_tokens="4"),
+        "config.json: num_speculative_tokens must be an int from 1 to 256, got '4'; .*--max-depth",
+    ),
     "heads of text": (config_says(num_attention_heads="4"), "config.json: .*mend it"),
     "unknown positions": (
         config_says(rope_scaling={"rope_type": "longrope"}),
@@ -318,6 +348,15 @@ BAD_SPECULATORS = {
         "must say .* and hold transformer_layer_config, an object",
     ),
     "no methods": ({"speculators_config": {"proposal_methods": []}}, "must hold speculators_config with"),
+    "no depth": (
+        {
+            "speculators_config": {
+                "proposal_methods": [{"speculative_tokens": 0}],
+                "verifier": {"name_or_path": "x"},
+            }
+        },
+        "speculative_tokens must be an int from 1 to 256, got 0",
+    ),
 }
 
 
@@ -326,7 +365,7 @@ def test_bad_speculators_are_refused(what, base, tmp_path, capsys):
     change, message = BAD_SPECULATORS[what]
     directory, _ = speculators(tmp_path / "theirs", base, norm_before_residual=False)
     edit_config(directory, **change)
-    refused(["import", str(directory), "--base", base], tmp_path, capsys, f"config.json {message}")
+    refused(["import", str(directory), "--base", base], tmp_path, capsys, f"config.json:? {message}")
 
 
 def refused(words, tmp_path, capsys, message):
@@ -403,6 +442,8 @@ def test_an_export_holds_what_the_reference_loads_and_comes_back_to_the_bit(to, 
     layer = config if to == "vllm-eagle3" else config["transformer_layer_config"] | config
     assert layer["draft_vocab_size"] == len(tensors["lm_head.weight"]) == head.num_columns
     assert layer["norm_before_residual"] is False
+    if to == "vllm-eagle3":
+        assert config["num_speculative_tokens"] == 3, "how deep it was trained"
     named = [1, 3, 8] if kind == "other layers" else None
     assert config.get("eagle_aux_hidden_state_layer_ids") == named
     if head.token_map is not None:
@@ -417,6 +458,7 @@ def test_an_export_holds_what_the_reference_loads_and_comes_back_to_the_bit(to, 
     assert main(["import", str(output), "--base", base, "--output", str(tmp_path / "back")]) == 0
     back = load_heads(tmp_path / "back").heads
     assert back.config.own_lm_head == head.config.own_lm_head and back.reads_layers == head.reads_layers
+    assert back.num_heads == 3
     for name, tensor in head.state_dict().items():
         if name not in ("token_map", "lm_head.weight"):
             assert torch.equal(back.state_dict()[name], tensor), name
@@ -462,4 +504,6 @@ def test_a_check_reads_an_export_back_and_measures_it(to, base, tmp_path, capsys
     assert "vLLM loads an EAGLE-3 head over layers 2 4 5 that drafts" in printed.err
     assert "would slow vLLM down" in printed.err
     report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["acceptance_rate"]) == (3 if to == "speculators" else 5)
+    assert len(report["acceptance_rate"]) == 3
+    assert main([*words, "--max-new-tokens", "8", "--max-depth", "2", "--json", "-"]) == 1
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["acceptance_rate"]) == 2

@@ -336,6 +336,13 @@ def test_a_directory_of_no_known_format_is_refused_with_what_it_holds(base, tmp_
     refused(["import", own], tmp_path, capsys, "heads directory of this project, which needs no import")
 
 
+def test_options_of_eagle3_heads_are_refused_for_others(base, tmp_path, capsys):
+    directory, _ = v1(tmp_path / "theirs", base)
+    for name, *values in (("fused-layers", "1", "2"), ("max-depth", "3")):
+        message = f"{name.replace('-', '_')} is for an EAGLE-3 head, .*; leave --{name} out"
+        refused(["import", str(directory), f"--{name}", *values], tmp_path, capsys, message)
+
+
 def test_a_base_that_nobody_names_is_asked_for(base, tmp_path, capsys):
     directory, _ = v1(tmp_path / "theirs", base)
     edit_config(directory, drop="base_model_name_or_path")
