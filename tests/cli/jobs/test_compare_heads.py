@@ -17,6 +17,7 @@ from medusa.measurement.heads import (
     NamedHeads,
     against,
     comparison_report,
+    in_a_chain,
     measured_steps,
     read_named,
     split_label,
@@ -132,6 +133,12 @@ def test_a_difference_is_taken_answer_by_answer():
 
 def test_an_answer_of_one_token_takes_no_part():
     assert tokens_per_step(np.array([[0, 0], [5, 10]]))["value"] == 2.0
+
+
+def test_a_chain_takes_each_heads_first_guess_and_no_other():
+    ranks = torch.tensor([[0, 0], [0, 1], [1, 0], [0, 0]] * 3, dtype=torch.int16)
+    # Steps begin at tokens 0, 3, 6 (where the first guess is wrong), 7 and 10 (wrong again), and end at 11.
+    assert in_a_chain(RankCounts((ranks,) * 4, max_rank=2))["value"] == 11 / 5
 
 
 def test_a_better_set_of_heads_comes_out_ahead():
