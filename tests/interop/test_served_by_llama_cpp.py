@@ -7,7 +7,8 @@ It needs the source of llama.cpp with one of its examples built, and a Python fo
     cd llama_cpp_python-0.3.36/vendor/llama.cpp
     cmake -B build -DLLAMA_BUILD_SERVER=OFF && cmake --build build --target llama-speculative-simple
     python3 -m venv converter && converter/bin/pip install torch transformers gguf sentencepiece
-    LLAMA_CPP=$PWD LLAMA_CPP_PYTHON=$PWD/converter/bin/python pytest -m slow tests/interop/test_served_by_llama_cpp.py
+    export LLAMA_CPP=$PWD LLAMA_CPP_PYTHON=$PWD/converter/bin/python
+    pytest -m slow tests/interop/test_served_by_llama_cpp.py
 """
 
 from __future__ import annotations
