@@ -142,7 +142,9 @@ def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, c
     _, flags = setting
     own = ["--base", base, "--heads", heads, *flags[4:], "--sizes", "2,4,8", "--rounds", "1"]
     assert main(["tune", *own, "--plot", str(tmp_path / "tree.png")]) == 0
-    report = closing_json(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert f"medusa chat --base {base} --heads {heads}" in printed.err
+    report = closing_json(printed.out)
     sizes = [row["num_nodes"] for row in report["by_num_nodes"]]
     assert sizes[0] == 1 and set(sizes) <= {1, 2, 4, 8}, "plain decoding takes part"
     best = max(report["by_num_nodes"], key=lambda row: row["tokens_per_second"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype, Engine
 from medusa.cli.options import check_at_least
 from medusa.cli.program import chosen_device
+from medusa.cli.reporting import print_list
 from medusa.engine import QUANTISED_BYTES, prepared_base
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
@@ -185,6 +187,9 @@ def run(options: DistillOptions) -> None:
             progress = AnswerProgress(reporter, len(conversations), limit)
             report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
         summarise(report, limit.elapsed, options.output, log)
+    base = [] if options.endpoint else ["--base", options.base]
+    train = ["medusa", "train", *base, "--data", str(options.output), "--output_dir", "runs/mine"]
+    print_list(log, "next:", [shlex.join(train)])
 
 
 def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from medusa.cli.program import (
     load_model,
     load_prompts,
 )
-from medusa.cli.reporting import log_picture, report_json, table_console
+from medusa.cli.reporting import log_picture, print_list, report_json, table_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.heads import ranked
 from medusa.measurement.tuning import (
@@ -137,6 +138,8 @@ def save(
         said = file_asked_for(options.model.heads, tree, model.runtime, origin)
     for sentence in said:
         log_console().print(sentence, soft_wrap=True)
+    chat = ["medusa", "chat", "--base", model.base.name_or_path, "--heads", options.model.heads]
+    print_list(log_console(), "next:", [shlex.join(chat)])
 
 
 def measure_sizes(

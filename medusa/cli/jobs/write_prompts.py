@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 from medusa.cli.options import check_at_least
+from medusa.cli.reporting import print_list
 from medusa.files import replaced_file
 from medusa.progress import log_console
 
@@ -111,4 +113,8 @@ def write(options: PromptWritingOptions) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(options.output) as partial:
         partial.write_text("".join(lines), encoding="utf-8")
-    log_console().print(f"{len(rows)} prompts of {len(kinds)} kinds written to {options.output}")
+    log = log_console()
+    log.print(f"{len(rows)} prompts of {len(kinds)} kinds written to {options.output}", soft_wrap=True)
+    answers = options.output.with_name("answers.jsonl")
+    distill = ["medusa", "distill", "--prompts", str(options.output), "--output", str(answers)]
+    print_list(log, "next:", [shlex.join(distill)])

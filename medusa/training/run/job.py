@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -168,8 +169,22 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
     if (report := recipe.closing_report(measured)) is not None:
         console.print(report, soft_wrap=True)
     console.print(f"{recipe.result} written to {run.heads}", soft_wrap=True)
+    for line in next_steps(trainer.configuration, run):
+        console.print(line, soft_wrap=True, markup=False)
     if trainer.accelerator.is_main_process and draw_training(run.logged_metrics(), run.picture):
         console.print(f"picture: {run.picture}", soft_wrap=True)
+
+
+def next_steps(configuration: TrainingConfiguration, run: RunDirectory) -> list[str]:
+    """What to do with new heads, as commands."""
+    heads = str(run.heads)
+    use = ["--base", configuration.base.base, "--heads", heads]
+    lines = ["next:", f"  {shlex.join(['medusa', 'tune', *use])}  # the tree that is fastest here"]
+    lines.append(f"  {shlex.join(['medusa', 'chat', *use])}")
+    if configuration.heads.head_kind == "eagle3":
+        export = ["medusa", "export", heads, "--to", "vllm-eagle3", "--output", str(run.path / "export")]
+        lines.append(f"  {shlex.join(export)}  # for vLLM, SGLang, llama.cpp")
+    return lines
 
 
 def inspect(configuration: TrainingConfiguration) -> None:

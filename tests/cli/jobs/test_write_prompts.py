@@ -30,11 +30,13 @@ def test_the_same_seed_gives_the_same_prompts_and_another_gives_others(tmp_path)
     assert written(tmp_path / "a") == written(tmp_path / "b") != written(tmp_path / "c")
 
 
-def test_two_blanks_of_one_name_get_different_words(tmp_path):
+def test_two_blanks_of_one_name_get_different_words(tmp_path, capsys):
     (tmp_path / "parts.yaml").write_text("kinds: {talk: ['{who} meets {who}']}\nwords: {who: [Ann, Bo]}")
     output = tmp_path / "prompts.jsonl"
     assert write_prompts("--number", 2, "--parts", tmp_path / "parts.yaml", "--output", output) == 0
     assert {row["prompt"] for row in written(output)} == {"Ann meets Bo", "Bo meets Ann"}
+    next_step = f"medusa distill --prompts {output} --output {tmp_path / 'answers.jsonl'}"
+    assert next_step in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
