@@ -6,8 +6,9 @@
 
 Each client asks one question after another for `--seconds`, with pauses of random length in between (a
 Poisson process). Any server with OpenAI's protocol will do. The servers take turns, with the same questions
-in the same order. Reported are the tokens that came in that time, counted with one tokenizer for all, and the
-time to the first token and between events.
+in the same order; each begins with a number of its own, so that no server has read it before. Reported are
+the tokens that came in that time, counted with one tokenizer for all, and the time to the first token and
+between events.
 """
 
 from __future__ import annotations
@@ -41,11 +42,9 @@ class LoadTestOptions:
     """The options of this program."""
 
     servers: tuple[str, ...] = ("server=http://127.0.0.1:8000",)
-    """NAME=URL of each; they take turns."""
+    """NAME=URL of each; they take turns. NAME=URL,MODEL where a server does not tell its model's name."""
     api_key: str = "none"
     """Sent as Bearer key."""
-    model: str = ""
-    """The model's name; none asks each server."""
     tokenizer: str = EMBEDDED_BASE
     """Counts the tokens of what has come."""
     clients: GrowingInts = (1, 4)
@@ -56,6 +55,8 @@ class LoadTestOptions:
     """Mean seconds between an answer and the client's next question."""
     max_new_tokens: tuple[int, int] = (32, 128)
     """The shortest and the longest answer that is asked for; drawn for each question."""
+    long_prompt: int = 0
+    """Words of a prompt that one more client asks with, over and over, while the others are timed."""
     temperature: float = 0.0
     """Of all answers."""
     seed: int = 0
@@ -65,7 +66,7 @@ class LoadTestOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_new_tokens")
-        check_at_least(self, 0, "pause", "temperature")
+        check_at_least(self, 0, "pause", "temperature", "long_prompt")
         check_above(self, 0, "seconds")
         for server in self.servers:
             if "=http" not in server:
@@ -84,6 +85,8 @@ class Waits:
     between: list[float] = field(default_factory=list)
     """Between one event with text and the next."""
     refused: int = 0
+    num_long: int = 0
+    """Long prompts that were read beside."""
 
     def as_dict(self, seconds: float, tokenizer: Any) -> dict[str, Any]:
         num_tokens = sum(len(tokenizer(text)["input_ids"]) for text in self.texts.values())
@@ -95,6 +98,7 @@ class Waits:
             "time_to_first_token": percentiles(self.first),
             "time_between_events": percentiles(self.between),
             "refused": self.refused,
+            "num_long": self.num_long,
         }
 
 
@@ -133,6 +137,12 @@ async def ask(client: httpx.AsyncClient, number: int, body: dict[str, Any], wait
     waits.num_answers += 1
 
 
+def numbered(messages: list[dict[str, str]], numbers: list[int]) -> list[dict[str, str]]:
+    """``messages``, the last of which begins with ``numbers``."""
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": f"{'.'.join(map(str, numbers))}: {last['content']}"}]
+
+
 async def run(options: LoadTestOptions, url: str, num_clients: int, messages: list[Any], model: str) -> Waits:
     """``num_clients`` at once until the time is over."""
     chance, waits, numbers = random.Random(options.seed), Waits(), itertools.count()
@@ -142,7 +152,7 @@ async def run(options: LoadTestOptions, url: str, num_clients: int, messages: li
             number = next(numbers)
             body = {
                 "model": model,
-                "messages": messages[number % len(messages)],
+                "messages": numbered(messages[number % len(messages)], [options.seed, num_clients, number]),
                 "max_tokens": chance.randint(*sorted(options.max_new_tokens)),
                 "temperature": options.temperature,
                 "seed": options.seed + number,
@@ -152,35 +162,45 @@ async def run(options: LoadTestOptions, url: str, num_clients: int, messages: li
             if options.pause:
                 await asyncio.sleep(chance.expovariate(1 / options.pause))
 
+    async def reader(client: httpx.AsyncClient) -> None:
+        for number in itertools.count():
+            prompt = f"{options.seed}.{num_clients}.{number}:" + " word" * options.long_prompt
+            body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
+            await ask(client, number, {**body, "stream": True}, others)
+
+    others = Waits()
     limits = httpx.Limits(max_connections=None)
     headers = {"Authorization": f"Bearer {options.api_key}"}
     async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers, limits=limits) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.seconds):
-                await asyncio.gather(*(visitor(client) for _ in range(num_clients)))
+                readers = [reader(client)] if options.long_prompt else []
+                await asyncio.gather(*(visitor(client) for _ in range(num_clients)), *readers)
+    waits.num_long = others.num_answers
     return waits
 
 
-def model_at(url: str, options: LoadTestOptions) -> str:
-    """What the server calls its model."""
-    if options.model:
-        return options.model
-    headers = {"Authorization": f"Bearer {options.api_key}"}
-    return httpx.get(f"{url}/v1/models", headers=headers).raise_for_status().json()["data"][0]["id"]
+def named_server(given: str, api_key: str) -> tuple[str, str, str]:
+    """Name, URL and model of a server."""
+    name, _, rest = given.partition("=")
+    url, _, model = rest.partition(",")
+    if not model:
+        reply = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"})
+        model = reply.raise_for_status().json()["data"][0]["id"]
+    return name, url, model
 
 
 def load_server(options: LoadTestOptions) -> None:
     """Run, print a table, and report."""
     messages = [list(prompt.messages) for prompt in load_prompts(options.prompts)]
     tokenizer = load_tokenizer(options.tokenizer)
-    servers = dict(server.split("=", 1) for server in options.servers)
-    models = {name: model_at(url, options) for name, url in servers.items()}
-    report: dict[str, Any] = {"servers": servers, "models": models, "seconds": options.seconds}
+    servers = [named_server(each, options.api_key) for each in options.servers]
+    report: dict[str, Any] = {"servers": servers, "seconds": options.seconds}
     rows = []
     for num_clients in options.clients:
-        for name, url in servers.items():
+        for name, url, model in servers:
             log_console().print(f"{num_clients} clients, {name}", style="dim")
-            waits = asyncio.run(run(options, url, num_clients, messages, models[name]))
+            waits = asyncio.run(run(options, url, num_clients, messages, model))
             result = waits.as_dict(options.seconds, tokenizer)
             report.setdefault(f"clients_{num_clients}", {})[name] = result
             first, between = result["time_to_first_token"], result["time_between_events"]

@@ -24,16 +24,24 @@ def test_servers_take_turns_and_what_comes_in_the_time_is_counted(load, tmp_path
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "Hello there"}\n')
     chat_tokenizer().save_pretrained(tmp_path / "tokenizer")
     with running(chat_model()) as server:
-        words = ["--servers", f"one={server.url}", f"other={server.url}", "--prompts", str(prompts)]
+        words = ["--servers", f"one={server.url}", f"other={server.url},tiny", "--prompts", str(prompts)]
         words += ["--json", str(report), "--clients", "1", "3", "--seconds", "1.5", "--pause", "0.001"]
-        words += ["--tokenizer", str(tmp_path / "tokenizer"), "--max-new-tokens", "4", "9"]
+        words += [
+            "--long-prompt",
+            "40",
+            "--tokenizer",
+            str(tmp_path / "tokenizer"),
+            "--max-new-tokens",
+            "4",
+            "9",
+        ]
         load.load_server(parse(load.LoadTestOptions, words))
         found = json.loads(report.read_text())
-    assert found["models"] == {"one": "tiny", "other": "tiny"}
+    assert [(name, model) for name, _, model in found["servers"]] == [("one", "tiny"), ("other", "tiny")]
     for clients in (1, 3):
         assert list(found[f"clients_{clients}"]) == ["one", "other"]
         for waited in found[f"clients_{clients}"].values():
-            assert waited["num_answers"] >= 1 and waited["refused"] == 0
+            assert waited["num_answers"] >= 1 and waited["refused"] == 0 and waited["num_long"] >= 1
             assert waited["tokens_per_second"] == pytest.approx(waited["num_tokens"] / 1.5)
             assert 0 < waited["time_to_first_token"]["p50"] <= waited["time_to_first_token"]["p99"]
 
