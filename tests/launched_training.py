@@ -14,11 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import DistributedType, PartialState
 
+from medusa.training.run import job
 from medusa.training.run.trainer import Trainer
 from medusa.training.states import format as states_format
 from medusa.training.states import stored_states
+from medusa.training.states.live import LiveStates
 
 PROGRAM = Path(__file__).parent.parent / "train" / "train_heads.py"
 
@@ -30,7 +33,11 @@ if "KILL_AT_STEP" in os.environ:
     do_step = Trainer._step
 
     def mortal(self: Trainer, *arguments: Any) -> None:
-        if self.state.step == int(os.environ["KILL_AT_STEP"]):
+        once = os.environ.get("KILL_ONCE")
+        if self.state.step == int(os.environ["KILL_AT_STEP"]) and not (once and Path(once).exists()):
+            torch.distributed.is_initialized() and torch.distributed.barrier()
+            if once:
+                Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         do_step(self, *arguments)
 
@@ -45,6 +52,21 @@ if "SHARD_BYTES" in os.environ:
         sys.stderr.write(f"rank {os.environ['RANK']} wrote {len(shards)} shards of {self.directory.name}\n")
 
     stored_states.StateFile.compute = told
+
+if "FORBID_BASE" in os.environ:
+    job.load_live = job.load_base = None  # type: ignore[assignment]
+
+if "SAY_LOADED" in os.environ:
+    load_live = job.load_live
+
+    def said(*arguments: Any) -> LiveStates:
+        live = load_live(*arguments)
+        parameters = [getattr(each, "_local_tensor", each) for each in live.base.parameters()]
+        held = sum(each.numel() for each in parameters)
+        sys.stderr.write(f"rank {os.environ['RANK']} holds parameters: {held}\n")
+        return live
+
+    job.load_live = said
 
 sys.argv[0] = str(PROGRAM)
 runpy.run_path(str(PROGRAM), run_name="__main__")

@@ -26,9 +26,9 @@ def check_is_model(base: object) -> None:
     raise TypeError(f"base must be a path, a hub id or a loaded PreTrainedModel, got {kind}; {advice}")
 
 
-def check_decodable(base: CausalLM) -> None:
+def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
     """Raise ValueError, with the reason, when a tree cannot be verified on ``base``, TypeError when ``base``
-    is a wrapper around a model."""
+    is a wrapper around a model. The attention implementation counts only where ``attends_here``."""
     check_is_model(base)
     name, config = type(base).__name__, base.config.get_text_config(decoder=True)
     if base.config.is_encoder_decoder:
@@ -52,7 +52,8 @@ def check_decodable(base: CausalLM) -> None:
             f"{name}.forward takes no position_ids (it derives positions from the order of tokens), "
             "so the nodes of a tree cannot be given theirs"
         )
-    check_attention(base)
+    if attends_here:
+        check_attention(base)
     if getattr(config, "alibi", False):
         raise ValueError(
             f"{name} biases attention by distance (alibi=True) and takes the distance from the order of "

@@ -15,7 +15,6 @@ from medusa.training.data.filtering import (
     filtered,
     held_out_indices,
     repeated_fraction,
-    split,
 )
 from medusa.training.data.loading import load_data
 
@@ -34,7 +33,7 @@ def prose(length: int) -> np.ndarray:
 
 def kept(documents: list[Document], **options) -> tuple[int, Counter]:
     counts: Counter[str] = Counter()
-    return len(filtered(documents, DataOptions(**options), counts)), counts
+    return len(list(filtered(documents, DataOptions(**options), counts))), counts
 
 
 def test_a_loop_is_told_from_prose():
@@ -104,7 +103,11 @@ def test_the_held_out_part_has_about_the_size_asked_for():
 
 def test_answers_to_one_prompt_lie_on_one_side():
     documents = many(100)
-    training, held_out = split(documents, held_out_indices(documents, 0.2, at_most=1000, seed=0))
+    chosen = held_out_indices(documents, 0.2, at_most=1000, seed=0)
+    training, held_out = (
+        documents.subset(np.setdiff1d(range(len(documents)), chosen)),
+        documents.subset(chosen),
+    )
     prompts = [{int(part[index].tokens[0]) for index in range(len(part))} for part in (training, held_out)]
     assert prompts[1]
     assert not prompts[0] & prompts[1]

@@ -28,6 +28,7 @@ from medusa.training.data.documents import Document, Documents
 from medusa.training.losses.teacher import logit_scale
 from medusa.training.recipes.medusa_heads import new_heads
 from medusa.training.run.fitness import check_documents, check_packing
+from medusa.training.states.live import LiveStates
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -65,9 +66,9 @@ def documents_of(largest: int = 60, length: int = 20) -> Documents:
 def test_packing_on_a_base_that_lets_documents_see_each_other_is_refused(name):
     torch.manual_seed(0)
     base = LEAKING[name]().eval()
-    check_packing(base, documents_of(), DataOptions(data=["x"], packing=False))
+    check_packing(LiveStates(base), documents_of(), DataOptions(data=["x"], packing=False))
     with pytest.raises(ConfigurationError, match=r"packing must keep documents apart.*--packing false"):
-        check_packing(base, documents_of(), DataOptions(data=["x"], packing=True))
+        check_packing(LiveStates(base), documents_of(), DataOptions(data=["x"], packing=True))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "phi", "mixtral-moe"])
@@ -75,7 +76,7 @@ def test_packing_on_a_base_that_lets_documents_see_each_other_is_refused(name):
 def test_packing_on_a_base_that_keeps_documents_apart_is_taken(name, dtype):
     base = type(tiny_model(name))(tiny_model(name).config)
     base.load_state_dict(tiny_model(name).state_dict())
-    check_packing(base.to(dtype).eval(), documents_of(), DataOptions(data=["x"], packing=True))
+    check_packing(LiveStates(base.to(dtype).eval()), documents_of(), DataOptions(data=["x"], packing=True))
 
 
 def test_tokens_and_lengths_beyond_the_base_are_refused():

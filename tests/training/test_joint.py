@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,34 @@ def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(
     for ours, his in zip(torch.autograd.grad(loss, parameters), theirs, strict=True):
         torch.testing.assert_close(ours, his, rtol=1e-4, atol=1e-6)
         assert his.abs().max() > 0
+
+
+def note(kept: list[int], tensor: Tensor) -> Tensor:
+    kept.append(tensor.numel())
+    return tensor
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_less(tmp_path, rows, dropout):
+    """Dropout is drawn again as it was: the layers are computed twice."""
+    found = []
+    for is_on in (False, True):
+        options = {"lora_dropout": dropout, "gradient_checkpointing": is_on, "fused_layers": [1]}
+        trainer = new_trainer(tmp_path / str(is_on), rows, **options)
+        disturb(trainer.recipe.trained_adapter)
+        trainer.loss.is_joint = True
+        given = trainer.feed(trainer.data.training, "training")([[0], [3], [5]])
+        kept = []
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
+            loss, _ = trainer.loss(*given, output_embedding(trainer.base), torch.tensor([50, 40, 30, 20]))
+        gradients = torch.autograd.grad(loss, list(trainer.loss.parameters()))
+        found.append((loss, gradients, sum(kept)))
+    (plain, gradients, much), (again, same, little) = found
+    assert torch.equal(plain, again)
+    for one, other in zip(gradients, same, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+    assert little < 0.5 * much
 
 
 def test_heads_held_to_the_base_are_held_to_the_adapted_one(tmp_path, rows):

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, tiny_model
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from tiny_training import chat_tokenizer, configuration_of, counting_rows, save_tiny_base, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BitsAndBytesConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    TorchAoConfig,
+)
 
-from medusa.training.config.options import BaseOptions
+from medusa import load_heads
+from medusa.training.config.options import BaseOptions, ConfigurationError
+from medusa.training.data.batching import collate
+from medusa.training.data.documents import Document, Documents
+from medusa.training.run import job
 from medusa.training.run.base import check_causal, load_base
+from medusa.training.states.live import LiveStates
 
 BASES = {
     "t5": lambda: T5ForConditionalGeneration(
@@ -35,4 +53,69 @@ def test_a_base_that_is_not_causal_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_causal_base_is_not_refused(architecture):
-    check_causal(tiny_model(architecture), architecture)
+    check_causal(LiveStates(tiny_model(architecture)), architecture)
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_the_training_pass_may_attend_otherwise_than_a_tree_is_verified(tmp_path, attention):
+    save_tiny_base(tmp_path)
+    padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
+    device, plain = torch.device("cpu"), BaseOptions(str(tmp_path), attention="sdpa")
+    base = load_base(BaseOptions(str(tmp_path), attention=attention), device)
+    assert base.config._attn_implementation == attention
+    states = LiveStates(base).of(padded)
+    torch.testing.assert_close(states, LiveStates(load_base(plain, device)).of(padded), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_go_straight_to_a_device_of_this_process(tmp_path, monkeypatch):
+    given = []
+
+    def load(source, **kwargs):
+        given.append(kwargs)
+        return tiny_model("llama")
+
+    monkeypatch.setattr("medusa.training.run.base.loading.load_base", load)
+    load_base(BaseOptions("x"), torch.device("cuda:1"))
+    load_base(BaseOptions("x", base_placement="auto"), torch.device("cuda:1"))
+    assert [each["device_map"] for each in given] == [{"": torch.device("cuda:1")}, "auto"]
+
+
+def quantised(directory: Path, library: str) -> Path:
+    """The tiny base with weights in 8 bits, as ``library`` saves them."""
+    pytest.importorskip(library)
+    save_tiny_base(directory / "plain")
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        how = BitsAndBytesConfig(load_in_8bit=True)
+    base = AutoModelForCausalLM.from_pretrained(directory / "plain", quantization_config=how)
+    base.save_pretrained(directory / "quantised")
+    chat_tokenizer().save_pretrained(directory / "quantised")
+    return directory / "quantised"
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["live", "stored"])
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_quantised_base_teaches_and_is_another_model_than_its_original(tmp_path, library, is_stored):
+    base = quantised(tmp_path, library)
+    rows = write_rows(tmp_path / "rows.jsonl", counting_rows(20))
+    options = {"data": rows, "num_heads": 2, "max_steps": 2, "objective": "kl", "tokens_per_batch": 1024}
+    options |= {"output_dir": tmp_path / "run", "cache_hidden_states": is_stored, "held_out_fraction": 0.2}
+    job.train(configuration_of(base=base, **options))
+    assert load_heads(tmp_path / "run" / "heads").provenance["metrics"]["held_out/loss"] > 0
+    padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
+    ours = LiveStates(load_base(BaseOptions(str(base)), torch.device("cpu"))).of(padded).float()
+    plain = LiveStates(load_base(BaseOptions(str(tmp_path / "plain")), torch.device("cpu"))).of(padded)
+    assert 0 < (ours - plain).norm() / plain.norm() < 0.1
+
+
+def test_a_quantised_base_without_its_library_is_refused_with_the_reason(tmp_path):
+    save_tiny_base(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ImportError, ConfigurationError), match=r"(?i)hqq"):
+        load_base(BaseOptions(str(tmp_path)), torch.device("cpu"))

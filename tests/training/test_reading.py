@@ -11,7 +11,7 @@ import pytest
 from tiny_training import conversation, write_rows
 
 from medusa.training.data import reading
-from medusa.training.data.reading import check_sources, parse_row, read_examples
+from medusa.training.data.reading import expanded, parse_row, read_examples
 
 MESSAGES = (
     {"role": "user", "content": "Name a river.\n\nIn Asia."},
@@ -119,12 +119,12 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
 def test_a_file_that_is_not_there_is_not_taken_for_a_hub_id(source, monkeypatch):
     monkeypatch.setattr(reading, "_hub_rows", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(FileNotFoundError, match=f"data file '{source}' does not exist"):
-        check_sources([source])
+        expanded([source])
 
 
 def test_an_unknown_file_type_is_refused(tmp_path):
     path = tmp_path / "data.csv"
     path.write_text("a,b\n")
     with pytest.raises(ValueError, match="must end in one of"):
-        check_sources([str(path)])
+        expanded([str(path)])
     assert Path(path).exists()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import errno
 import io
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,11 +31,12 @@ from medusa.training.data.documents import Document, Documents
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss
 from medusa.training.states import format as states_format
-from medusa.training.states import stored_states
+from medusa.training.states import live as live_states
 from medusa.training.states.feeds import FeatureFeed, StateFeed
 from medusa.training.states.final_norm import final_norm
 from medusa.training.states.format import StatesDirectory
-from medusa.training.states.stored_states import StateFile, frozen_states
+from medusa.training.states.live import LiveStates, frozen_states
+from medusa.training.states.stored_states import StateFile
 
 NUM_HEADS = 3
 BATCH = [[[4], [0]], [[2], [1]]]
@@ -57,7 +62,7 @@ def stored(directory: Path, documents: Documents, replace: bool = False, **optio
     states = states_of(directory, documents, **options)
     base = options.get("base") or tiny_model("llama")
     line = ProgressReporter("states", Console(quiet=True))
-    states.compute(states.begin(replace, line), base, DataOptions(tokens_per_batch=64), line)
+    states.compute(states.begin(replace, line), LiveStates(base), DataOptions(tokens_per_batch=64), line)
     states.check(range(len(states.ends)))
     states.begin_reading()
     return states
@@ -140,7 +145,7 @@ def small_shards(monkeypatch):
 
 def test_states_of_the_same_documents_are_used_again(tmp_path, monkeypatch):
     fill(tmp_path, documents_of())
-    monkeypatch.setattr(stored_states, "frozen_states", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(live_states, "frozen_states", lambda *_: pytest.fail("computed again"))
     fill(tmp_path, documents_of())
 
 
@@ -223,7 +228,9 @@ def test_several_processes_write_the_same_shards_as_one(tmp_path, small_shards):
     missing = together.begin(False, line)
     for rank in (1, 0):  # in any order
         ours = states_of(tmp_path / "together", documents)
-        ours.compute(missing[rank::2], tiny_model("llama"), DataOptions(tokens_per_batch=64), line)
+        ours.compute(
+            missing[rank::2], LiveStates(tiny_model("llama")), DataOptions(tokens_per_batch=64), line
+        )
     assert len(missing) > 2
     together.check(missing)
     everything = range(len(documents))
@@ -338,3 +345,39 @@ def test_a_program_of_another_environment_needs_the_formats_module_only():
     loaded = {name for name in done.stdout.split() if name.startswith("medusa")}
     packages = {"medusa", "medusa.training", "medusa.training.states"}  # their docstrings
     assert loaded == packages | {"medusa.files", "medusa.training.states.format"}
+
+
+def test_room_for_what_is_to_be_written_is_kept_until_it_is_written(tmp_path, small_shards):
+    states, line = states_of(tmp_path, documents_of()), ProgressReporter("", Console(quiet=True))
+    missing = states.begin(False, line)
+    room = tmp_path / ".room"
+    assert room.stat().st_blocks * 512 >= states.num_bytes > 0
+    live, options = LiveStates(tiny_model("llama")), DataOptions(tokens_per_batch=64)
+    states.compute(missing[:1], live, options, line)
+    written = states.num_states(0) * states.size * 4
+    assert room.stat().st_size == states.num_bytes - written
+    states.begin(False, line)  # a run that died and goes on
+    assert room.stat().st_size == states.num_bytes - written
+    states.compute(missing[1:], live, options, line)
+    assert not room.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EOPNOTSUPP])
+def test_a_disk_that_refuses_the_room_is_an_error_and_one_that_keeps_none_is_not(
+    tmp_path, monkeypatch, number
+):
+    def refuse(*_):
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(states_format, "LIBC", SimpleNamespace(fallocate=refuse))
+    said = io.StringIO()
+    begin = partial(states_of(tmp_path, documents_of()).begin, False)
+    line = ProgressReporter("states", Console(file=said, width=400))
+    if number == errno.ENOSPC:
+        with pytest.raises(OSError, match=r"cache_hidden_states needs .* GiB in"):
+            begin(line)
+    else:
+        assert begin(line)
+        assert "this file system keeps no room" in said.getvalue()
+    assert not (tmp_path / ".room").exists()

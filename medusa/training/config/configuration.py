@@ -97,6 +97,11 @@ class TrainingConfiguration:
                 "cache_hidden_states and joint exclude each other, got both: stored states are those of a "
                 "base that stays as it is, and the adapter changes them; leave cache_hidden_states out"
             )
+        if self.joint.joint and self.base.base_placement != "each":
+            raise ConfigurationError(
+                f"base_placement={self.base.base_placement} and joint exclude each other, got both: the "
+                "adapter sits in the base's layers, which each process must have whole; leave it out"
+            )
         for name in {name for names in KINDS.values() for name in names} - set(KINDS[self.kind]):
             group = getattr(self, name)
             for each in dataclasses.fields(group):
@@ -138,10 +143,19 @@ REMEDIES = (
     "precision",
     "base_dtype",
     "attention",
+    "base_placement",
 )
 """Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
 FREE_TO_CHANGE = frozenset(
-    ("num_epochs", "max_steps", "max_minutes", "block_elements", "cache_hidden_states", *REMEDIES)
+    (
+        "num_epochs",
+        "max_steps",
+        "max_minutes",
+        "block_elements",
+        "cache_hidden_states",
+        "gradient_accumulation_steps",  # the checkpoint says whether a step still takes the same batches
+        *REMEDIES,
+    )
 ) | {each.name for each in dataclasses.fields(RunOptions)}
 """Keys that a resumed run may change: how long, how fast, what it reports, and :data:`REMEDIES`."""
 

@@ -54,7 +54,16 @@ class BaseOptions:
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base's weights; auto is the type they were saved in."""
     attention: str | None = None
-    """Attention implementation of the base; transformers chooses by default."""
+    """Attention implementation of the base in training, such as sdpa, flash_attention_2 or flex_attention;
+    transformers chooses by default. Decoding has its own."""
+    base_placement: Literal["each", "auto", "tensor_parallel", "fsdp"] = "each"
+    """Where the base's layers are. each: whole on the device of each process. auto: over all devices of one
+    process. tensor_parallel, fsdp: split among all processes, each of which loads only its part."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes hold the base together."""
+        return self.base_placement in ("tensor_parallel", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,8 @@ class DataOptions:
     """What to train on, and in which batches."""
 
     data: list[str] = field(default_factory=list)
-    """Data: .jsonl, .json or .parquet files and hub ids, one or several."""
+    """Data, one or several: .jsonl, .json, .jsonl.gz, .json.gz or .parquet files, patterns of file names, as
+    'answers/*.jsonl', directories, and hub ids."""
     data_split: str = "train"
     """Split to read of a hub data set."""
     max_length: int = 1024
@@ -217,6 +227,9 @@ class JointOptions:
     """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
     """Dropout on the adapter's input."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside of the base's layers and compute them again: far less memory, a third more
+    time."""
     lora_targets: list[str] = field(default_factory=list)
     """Linear layers that get an adapter, by the ends of their names (q_proj v_proj); by default all of the
     transformer's."""
@@ -309,15 +322,19 @@ class RunOptions:
     """Project name for the tracker."""
     states_dir: str | None = None
     """Directory of stored hidden states, for runs that share them; by default output_dir/states."""
+    documents_dir: str | None = None
+    """Directory of tokenised documents, for runs that share them; by default output_dir/documents."""
     timeout_minutes: float = 60.0
     """How long a process waits for the others before it gives up."""
+    loader_workers: int = 2
+    """Threads of each process that read micro-batches ahead of the loop; 0 reads them in the loop."""
     tree_nodes: int = 16
     """Nodes of the candidate tree that is calibrated on held-out documents at the end."""
 
     def __post_init__(self) -> None:
         steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
         _at_least(1, self, *steps, "keep_checkpoints", "tree_nodes")
-        _at_least(0, self, "replayed_documents")
+        _at_least(0, self, "replayed_documents", "loader_workers")
         _above_0(self, "checkpoint_minutes", "timeout_minutes")
         if self.overwrite and self.resume != "never":
             raise ConfigurationError("overwrite and resume exclude each other, got both")

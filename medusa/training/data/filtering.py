@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -16,9 +16,8 @@ LOOP_NGRAM = 8
 SHINGLE, NUM_HASHES, NUM_BANDS, MIN_NEAR_DUPLICATE = 5, 64, 16, 32
 
 
-def filtered(documents: Iterable[Document], options: DataOptions, counts: Counter[str]) -> list[Document]:
+def filtered(documents: Iterable[Document], options: DataOptions, counts: Counter[str]) -> Iterator[Document]:
     """The documents kept, cut to ``max_length`` tokens. Adds what happened to the others to ``counts``."""
-    kept: list[Document] = []
     seen: set[bytes] = set()
     near = NearDuplicates(options.near_duplicate_similarity) if options.near_duplicate_similarity else None
     for document in documents:
@@ -31,8 +30,7 @@ def filtered(documents: Iterable[Document], options: DataOptions, counts: Counte
         if reason:
             counts[f"dropped: {reason}"] += 1
         else:
-            kept.append(document)
-    return kept
+            yield document
 
 
 def _reason_to_drop(
@@ -127,10 +125,3 @@ def _place(document: Document, seed: int) -> float:
     end = labels[0] if len(labels) and labels[0] > 1 else len(document.tokens)
     digest = hashlib.sha256(str(seed).encode() + document.tokens[:end].astype("<i4").tobytes()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
-
-
-def split(documents: Documents, held_out: Sequence[int] | np.ndarray) -> tuple[Documents, Documents]:
-    """(training documents, held-out documents)."""
-    is_held_out = np.zeros(len(documents), dtype=bool)
-    is_held_out[np.asarray(held_out, dtype=np.int64)] = True
-    return documents.subset((~is_held_out).nonzero()[0]), documents.subset(is_held_out.nonzero()[0])

@@ -9,9 +9,7 @@ from typing import Any
 from medusa.heads.calibration import AnsweredTokens
 from medusa.training.config.options import DataOptions
 from medusa.training.data.loading import load_data
-
-ONLY_IN_TRAINING = ("train_on", "packing", "tokens_per_batch")
-"""Data options that do not touch what is held out."""
+from medusa.training.data.tokenised import ONLY_IN_TRAINING
 
 
 def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[AnsweredTokens]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from medusa.training.config.options import DataOptions
 from medusa.training.data.documents import Document, Documents
-from medusa.training.data.filtering import filtered, held_out_indices, split
-from medusa.training.data.reading import Example, check_sources, read_examples
+from medusa.training.data.filtering import filtered, held_out_indices
+from medusa.training.data.reading import Example, read_examples
 from medusa.training.data.rendering import RenderedText, Renderer, tokenise
+from medusa.training.data.tokenised import DocumentWriter, name_of, read_set, write_set
 
 TRAINED, CONTEXT = "bold green", "dim"
 
@@ -33,10 +37,49 @@ def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
     Raises:
         FileNotFoundError, ValueError: a source or a row cannot be read, or nothing is left to train on.
     """
-    check_sources(options.data)
+    with tempfile.TemporaryDirectory(prefix="medusa-") as directory:  # what is mapped stays readable
+        return TrainingData(*read_set(tokenised(options, tokenizer, Path(directory))))
+
+
+def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
+    """Where in ``directory`` the documents lie, tokenised now unless they were before; for one process.
+
+    No more than a batch of rows is in memory at a time.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`load_data`.
+    """
+    target = directory / name_of(options, tokenizer)
+    if target.exists():
+        return target
     counts: Counter[str] = Counter()
-    texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
-    documents = Documents.of(filtered(tokenise(tokenizer, texts), options, counts))
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
+        writer = DocumentWriter(Path(spool))
+        texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
+        writer.extend(filtered(tokenise(tokenizer, texts), options, counts))
+        documents = writer.documents()
+        _check_not_empty(options, documents, counts)
+        chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
+        is_held_out = np.zeros(len(documents), dtype=bool)
+        is_held_out[chosen] = True
+        is_of_held_out = np.repeat(is_held_out, documents.lengths)
+        num_labels, num_held_out = documents.num_labels, int(documents.is_label[is_of_held_out].sum())
+        counts.update(
+            {
+                "training documents": int((~is_held_out).sum()),
+                "training tokens": int((~is_of_held_out).sum()),
+                "training labels": num_labels - num_held_out,
+                "held-out documents": int(is_held_out.sum()),
+                "held-out labels": num_held_out,
+            }
+        )
+        write_set(target, documents, is_held_out, dict(counts))
+    return target
+
+
+def _check_not_empty(options: DataOptions, documents: Documents, counts: Counter[str]) -> None:
+    """Raise ValueError when there is nothing to train on."""
     if not counts["rows"]:
         raise ValueError(f"data {options.data} holds no rows")
     if not len(documents):
@@ -45,18 +88,6 @@ def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
             f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message that "
             "answers something, or text"
         )
-    held_out = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
-    training, measured = split(documents, held_out)
-    counts.update(
-        {
-            "training documents": len(training),
-            "training tokens": training.num_tokens,
-            "training labels": training.num_labels,
-            "held-out documents": len(measured),
-            "held-out labels": measured.num_labels,
-        }
-    )
-    return TrainingData(training, measured, dict(counts))
 
 
 def legend() -> Text:

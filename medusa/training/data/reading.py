@@ -1,6 +1,7 @@
 """Conversations and texts from files and hub data sets.
 
-A source is a file (``.jsonl``, ``.json``, ``.parquet``) or a hub data set id. A row is one of
+A source is a file (``.jsonl``, ``.json``, ``.parquet``, and ``.jsonl.gz``, ``.json.gz``), a pattern of file
+names, a directory of files or a hub data set id. A row is one of
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
@@ -16,7 +17,10 @@ count from 1.
 
 from __future__ import annotations
 
+import glob
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +29,7 @@ from typing import Any
 from medusa.prompts import template_options
 
 Message = dict[str, Any]
-FILE_TYPES = (".jsonl", ".json", ".parquet")
+FILE_TYPES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 BESIDE_CONTENT = ("reasoning_content", "reasoning", "tool_calls")
 """Keys of an assistant message that say something without content."""
@@ -53,23 +57,39 @@ def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Exam
         FileNotFoundError: a source looks like a file and is not there.
         ValueError: a file of an unknown type, or a row that cannot be read.
     """
-    for source in sources:
+    for source in expanded(sources):
         for number, row in enumerate(_rows(source, split), start=1):
             yield parse_row(row, f"{source} row {number}")
 
 
-def check_sources(sources: Sequence[str]) -> None:
-    """Raise FileNotFoundError or ValueError for a source that cannot be opened, before any long work."""
-    for source in sources:
-        path = Path(source)
-        if path.is_file():
-            if path.suffix not in FILE_TYPES:
-                raise ValueError(f"data file {source!r} must end in one of {FILE_TYPES}")
-        elif path.suffix in FILE_TYPES or path.is_absolute() or source.count("/") > 1 or path.exists():
-            raise FileNotFoundError(
-                f"data file {source!r} does not exist; data takes {', '.join(FILE_TYPES)} files and hub ids "
-                "of the form owner/name"
-            )
+def expanded(sources: Sequence[str]) -> list[str]:
+    """The files and hub ids that ``sources`` name: patterns and directories become their files, by name.
+
+    Raises:
+        FileNotFoundError, ValueError: a source cannot be opened; before any long work.
+    """
+    return [each for source in sources for each in _files_of(source)]
+
+
+def _files_of(source: str) -> list[str]:
+    path, types = Path(source), ", ".join(FILE_TYPES)
+    if path.is_file():
+        if not source.endswith(FILE_TYPES):
+            raise ValueError(f"data file {source!r} must end in one of {FILE_TYPES}")
+        return [source]
+    is_pattern = any(mark in source for mark in "*?[")
+    if path.is_dir() or is_pattern:
+        paths = glob.glob(source, recursive=True) if is_pattern else map(str, path.rglob("*"))
+        found = sorted(each for each in paths if each.endswith(FILE_TYPES) and Path(each).is_file())
+        if not found:
+            raise FileNotFoundError(f"data {source!r} names no file that ends in one of {types}")
+        return found
+    if source.endswith(FILE_TYPES) or path.is_absolute() or source.count("/") > 1:
+        raise FileNotFoundError(
+            f"data file {source!r} does not exist; data takes {types} files, patterns and directories of "
+            "them, and hub ids of the form owner/name"
+        )
+    return [source]
 
 
 def parse_row(row: Any, origin: str) -> Example:
@@ -142,7 +162,6 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def _rows(source: str, split: str) -> Iterator[Any]:
-    check_sources([source])
     path = Path(source)
     if path.suffix == ".parquet":
         return _parquet_rows(path)
@@ -153,14 +172,17 @@ def _rows(source: str, split: str) -> Iterator[Any]:
 
 def _json_rows(path: Path) -> Iterator[Any]:
     """Rows of a JSON array, or of one JSON value a line, by content and not by name; blank lines skipped."""
-    with path.open("rb") as file:
-        is_array = file.read(1024).lstrip()[:1] == b"["
-        file.seek(0)
-        if is_array:
-            yield from _parsed_json(file.read(), str(path))
-            return
-        for number, line in enumerate((line for line in file if line.strip()), start=1):
-            yield _parsed_json(line, f"{path} row {number}")
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            is_array = file.read(1024).lstrip()[:1] == b"["
+            file.seek(0)
+            if is_array:
+                yield from _parsed_json(file.read(), str(path))
+                return
+            for number, line in enumerate((line for line in file if line.strip()), start=1):
+                yield _parsed_json(line, f"{path} row {number}")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
 
 
 def _parsed_json(raw: bytes, origin: str) -> Any:

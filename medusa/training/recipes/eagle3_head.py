@@ -25,6 +25,7 @@ from medusa.training.losses.teacher import Teacher
 from medusa.training.recipes.new_heads import built_heads, start_from
 from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.states.feeds import FeatureBatch, FeatureFeed
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 
@@ -39,14 +40,16 @@ class Eagle3Recipe(Recipe):
         base: CausalLM,
         training: Documents,
         stored: StateFile | None = None,
+        live: LiveStates | None = None,
     ):
         """``stored`` is not read: no size of states is measured before the first step."""
         head = new_head(configuration, base, training)
-        super().__init__(configuration, base, head, Eagle3Loss(head, configuration.loss))
+        super().__init__(configuration, base, head, Eagle3Loss(head, configuration.loss), live)
 
     def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
+        layers = self.heads.reads_layers
         return FeatureFeed(
-            self.base, documents, self.heads.num_heads, self.columns, self.heads.reads_layers, stored
+            self.base, documents, self.heads.num_heads, self.columns, layers, stored, self.live
         )
 
 

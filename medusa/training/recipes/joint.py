@@ -40,6 +40,7 @@ from medusa.training.recipes.medusa_heads import HeadsLoss, new_heads
 from medusa.training.run.metrics import metrics_of
 from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.run.run_directory import RunState
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 
@@ -55,6 +56,7 @@ class JointRecipe(Recipe):
         base: CausalLM,
         training: Documents,
         _stored: StateFile | None = None,
+        _live: LiveStates | None = None,
     ):
         """``base`` gets the adapter into its layers."""
         options, heads = configuration.joint, new_heads(configuration, base, training)
@@ -244,13 +246,21 @@ class JointFeed:
 
     def __call__(self, batch: MicroBatch) -> tuple[JointBatch, Alignment]:
         """On the base's device. An empty batch is one token without targets, so that gradients are zeros."""
-        device = self.base.device
+        return self.given(self.read(batch))
+
+    def read(self, batch: MicroBatch) -> tuple[JointBatch, Alignment]:
+        """What any thread can do beforehand, on the CPU."""
         padded = collate(self.documents, batch) if batch else one_token()
-        alignment = padded.aligned(self.num_heads, self.column_of)
         own = padded.aligned(num_heads=0)  # the base has a column for every token
-        targets = BaseTargets(own.sources[0].to(device), own.columns.to(device))
-        rows = JointBatch(padded.input_ids.to(device), padded.positions.to(device), targets)
-        return rows, alignment.to(device)
+        targets = BaseTargets(own.sources[0], own.columns)
+        rows = JointBatch(padded.input_ids, padded.positions, targets)
+        return rows, padded.aligned(self.num_heads, self.column_of)
+
+    def given(self, read: tuple[JointBatch, Alignment]) -> tuple[JointBatch, Alignment]:
+        device, (rows, alignment) = self.base.device, read
+        targets = BaseTargets(*(each.to(device) for each in rows.targets))
+        moved = JointBatch(rows.input_ids.to(device), rows.positions.to(device), targets)
+        return moved, alignment.to(device)
 
 
 class JointLoss(nn.Module):

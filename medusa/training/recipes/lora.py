@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.causal_lm import CausalLM, decoder_layers, output_embedding
 from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config.options import JointOptions
@@ -43,6 +44,20 @@ class TrainedAdapter:
         }
         """The adapter's own, by name."""
         base.eval()
+        if options.gradient_checkpointing:
+            for layer in decoder_layers(base):
+                layer.forward = self._recomputed(layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, of which only the input is kept for the backward pass."""
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            both = (nullcontext(), self.dropping_out())  # the second time as in the first
+            return checkpoint(forward, *arguments, use_reentrant=False, context_fn=lambda: both, **named)
+
+        return run
 
     @property
     def num_parameters(self) -> int:

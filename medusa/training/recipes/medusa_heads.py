@@ -22,6 +22,7 @@ from medusa.training.losses.teacher import Teacher
 from medusa.training.recipes.new_heads import built_heads, sampled_states, start_from
 from medusa.training.run.recipe import Feed, Recipe
 from medusa.training.states.feeds import StateFeed
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 
@@ -34,14 +35,14 @@ class MedusaRecipe(Recipe):
         base: CausalLM,
         training: Documents,
         stored: StateFile | None = None,
+        live: LiveStates | None = None,
     ):
-        heads = new_heads(configuration, base, training, stored)
-        super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss))
+        heads = new_heads(configuration, base, training, stored, live)
+        super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss), live)
 
     def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
-        return StateFeed(
-            self.base, documents, self.heads.num_heads, self.columns, self.heads.reads_layers, stored
-        )
+        layers = self.heads.reads_layers
+        return StateFeed(self.base, documents, self.heads.num_heads, self.columns, layers, stored, self.live)
 
 
 def new_heads(
@@ -49,6 +50,7 @@ def new_heads(
     base: CausalLM,
     training: Documents,
     stored: StateFile | None = None,
+    live: LiveStates | None = None,
 ) -> MedusaHeads:
     """New Medusa heads on the base's device, in float32; ``stored`` are the states of ``training``, if any.
 
@@ -64,8 +66,9 @@ def new_heads(
         heads.initialise_from(output_embedding(base))
     if heads.reads_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
-        states = sampled_states(base, documents, heads.num_heads, heads.reads_layers, stored)
-        heads.set_layer_scale(states)
+        live = live or LiveStates(base)
+        states = sampled_states(live, documents, heads.num_heads, heads.reads_layers, stored)
+        heads.set_layer_scale(states.to(heads.layer_scale.device))
     return heads.to(base.device).float().train()
 
 

@@ -18,7 +18,8 @@ from medusa.training.data.batching import collate
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import needed_states
 from medusa.training.losses.teacher import logit_scale
-from medusa.training.states.stored_states import StateFile, frozen_states
+from medusa.training.states.live import LiveStates
+from medusa.training.states.stored_states import StateFile
 
 SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""
@@ -70,7 +71,7 @@ def start_from(heads: Heads, source: str) -> None:
 
 
 def sampled_states(
-    base: CausalLM,
+    live: LiveStates,
     documents: Documents,
     num_heads: int,
     layers: tuple[int, ...],
@@ -82,7 +83,8 @@ def sampled_states(
     """
     chosen = documents.spread(SCALE_DOCUMENTS)
     if stored is not None:
-        return stored.of(chosen).to(base.device)
+        return stored.of(chosen)
     padded = collate(documents, [[index] for index in chosen])
     needed = needed_states(padded.is_label.flatten(), padded.positions.flatten(), num_heads)
-    return frozen_states(base, padded, layers).flatten(0, 1)[needed.to(base.device)]
+    states = live.of(padded, layers).flatten(0, 1)
+    return states[needed.to(states.device)]

@@ -11,6 +11,7 @@ from medusa.training.recipes.eagle3_head import Eagle3Recipe
 from medusa.training.recipes.joint import JointRecipe
 from medusa.training.recipes.medusa_heads import MedusaRecipe
 from medusa.training.run.recipe import Recipe
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 RECIPES: dict[str, type[Recipe]] = {
@@ -25,14 +26,15 @@ def new_recipe(
     base: CausalLM,
     training: Documents,
     stored: StateFile | None = None,
+    live: LiveStates | None = None,
 ) -> Recipe:
     """The recipe that the configuration asks for, with new heads for ``base`` and ``training``.
 
-    Where the states of ``training`` are ``stored``, the base needs no layers.
+    Where the states of ``training`` are ``stored``, or ``live`` computes them, ``base`` needs no layers.
 
     Raises:
         ConfigurationError: the heads to start from have other options.
         ImportError: peft, which joint training needs, is not installed.
     """
     kind: Callable[..., Recipe] = RECIPES[configuration.kind]
-    return kind(configuration, base, training, stored)
+    return kind(configuration, base, training, stored, live)

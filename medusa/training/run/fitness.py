@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from medusa.base.causal_lm import CausalLM, context_length, hidden_states
+from medusa.base.causal_lm import CausalLM, context_length
 from medusa.training.config.options import ConfigurationError, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents
+from medusa.training.states.live import LiveStates
 
 NUM_PACKED = 3
 """Documents of the row on which packing is tried."""
@@ -34,7 +35,7 @@ def check_documents(base: CausalLM, documents: Documents, name: str) -> None:
         )
 
 
-def check_packing(base: CausalLM, documents: Documents, options: DataOptions) -> None:
+def check_packing(live: LiveStates, documents: Documents, options: DataOptions) -> None:
     """Raise ConfigurationError when documents that share a row see each other.
 
     Whether a restart of the position ids keeps documents apart is the architecture's own affair, and no
@@ -45,26 +46,19 @@ def check_packing(base: CausalLM, documents: Documents, options: DataOptions) ->
     chosen = (documents[index] for index in documents.spread(NUM_PACKED))
     some = Documents.of(Document(each.tokens[:MOST_TOKENS], each.is_label[:MOST_TOKENS]) for each in chosen)
     with torch.no_grad():
-        packed = _states(base, some, [list(range(len(some)))])[0]
-        alone = [_states(base, some, [[index]])[0] for index in range(len(some))]
+        packed = live.of(collate(some, [list(range(len(some)))]))[0]
+        alone = [live.of(collate(some, [[index]]))[0] for index in range(len(some))]
     distances = []
     for index in range(1, len(some)):
         ours = packed[some.starts[index] : some.starts[index + 1]].float()
         theirs = alone[index].float()
         distances.append((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12))
+    name = type(live.base).__name__
     distance = float(torch.cat(distances).median())
-    allowed = 1e-3 if base.dtype in (torch.float32, torch.float64) else 0.1
+    allowed = 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.1
     if distance > allowed:
         raise ConfigurationError(
-            f"packing must keep documents apart, and {type(base).__name__} lets a document see those before "
-            f"it in its row: packed, its states are {distance:.1%} away from those it has alone; pass "
+            f"packing must keep documents apart, and {name} lets a document see those before it "
+            f"in its row: packed, its states are {distance:.1%} away from those it has alone; pass "
             "--packing false"
         )
-
-
-def _states(base: CausalLM, documents: Documents, rows: list[list[int]]) -> torch.Tensor:
-    """(B, T, D) of packed rows."""
-    padded = collate(documents, rows)
-    return hidden_states(
-        base, padded.input_ids.to(base.device), position_ids=padded.positions.to(base.device)
-    )

@@ -23,14 +23,16 @@ from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import RunOptions
 from medusa.training.data import loading
 from medusa.training.data.documents import trained_on
+from medusa.training.data.tokenised import read_set
 from medusa.training.recipes.registry import new_recipe
 from medusa.training.run import metrics, processes, result
-from medusa.training.run.base import load_base, load_tokenizer
+from medusa.training.run.base import load_base, load_live, load_tokenizer
 from medusa.training.run.curve import draw_training
 from medusa.training.run.fitness import check_documents, check_packing
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.storing import load_without_layers, stored_states
 from medusa.training.run.trainer import Trainer
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 
@@ -113,20 +115,32 @@ def prepared(
 ) -> Trainer | None:
     """The trainer with its data, its base and its new heads, which it says what they are; None where the run
     ends with its stored states."""
-    data = loading.load_data(configuration.data, load_tokenizer(configuration.base))
+    directory = Path(configuration.run.documents_dir or RunDirectory(configuration.run.output_dir).documents)
+    data = loading.TrainingData(
+        *read_set(
+            processes.on_main_process(
+                accelerator,
+                lambda: loading.tokenised(configuration.data, load_tokenizer(configuration.base), directory),
+            )
+        )
+    )
     console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
-    is_stored = configuration.optimisation.cache_hidden_states
-    load = load_without_layers if is_stored else load_base
-    base = load(configuration.base, accelerator.device)
+    options, is_stored = configuration.base, configuration.optimisation.cache_hidden_states
+    is_whole = options.base_placement == "each" and not is_stored
+    base = (load_base if is_whole else load_without_layers)(options, accelerator.device)
     for documents in (data.training, data.held_out):
-        check_documents(base, documents, configuration.base.base)
-    stored = all_stored(configuration, accelerator, base, data, console) if is_stored else {}
+        check_documents(base, documents, options.base)
+    stored, live = dict[str, StateFile](), LiveStates(base)
+    if is_stored:
+        stored = all_stored(configuration, accelerator, base, data, console)
+    elif not is_whole:
+        live = load_live(options, accelerator.device, configuration.run.timeout_minutes)
     if (stop_after := configuration.run.stop_after) is not None:
         console.print(f"stopped after {stop_after}; --resume auto goes on from there", soft_wrap=True)
         return None
     if not is_stored:
-        check_packing(base, data.training, configuration.data)
-    recipe = new_recipe(configuration, base, data.training, stored.get("training"))
+        check_packing(live, data.training, configuration.data)
+    recipe = new_recipe(configuration, base, data.training, stored.get("training"), live)
     console.print(recipe.describe(data.training), soft_wrap=True)
     console.print(
         f"on {configuration.base.base} in {base.dtype}, {configuration.optimisation.precision} products, "
@@ -147,7 +161,8 @@ def all_stored(
 
     The whole base is in memory only while states are missing; ``base`` is all that training needs of it.
     """
-    load = functools.cache(lambda: load_base(configuration.base, accelerator.device))
+    timeout = configuration.run.timeout_minutes
+    load = functools.cache(lambda: load_live(configuration.base, accelerator.device, timeout))
     documents = {"training": trained_on(data.training, configuration.data), "held-out": data.held_out}
     return {
         name: stored_states(configuration, accelerator, base, load, each, name, console)
@@ -159,11 +174,10 @@ def all_stored(
 def finish(trainer: Trainer, measured: dict[str, float]) -> None:
     """Give the heads, which are written, their tree and their metrics, and say what came out."""
     console, run, recipe = trainer.console, trainer.run, trainer.recipe
-    tree = None
+    tree, states = None, trainer.held_out_states()
     if (heads := trainer.gathered_heads()) is not None:
-        num_nodes = trainer.configuration.run.tree_nodes
-        held_out, stored = trainer.data.held_out, trainer.stored.get("held-out")
-        tree = result.calibrated_tree(trainer.base, heads, held_out, num_nodes, stored)
+        num_nodes, held_out = trainer.configuration.run.tree_nodes, trainer.data.held_out
+        tree = result.calibrated_tree(trainer.base, heads, held_out, num_nodes, states)
     trainer.save(run.heads, measured, tree)
     console.print(metrics.table("held_out", measured))
     if (report := recipe.closing_report(measured)) is not None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.calibration import calibrate
 from medusa.heads.eagle3 import Heads
 from medusa.training.data.documents import Documents
 from medusa.training.losses.sums import LossSums
-from medusa.training.states.stored_states import StateFile
 
 NUM_NODES = 64
 """Of the tree whose tokens per step are reported: what a GPU verifies in about the time of one node."""
@@ -67,20 +67,23 @@ def replayed_metrics(
     heads: Heads | None,
     documents: Documents,
     at_most: int,
-    stored: StateFile | None = None,
+    states: Sequence[Tensor] | None = None,
 ) -> dict[str, float]:
-    """``held_out/tokens_per_step`` of greedy decoding with a tree of :data:`NUM_NODES` nodes, by ``heads``.
+    """``held_out/tokens_per_step`` of greedy decoding with a tree of :data:`NUM_NODES` nodes, by ``heads``;
+    and ``held_out/tokens_per_step_d`` by the first d of them.
 
     Replayed, not decoded: each head's guesses are read once along the answers of ``at_most`` documents. Each
-    half of the answers is judged with the tree of the other. Where the documents' states are ``stored`` the
-    base is not run. Empty without heads, and where a half has no
-    answer long enough to see every head guess.
+    half of the answers is judged with the tree of the other. ``states`` are those of these documents, where
+    they are known: the base is then not run. Empty without heads, and where a half has no answer long enough
+    to see every head guess.
     """
     rows = [(index, row) for index, row in enumerate(documents.answers(at_most)) if any(row.is_label[1:])]
     if heads is None or not rows:
         return {}
-    states = None if stored is None else [stored.row(index) for index, _ in rows]
-    counts = calibrate(base, heads, [row for _, row in rows], states=states)
+    known = None if states is None else [states[index] for index, _ in rows]
+    counts = calibrate(base, heads, [row for _, row in rows], states=known)
     if len(counts.ranks) < 2 or not all(half.num_positions for half in counts.halves()):
         return {}
-    return {"held_out/tokens_per_step": counts.held_out_tokens_per_step(NUM_NODES)}
+    key, depths = "held_out/tokens_per_step", range(1, heads.num_heads + 1)
+    by_head = {f"{key}_{depth}": counts.held_out_tokens_per_step(NUM_NODES, depth) for depth in depths}
+    return {key: by_head[f"{key}_{heads.num_heads}"], **by_head}

@@ -6,8 +6,8 @@ A new kind is one file in ``medusa/training/recipes`` and one line in its regist
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,10 +26,18 @@ from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.run.metrics import metrics_of
 from medusa.training.run.run_directory import RunState
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
-Feed = Callable[[MicroBatch], tuple[Any, Alignment]]
-"""Gives what the loss reads of a micro-batch, on the base's device. An empty batch has no targets."""
+
+class Feed(Protocol):
+    """Gives what the loss reads of a micro-batch, in two steps. An empty batch has no targets."""
+
+    def read(self, batch: MicroBatch) -> Any:
+        """What needs no base, by any thread."""
+
+    def given(self, read: Any) -> tuple[Any, Alignment]:
+        """What the loss reads, on the base's device."""
 
 
 class Recipe(ABC):
@@ -43,10 +51,19 @@ class Recipe(ABC):
     result: str = "heads"
     """What ends up in the heads directory, in words."""
 
-    def __init__(self, configuration: TrainingConfiguration, base: CausalLM, heads: Heads, loss: nn.Module):
+    def __init__(
+        self,
+        configuration: TrainingConfiguration,
+        base: CausalLM,
+        heads: Heads,
+        loss: nn.Module,
+        live: LiveStates | None = None,
+    ):
         """``loss`` is what is wrapped and optimised. It is called with what the feed gives, the base's output
-        embedding, the targets of the whole step (K,) and the teacher; the loss () and its sums come back."""
+        embedding, the targets of the whole step (K,) and the teacher; the loss () and its sums come back.
+        ``live`` computes hidden states where ``base`` has no layers."""
         self.configuration, self.base, self.heads, self.loss = configuration, base, heads, loss
+        self.live = live or LiveStates(base)
         is_soft = needs_teacher(configuration.loss.objective)
         self.teacher = teacher_of(base, heads.token_map) if is_soft else None
         self.columns = column_of(heads)

@@ -7,11 +7,13 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 import medusa
 from medusa.base.causal_lm import CausalLM
@@ -23,21 +25,23 @@ from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.data.documents import Documents
 from medusa.training.run.run_directory import RunState
-from medusa.training.states.stored_states import StateFile
 from medusa.trees.candidate_tree import CandidateTree
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 
 
 def calibrated_tree(
-    base: CausalLM, heads: Heads, held_out: Documents, num_nodes: int, stored: StateFile | None = None
+    base: CausalLM,
+    heads: Heads,
+    held_out: Documents,
+    num_nodes: int,
+    states: Sequence[Tensor] | None = None,
 ) -> CandidateTree | None:
     """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
-    is long enough to see every head guess."""
+    is long enough to see every head guess. ``states`` are those of each document, where they are known."""
     answers = held_out.answers()
     if not any(sum(row.is_label) > heads.num_heads + 1 for row in answers):
         return None
-    states = None if stored is None else [stored.row(index) for index in range(len(held_out))]
     return calibrate(base, heads.eval(), answers, states=states).best_tree(num_nodes)
 
 

@@ -4,6 +4,7 @@
     metrics.jsonl    every log entry, one JSON object a line
     training.png     what heads were worth on held-out documents, against the tokens they had seen
     checkpoints/     step-00000500/ ...: everything that --resume needs
+    documents/       the tokenised data
     states/          hidden states of the frozen base, when they are cached
     best/            the heads that had most tokens per step on held-out documents
     heads/           the result
@@ -43,6 +44,8 @@ from medusa.training.config.options import ConfigurationError
 from medusa.training.run.processes import on_main_process
 
 STATE_FILE = "run.json"
+REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
+"""Kinds of launches, in accelerate's words, in which every process has all weights."""
 
 
 @dataclass
@@ -62,6 +65,8 @@ class RunState:
     adapter_steps: int = 0
     """Optimiser steps in which an adapter was trained too."""
     num_processes: int = 1
+    micro_batches: int = 0
+    """Of each process in a step; 0 in checkpoints of earlier versions."""
     sharding: str = ""
     """How the processes share the heads, in accelerate's words."""
     documents: str = ""
@@ -86,6 +91,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.picture = self.path / "training.png"
         self.checkpoints = self.path / "checkpoints"
+        self.documents = self.path / "documents"
         self.states = self.path / "states"
         self.best = self.path / "best"
         self.heads = self.path / "heads"
@@ -189,12 +195,9 @@ class RunDirectory:
         """
         latest, damage = on_main_process(accelerator, self._latest_whole)
         state = RunState(**read_json(latest / STATE_FILE))
-        if state.num_processes != now.num_processes:
-            raise ConfigurationError(
-                f"{self.path} holds a run of {state.num_processes} processes, this one has "
-                f"{now.num_processes}, so its batches would be others; launch as many"
-            )
-        if state.sharding != now.sharding:
+        self._check_same_batches(state, now)
+        is_replicated = {state.sharding, now.sharding} <= set(REPLICATED)
+        if state.sharding != now.sharding and not is_replicated:
             raise ConfigurationError(
                 f"{self.path} holds a run under {state.sharding}, this one is under {now.sharding}, and "
                 "neither reads the checkpoints of the other; launch it with the same accelerate configuration"
@@ -210,6 +213,25 @@ class RunDirectory:
         state.remedies = now.remedies
         accelerator.load_state(str(latest))
         return state, damage
+
+    def _check_same_batches(self, state: RunState, now: RunState) -> None:
+        """Raise ConfigurationError when ``now`` takes other micro-batches in a step than the run did."""
+        before, after = state.num_processes, now.num_processes
+        per_step = before * (state.micro_batches or now.micro_batches)
+        if per_step == after * now.micro_batches:
+            if before == after or now.sharding in REPLICATED:
+                return
+            advice = f"its checkpoints under {now.sharding} are split among {before}; launch as many"
+        elif per_step % after == 0:
+            advice = (
+                f"and a step would take other batches than it did; pass --gradient_accumulation_steps "
+                f"{per_step // after}"
+            )
+        else:
+            advice = f"whose {per_step} micro-batches a step they cannot share evenly; launch {before}"
+        raise ConfigurationError(
+            f"{self.path} holds a run of {before} processes, this one has {after}, {advice}"
+        )
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume."""

@@ -15,12 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa.base import loading
 from medusa.base.causal_lm import CausalLM
+from medusa.base.requirements import check_decodable
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import BaseOptions, ConfigurationError
 from medusa.training.data.documents import Documents
 from medusa.training.recipes.registry import RECIPES
 from medusa.training.run.processes import on_main_process
+from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 
@@ -28,15 +30,15 @@ def stored_states(
     configuration: TrainingConfiguration,
     accelerator: Accelerator,
     base: CausalLM,
-    load: Callable[[], CausalLM],
+    load: Callable[[], LiveStates],
     documents: Documents,
     name: str,
     console: Console,
 ) -> StateFile:
     """The states of ``documents`` that the configured heads read, stored under ``name`` by all processes.
 
-    Of ``base`` its embeddings and configuration are enough; ``load`` gives all of it, and is called only by
-    processes that have shards to write.
+    Of ``base`` its embeddings and configuration are enough; ``load`` gives what computes states, and is
+    called only by processes that have shards to write, or by all where they share the base.
 
     Raises:
         ConfigurationError, OSError: see :class:`medusa.training.states.stored_states.StateFile`.
@@ -54,7 +56,7 @@ def stored_states(
         if run.stop_after == "plan":
             return states
         mine = missing[accelerator.process_index :: accelerator.num_processes]
-        if mine:
+        if mine or (missing and configuration.base.is_shared):
             with accelerator.autocast():
                 states.compute(mine, load(), configuration.data, line)
     accelerator.wait_for_everyone()
@@ -95,19 +97,20 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         )
     except (ValueError, RuntimeError, IndexError, TypeError, ZeroDivisionError) as error:
         raise ConfigurationError(
-            f"{options.base!r} cannot be loaded without its layers ({type(error).__name__}: {error}); pass "
-            "--cache_hidden_states false"
+            f"{options.base!r} cannot be loaded without its layers ({type(error).__name__}: {error}), which "
+            "cache_hidden_states and base_placement need; leave them out"
         ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
     base, info = loaded
     if info["missing_keys"]:
         raise ConfigurationError(
-            f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; pass "
-            "--cache_hidden_states false"
+            f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; leave "
+            "cache_hidden_states and base_placement out"
         )
     kept = base.config.get_text_config(decoder=True)
     for key, value in whole.items():  # the model is still called what it is
         if not key.startswith("_"):
             setattr(kept, key, value)
+    check_decodable(base, attends_here=False)
     return base.to(device).requires_grad_(False).eval()

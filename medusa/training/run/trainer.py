@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
+from torch import Tensor
 
 from medusa.base.causal_lm import output_embedding
 from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import REMEDIES, TrainingConfiguration
-from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
+from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.documents import Documents, trained_on
 from medusa.training.data.loading import TrainingData
+from medusa.training.data.read_ahead import read_ahead
 from medusa.training.losses.sums import added, as_numbers, from_numbers
 from medusa.training.run.curve import draw_training, is_stale
 from medusa.training.run.metrics import one_line, replayed_metrics
@@ -46,6 +48,9 @@ from medusa.training.run.run_directory import RunDirectory, RunState
 from medusa.training.run.storing import stored_states
 from medusa.training.states.stored_states import StateFile
 from medusa.trees.candidate_tree import CandidateTree
+
+Position = tuple[list[MicroBatch], int, int]
+"""A group of micro-batches; the epoch, and the steps done in it, after its step."""
 
 
 class Trainer:
@@ -76,6 +81,7 @@ class Trainer:
         values = configuration.as_dict()
         self.state = RunState(
             num_processes=accelerator.num_processes,
+            micro_batches=configuration.optimisation.gradient_accumulation_steps,
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
             remedies={key: values[key] for key in REMEDIES},
@@ -92,7 +98,7 @@ class Trainer:
         self.gradient_norm = torch.zeros((), device=accelerator.device)
         """Of the last step, before it was clipped."""
         self.seconds_waiting = 0.0
-        """Spent on what the loss reads since the last log entry."""
+        """Spent on waiting for what is read, since the last log entry."""
 
     def train(self) -> dict[str, float]:
         """Train until a limit is reached and write the heads; the metrics on the held-out documents at the
@@ -126,8 +132,9 @@ class Trainer:
         logged = self.state.seconds, self.state.num_tokens
         checkpointed = self.state.seconds
         with stop.deferred():
-            for group in self._groups():
-                self._step(training, group)
+            for (group, *after), mine in self._ahead(training):
+                self._step(training, group, mine)
+                self.state.epoch, self.state.step_in_epoch = after
                 seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
                 self.state.seconds, is_stopped = self.agreement.largest(seconds, stop.has_come)
                 if self._is_due(options.logging_steps):
@@ -153,14 +160,12 @@ class Trainer:
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.data)
         sums = self.recipe.no_sums(self.accelerator.device)
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
-        for batch in share_of(plan, self.accelerator):
+        for read in self._read_alone(feed, share_of(plan, self.accelerator)):
             with torch.no_grad():
-                sums = added(sums, self._loss(feed, batch, ones)[1])
+                sums = added(sums, self._loss(feed, read, ones)[1])
         at_most = self.configuration.run.replayed_documents
-        heads = self.gathered_heads() if at_most else None
-        replayed = replayed_metrics(
-            self.base, heads, self.data.held_out, at_most, self.stored.get("held-out")
-        )
+        heads, states = (self.gathered_heads(), self.held_out_states(at_most)) if at_most else (None, None)
+        replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most, states)
         metrics = self._record("held_out", sums, **replayed, num_tokens=self.state.num_tokens)
         if heads is not None and self.state.step:
             self._keep_best(heads, metrics | replayed)
@@ -196,9 +201,27 @@ class Trainer:
         if not self.configuration.optimisation.cache_hidden_states or not len(documents):
             return self.recipe.feed(documents, None)
         if name not in self.stored:
-            to_store = (self.base, lambda: self.base, documents, name, self.console)
+            to_store = (self.base, lambda: self.recipe.live, documents, name, self.console)
             self.stored[name] = stored_states(self.configuration, self.accelerator, *to_store)
         return self.recipe.feed(documents, self.stored[name])
+
+    def held_out_states(self, at_most: int | None = None) -> Sequence[Tensor] | None:
+        """The states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or all, on the main
+        process.
+
+        None where its base can be run alone. All processes must call it.
+        """
+        held_out, live = self.data.held_out, self.recipe.live
+        indices = range(len(held_out))[:at_most]
+        if (stored := self.stored.get("held-out")) is not None:
+            return [stored.row(index) for index in indices] if self._is_main else None
+        if live.base is self.base:
+            return None
+        states = []
+        for index in indices if self._is_main or not live.needs_all else ():
+            states.append(live.of(collate(held_out, [[index]]), self.heads.reads_layers)[0].cpu())
+        live.finish()
+        return states
 
     def checkpoint(self) -> None:
         """Write everything that a resumed run needs to go on as if it had not stopped.
@@ -235,8 +258,8 @@ class Trainer:
             self.run.forget_metrics_after(self.state.step, is_over=self._progress >= 1)
         self.accelerator.wait_for_everyone()
 
-    def _step(self, feed: Feed, group: list[MicroBatch]) -> None:
-        """One optimisation step on a group of micro-batches."""
+    def _step(self, feed: Feed, group: list[MicroBatch], mine: list[Callable[[], Any]]) -> None:
+        """One optimisation step on a group of micro-batches, of which this process reads ``mine``."""
         documents = [index for batch in group for row in batch for index in row]
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(self.accelerator.device)
         total = torch.zeros((), device=self.accelerator.device)
@@ -245,10 +268,9 @@ class Trainer:
         note = self.recipe.begin_step(self.optimiser, peak, self._progress, self.state)
         if note is not None:
             self.console.print(note, soft_wrap=True)
-        mine = share_of(group, self.accelerator)
-        for number, batch in enumerate(mine, start=1):
+        for number, read in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
-                loss, sums = self._loss(feed, batch, num_scored)
+                loss, sums = self._loss(feed, read, num_scored)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
             self.window = added(self.window, sums)
@@ -260,26 +282,42 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.state.step += 1
-        self.state.step_in_epoch += 1
         self.state.num_tokens += int(self.training.lengths[documents].sum())
         self.watch.see(self.state.step, total)
 
-    def _loss(self, feed: Feed, batch: MicroBatch, num_scored: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The loss () of a micro-batch and its sums."""
+    def _loss(
+        self, feed: Feed, read: Callable[[], Any], num_scored: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss () of a micro-batch and its sums; ``read`` waits until it is read."""
         began = time.monotonic()
-        with self.accelerator.autocast():  # the base computes in the run's precision too
-            given = feed(batch)
+        has_come = read()
         self.seconds_waiting += time.monotonic() - began
+        with self.accelerator.autocast():  # the base computes in the run's precision too
+            given = feed.given(has_come)
         return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
 
-    def _groups(self) -> Iterator[list[MicroBatch]]:
-        """The groups that remain, epoch after epoch, until the schedule is over."""
-        while self._progress < 1:
-            groups = self._plan(self.state.epoch)
-            while self.state.step_in_epoch < len(groups) and self._progress < 1:
-                yield groups[self.state.step_in_epoch]
-            if self.state.step_in_epoch == len(groups):
-                self.state.epoch, self.state.step_in_epoch = self.state.epoch + 1, 0
+    def _ahead(self, feed: Feed) -> Iterator[tuple[Position, list[Callable[[], Any]]]]:
+        """The groups that remain until the schedule is over, and this process's part of each."""
+        groups = ((each, share_of(each[0], self.accelerator)) for each in self._groups())
+        with closing(read_ahead(groups, feed.read, self.configuration.run.loader_workers)) as coming:
+            while self._progress < 1:
+                yield next(coming)
+
+    def _read_alone(self, feed: Feed, batches: list[MicroBatch]) -> Iterator[Callable[[], Any]]:
+        """``batches``, which are being read."""
+        groups = ((None, [batch]) for batch in batches)
+        for _, (read,) in read_ahead(groups, feed.read, self.configuration.run.loader_workers):
+            yield read
+
+    def _groups(self) -> Iterator[Position]:
+        """The groups from where the run stands on, without end."""
+        epoch, done = self.state.epoch, self.state.step_in_epoch
+        while True:
+            groups = self._plan(epoch)
+            for index in range(done, len(groups)):
+                is_last = index + 1 == len(groups)
+                yield groups[index], epoch + is_last, 0 if is_last else index + 1
+            epoch, done = epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
         batches = plan_epoch(self.training.lengths, self.configuration.data, epoch)

@@ -1,4 +1,4 @@
-"""What losses read of a micro-batch: hidden states from the base, or from a file that it filled once."""
+"""What losses read of a micro-batch: hidden states from the base, or from shards that were written once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from medusa.base.causal_lm import CausalLM
 from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, one_token
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import Alignment, align
-from medusa.training.states.stored_states import StateFile, frozen_states, states_width
+from medusa.training.states.live import LiveStates, states_width
+from medusa.training.states.stored_states import StateFile
+
+
+class ReadBatch(NamedTuple):
+    """What can be had of a micro-batch without the base, on the CPU."""
+
+    padded: PaddedBatch | None
+    """None of an empty micro-batch, and where nothing but states is read."""
+    states: Tensor | None
+    """None where the base computes them."""
+    alignment: Alignment
 
 
 @dataclass(frozen=True)
@@ -26,21 +37,33 @@ class StateFeed:
     column_of: Tensor | None = None
     layers: tuple[int, ...] = ()
     stored: StateFile | None = None
+    live: LiveStates | None = None
+    """What computes states that are not stored; ``base`` itself by default."""
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
         """On the base's device. An empty batch has no states and no targets."""
-        device, size = self.base.device, states_width(self.base, self.layers)
+        return self.given(self.read(batch))
+
+    def read(self, batch: MicroBatch) -> ReadBatch:
+        """What any thread can do beforehand."""
         if not batch:
             nothing = torch.zeros(0, dtype=torch.long)
-            alignment = align(nothing, nothing.bool(), nothing, self.num_heads)
-            return torch.zeros(0, size, device=device), alignment.to(device)
+            return ReadBatch(None, None, align(nothing, nothing.bool(), nothing, self.num_heads))
         if self.stored is not None:
             return self._from_file(self.stored, batch)
         padded = collate(self.documents, batch)
-        states = frozen_states(self.base, padded, self.layers)
-        return states.reshape(-1, size), padded.aligned(self.num_heads, self.column_of).to(device)
+        return ReadBatch(padded, None, padded.aligned(self.num_heads, self.column_of))
 
-    def _from_file(self, stored: StateFile, batch: MicroBatch) -> tuple[Tensor, Alignment]:
+    def given(self, read: ReadBatch) -> tuple[Tensor, Alignment]:
+        """What only the base can do."""
+        device, size, states = self.base.device, states_width(self.base, self.layers), read.states
+        if self.stored is None:
+            states = (self.live or LiveStates(self.base))(read.padded, self.layers)
+        if states is None:
+            states = torch.zeros(0, size)
+        return states.reshape(-1, size).to(device), read.alignment.to(device)
+
+    def _from_file(self, stored: StateFile, batch: MicroBatch) -> ReadBatch:
         indices = [index for row in batch for index in row]
         spans = [stored.span(index) for index in indices]
         needed = torch.from_numpy(np.concatenate([stored.needed[span] for span in spans]))
@@ -52,7 +75,7 @@ class StateFeed:
             self.column_of,
             state_of=needed.cumsum(0) - 1,
         )
-        return stored.of(indices).to(self.base.device), alignment.to(self.base.device)
+        return ReadBatch(None, stored.of(indices), alignment)
 
 
 class FeatureBatch(NamedTuple):
@@ -74,21 +97,32 @@ class FeatureFeed:
     layers: tuple[int, ...] = ()
     stored: StateFile | None = None
     """Of the states of all positions."""
+    live: LiveStates | None = None
+    """What computes states that are not stored; ``base`` itself by default."""
 
     def __call__(self, batch: MicroBatch) -> tuple[FeatureBatch, Alignment]:
         """Rows and their alignment, on the base's device. An empty batch has one token and no targets."""
-        device = self.base.device
+        return self.given(self.read(batch))
+
+    def read(self, batch: MicroBatch) -> ReadBatch:
+        """What any thread can do beforehand."""
         padded = collate(self.documents, batch) if batch else one_token()
+        states = None if self.stored is None else self._from_file(self.stored, batch, padded)
+        return ReadBatch(padded, states, padded.aligned(self.num_heads, self.column_of))
+
+    def given(self, read: ReadBatch) -> tuple[FeatureBatch, Alignment]:
+        """What only the base can do."""
+        device, padded, hidden = self.base.device, read.padded, read.states
+        assert padded is not None
         # What a row's last entry joins is never read.
         following = padded.input_ids.roll(-1, dims=1).to(device)
         with torch.no_grad():
             next_embeddings = self.base.get_input_embeddings()(following)
-        if self.stored is None:
-            hidden = frozen_states(self.base, padded, self.layers)
-        else:
-            hidden = self._from_file(self.stored, batch, padded)
+        if hidden is None:
+            hidden = (self.live or LiveStates(self.base)).of(padded, self.layers)
+        hidden = hidden.to(device, self.base.dtype)
         rows = FeatureBatch(hidden, next_embeddings, padded.positions.to(device))
-        return rows, padded.aligned(self.num_heads, self.column_of).to(device)
+        return rows, read.alignment.to(device)
 
     def _from_file(self, stored: StateFile, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
         """The states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
@@ -96,4 +130,4 @@ class FeatureFeed:
         for row, indices in zip(states, batch, strict=False):
             kept = stored.of(indices)
             row[: len(kept)] = kept
-        return states.to(self.base.device, self.base.dtype)
+        return states

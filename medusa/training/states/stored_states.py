@@ -17,35 +17,25 @@ import torch
 from torch import Tensor
 
 import medusa
-from medusa.base.causal_lm import CausalLM, hidden_size, hidden_states
+from medusa.base.causal_lm import CausalLM
 from medusa.files import read_json, write_json
 from medusa.progress import ProgressReporter
 from medusa.training.config.options import ConfigurationError, DataOptions
-from medusa.training.data.batching import PaddedBatch, collate, plan_in_order
+from medusa.training.data.batching import collate, plan_in_order
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import needed_states
 from medusa.training.states.final_norm import final_norm
 from medusa.training.states.format import (
+    ROOM,
     StatesDirectory,
     digest_of_documents,
     shard_ends,
     write_documents,
 )
 from medusa.training.states.identity import identity_of
+from medusa.training.states.live import LiveStates, states_width
 
 StateType = Literal["float32", "bfloat16", "float16"]
-
-
-def frozen_states(base: CausalLM, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
-    """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
-    ids, positions = padded.input_ids.to(base.device), padded.positions.to(base.device)
-    with torch.no_grad():
-        return hidden_states(base, ids, position_ids=positions, layers=layers)
-
-
-def states_width(base: CausalLM, layers: tuple[int, ...]) -> int:
-    """(1 + L) * D: the numbers of one token's states."""
-    return (1 + len(layers)) * hidden_size(base)
 
 
 class StateFile(StatesDirectory):
@@ -110,7 +100,12 @@ class StateFile(StatesDirectory):
             line.say(f"hidden states in {self.directory} are those of this run")
             return missing
         size = sum(self.num_states(shard) for shard in missing) * self.size * self.dtype.itemsize
+        (self.directory / ROOM).unlink(missing_ok=True)  # of a run that died
         room = shutil.disk_usage(self.directory).free
+        try:
+            is_kept = size <= room and self.reserve(size)
+        except OSError:
+            is_kept, room = False, min(room, size - 1)
         if size > room:
             raise OSError(
                 f"cache_hidden_states needs {size / 2**30:.1f} GiB in {self.directory}, which has "
@@ -119,21 +114,23 @@ class StateFile(StatesDirectory):
             )
         line.say(
             f"hidden states of {len(self.documents)} documents: {size / 2**20:.0f} MiB to write in "
-            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB are free"
+            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB were free, "
+            f"{'and the room is kept' if is_kept else 'and this file system keeps no room'}"
         )
         return missing
 
     def compute(
-        self, shards: Sequence[int], base: CausalLM, options: DataOptions, line: ProgressReporter
+        self, shards: Sequence[int], live: LiveStates, options: DataOptions, line: ProgressReporter
     ) -> None:
-        """Compute and write ``shards``.
+        """Compute and write ``shards``; all processes call it where ``live`` needs them, some with none.
 
         Raises:
             OSError: the disk refused; the shards before are whole.
         """
         for number, shard in enumerate(shards, start=1):
-            self.write(shard, self._computed(shard, base, options), f"medusa {medusa.__version__}", True)
+            self.write(shard, self._computed(shard, live, options), f"medusa {medusa.__version__}", True)
             line.show(number / len(shards))
+        live.finish()
 
     def check(self, shards: Iterable[int]) -> None:
         """Raise ConfigurationError for the first of ``shards`` that is not there or not as it was written."""
@@ -153,12 +150,12 @@ class StateFile(StatesDirectory):
         if not all(self.is_normed(shard) for shard in range(len(self.ends))):
             self.norm = final_norm(self._base)
 
-    def _computed(self, shard: int, base: CausalLM, options: DataOptions) -> Iterator[tuple[int, Tensor]]:
+    def _computed(self, shard: int, live: LiveStates, options: DataOptions) -> Iterator[tuple[int, Tensor]]:
         """The states of each document of a shard."""
         documents = self.documents_of(shard)
         for batch in plan_in_order(self.documents.lengths[documents.start : documents.stop], options):
             rows = [[documents.start + index for index in row] for row in batch]
-            found = frozen_states(base, collate(self.documents, rows), self.layers)
+            found = live.of(collate(self.documents, rows), self.layers)
             for states, (index,) in zip(found, rows, strict=True):
                 yield index, states[: self.documents.lengths[index]]
 

@@ -6,8 +6,10 @@ import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,73 @@ def test_a_launch_in_mixed_precision_stores_states_and_trains_in_it(workplace):
     resumed = launch(workplace, *arguments, "--resume", "--cache_hidden_states", "false")
     assert resumed.returncode == 0, resumed.stderr
     assert "from step 6 on precision: 'bf16' -> 'fp32'" in resumed.stderr
+
+
+TRACKED = ("learning_rate", "gradient_norm", "tokens_per_second", "peak_gib", "waiting_share", "minutes")
+
+
+def tracked(directory: Path) -> list[dict[str, float]]:
+    """What wandb wrote of one process, entry by entry."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = directory.glob("*.wandb")
+    entries = []
+    for data in logged_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        items = {(each.key or "/".join(each.nested_key)): each.value_json for each in record.history.item}
+        if items:
+            entries.append({key: json.loads(value) for key, value in items.items()})
+    return entries
+
+
+def logged_records(content: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log with a header of 7 bytes, as wandb keeps it: blocks of 32 KiB, in which a
+    record is a checksum, a length and whether it is whole (1), a start (2), a middle (3) or an end (4)."""
+    place, parts = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7]) if left >= 7 else (0, 0, 0)
+        if not kind:  # the rest of a block is padding
+            place += left
+            continue
+        parts += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+@pytest.mark.slow
+def test_wandb_sees_one_run_across_resumes_with_the_values_of_the_metrics_file(workplace):
+    arguments = ("--output_dir", "seen", "--tracker", "wandb", "--resume", "auto", "--logging_steps", "1")
+    arguments += ("--checkpoint_steps", "2", "--evaluation_steps", "2")
+    killed = launch(workplace, *arguments, program=MORTAL, KILL_AT_STEP="4")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = launch(workplace, *arguments)
+    assert resumed.returncode == 0, resumed.stderr
+    parts = sorted((workplace / "seen" / "wandb").glob("offline-run-*"))
+    assert len(parts) == 2
+    assert len({part.name.rpartition("-")[2] for part in parts}) == 1, "one run"
+    seen: dict[int, dict[str, float]] = {}
+    for entry in (entry for part in parts for entry in tracked(part)):
+        seen.setdefault(int(entry["_step"]), {}).update(entry)
+    lines = [json.loads(line) for line in (workplace / "seen" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(seen) == sorted({line["step"] for line in lines}) == [1, 2, 3, 4, 5, 6]
+    by_head = [f"{key}_{head}" for key in ("loss", "top1", "top5") for head in (1, 2, 3)]
+    for line in lines:
+        is_held_out = "held_out/loss" in line
+        name = "held_out" if is_held_out else "train"
+        wanted = [f"{name}/loss", *(f"{name}/{key}" for key in by_head), "num_tokens"]
+        if is_held_out:
+            wanted += [
+                "held_out/tokens_per_step",
+                *(f"held_out/tokens_per_step_{head}" for head in (1, 2, 3)),
+            ]
+        else:
+            wanted += TRACKED
+        for key in wanted:
+            assert line[key] == pytest.approx(seen[line["step"]][key]), key
+    assert all(0 <= line["waiting_share"] < 1 for line in lines if "waiting_share" in line)
 
 
 @pytest.mark.slow

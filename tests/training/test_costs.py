@@ -1,0 +1,188 @@
+"""docs/guides/costs.md: its formulas are the code's own numbers at small scale, its tables what they give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import CHECKOUT
+from tiny_training import counting_rows, new_trainer, tiny_base
+from torch.utils.flop_counter import FlopCounterMode
+
+from medusa.base.causal_lm import output_embedding
+from medusa.training.data.batching import PaddedBatch
+from medusa.training.states.live import frozen_states
+from medusa.training.states.stored_states import StateFile
+
+PAGE = CHECKOUT / "docs" / "guides" / "costs.md"
+
+
+class Base(NamedTuple):
+    """Sizes of a base model."""
+
+    name: str
+    parameters: float
+    hidden_size: int  # D
+    vocab_size: int  # V
+    intermediate_size: int  # I
+    attention: int  # numbers of all query heads of a token
+    key_value: int  # and of all key heads
+
+
+LLAMA_8B = Base("8B", 8.03e9, 4096, 128256, 14336, 4096, 1024)
+LLAMA_70B = Base("70B", 70.6e9, 8192, 128256, 28672, 8192, 1024)
+
+
+def states_of(num_answer_tokens: int, num_answers: int, num_heads: int) -> int:
+    """P: heads predict each answer token from up to K + 1 states; an answer's first from those before it."""
+    return num_answer_tokens + num_heads * num_answers
+
+
+def bytes_of_state(base: Base, num_layers: int, bytes_of_number: int) -> int:
+    return (1 + num_layers) * base.hidden_size * bytes_of_number
+
+
+def medusa_parameters(base: Base, num_heads: int, unembedding: str, reads_path: bool, num_layers: int) -> int:
+    d = base.hidden_size
+    blocks, path = num_heads * (d * d + d), num_heads * (num_heads + 1) // 2 * d * d
+    full = num_heads * base.vocab_size * d
+    return blocks + reads_path * path + (unembedding == "full") * full + num_layers * d * d
+
+
+def eagle3_parameters(base: Base) -> int:
+    d = base.hidden_size
+    attention = 2 * d * (base.attention + 2 * base.key_value) + base.attention * d
+    return 3 * d * d + attention + 3 * d * base.intermediate_size + 4 * d  # and four norms
+
+
+def bytes_of_training(num_parameters: int) -> int:
+    """Weights, gradients and AdamW's two moments, in float32."""
+    return 16 * num_parameters
+
+
+def operations_of_label(base: Base, num_heads: int, num_columns: int, has_teacher: bool) -> float:
+    """To train Medusa heads that read their path and share the unembedding, on one answer token.
+
+    Forward, and backward to weights and inputs; the unembedding is frozen, so its weights have none. The
+    rows of the path have none either.
+    """
+    d = base.hidden_size
+    blocks, path = 6 * num_heads * d * d, 4 * num_heads * (num_heads + 1) / 2 * d * d
+    return blocks + path + 4 * num_heads * d * num_columns + 2 * has_teacher * d * num_columns
+
+
+def small(trainer) -> Base:
+    config = trainer.base.config
+    heads, size = config.num_attention_heads, config.head_dim
+    return Base(
+        "small",
+        sum(each.numel() for each in trainer.base.parameters()),
+        config.hidden_size,
+        config.vocab_size,
+        config.intermediate_size,
+        heads * size,
+        config.num_key_value_heads * size,
+    )
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_size_of_stored_states_is_the_codes_own(tmp_path, layers, dtype):
+    trainer = new_trainer(tmp_path, counting_rows(20))
+    documents, width = trainer.data.training, torch.finfo(getattr(torch, dtype)).bits // 8
+    states = StateFile(tmp_path / "states", trainer.base, documents, 3, dtype, layers)
+    expected = states_of(documents.num_labels, len(documents), 3) * bytes_of_state(
+        small(trainer), len(layers), width
+    )
+    assert states.num_bytes == expected
+
+
+@pytest.mark.parametrize("unembedding", ["shared", "full"])
+@pytest.mark.parametrize("reads_path", [True, False])
+def test_the_parameters_and_the_memory_of_medusa_heads_are_the_codes_own(tmp_path, unembedding, reads_path):
+    options = {"unembedding": unembedding, "reads_path": reads_path, "fused_layers": [1, 2], "max_steps": 1}
+    trainer = new_trainer(tmp_path, counting_rows(20), **options)
+    expected = medusa_parameters(small(trainer), 3, unembedding, reads_path, 2)
+    parameters = list(trainer.heads.parameters())
+    assert sum(each.numel() for each in parameters) == expected
+    kept = []
+    zero_grad = trainer.optimiser.zero_grad
+    trainer.optimiser.zero_grad = lambda: (kept.extend(each.grad for each in parameters), zero_grad())
+    trainer.train()
+    moments = [each for state in trainer.optimiser.state.values() for each in state.values() if each.ndim]
+    held = sum(each.nbytes for each in (*parameters, *kept, *moments))
+    assert held == bytes_of_training(expected)
+
+
+def test_the_parameters_of_an_eagle3_head_are_the_codes_own(tmp_path):
+    trainer = new_trainer(tmp_path, counting_rows(20), head_kind="eagle3", fused_layers=[1, 2, 2][:2])
+    size = trainer.base.config.hidden_size  # of two fused layers where the base has but two
+    expected = eagle3_parameters(small(trainer)) - size * size
+    assert sum(each.numel() for each in trainer.heads.parameters()) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("objective", ["ce", "kl"])
+def test_the_operations_of_a_label_are_those_that_are_counted(tmp_path, objective):
+    trainer = new_trainer(tmp_path, counting_rows(40), objective=objective, held_out_fraction=0)
+    rows = [[index] for index in range(len(trainer.training))]
+    given = trainer.feed(trainer.training, "training")(rows)
+    num_scored = torch.from_numpy(trainer.num_scored.sum(0))
+    with FlopCounterMode(display=False) as counter:
+        arguments = (*given, output_embedding(trainer.base), num_scored, trainer.recipe.teacher)
+        trainer.loss(*arguments)[0].backward()
+    base, labels = small(trainer), trainer.training.num_labels
+    expected = labels * operations_of_label(base, 3, base.vocab_size, objective == "kl")
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_the_operations_of_a_token_of_the_base_are_two_for_each_weight(tmp_path):
+    base = tiny_base()
+    ids = torch.arange(64)[None] + 5
+    with FlopCounterMode(display=False) as counter:
+        frozen_states(base, PaddedBatch(ids, torch.arange(64)[None], ids > 0))
+    weights = sum(each.numel() for each in base.model.layers.parameters())
+    attention = 2 * 2 * 2 * 64 * 64 * 32  # layers, products, two each, of 64 tokens with 64
+    assert counter.get_total_flops() == pytest.approx(2 * weights * 64 + attention, rel=0.02)
+
+
+GB, TB, HOUR = 1e9, 1e12, 3600.0
+NUM_TOKENS, NUM_ANSWERS, NUM_HEADS = 100e6, 400_000, 4
+SPEED = 400e12
+"""Operations a second of one device that the page assumes: 40 % of an H100's 989 in bfloat16."""
+
+
+def tables() -> Iterator[str]:
+    """The rows of the page's tables."""
+    p = states_of(NUM_TOKENS, NUM_ANSWERS, NUM_HEADS)
+    for base in (LLAMA_8B, LLAMA_70B):
+        sizes = [p * bytes_of_state(base, layers, 2) / TB for layers in (0, 3)]
+        each = [bytes_of_state(base, layers, 2) // 1024 for layers in (0, 3)]
+        yield f"| {base.name} | {each[0]} KiB | {sizes[0]:.2f} TB | {each[1]} KiB | {sizes[1]:.2f} TB |"
+    for base in (LLAMA_8B, LLAMA_70B):
+        kinds = {
+            "4 Medusa heads that read their path": medusa_parameters(base, 4, "shared", True, 0),
+            "the same on 3 fused layers": medusa_parameters(base, 4, "shared", True, 3),
+            "4 Medusa heads of the paper, `unembedding: full`": medusa_parameters(base, 4, "full", False, 0),
+            "an EAGLE-3 head": eagle3_parameters(base),
+        }
+        for name, count in kinds.items():
+            held = bytes_of_training(count) / GB
+            yield f"| {base.name} | {name} | {count / 1e9:.2f} billion | {held:.0f} GB |"
+    for base in (LLAMA_8B, LLAMA_70B):
+        whole, edges = 2 * base.parameters / GB, 2 * 2 * base.vocab_size * base.hidden_size / GB
+        yield f"| {base.name} | {whole:.0f} GB | {whole / 8:.0f} GB | {edges:.1f} GB |"
+    for base in (LLAMA_8B, LLAMA_70B):
+        of_base = 2 * base.parameters * NUM_TOKENS * 2 / SPEED / HOUR
+        every = operations_of_label(base, 4, base.vocab_size, True) * NUM_TOKENS / SPEED / HOUR
+        some = operations_of_label(base, 4, 32768, True) * NUM_TOKENS / SPEED / HOUR
+        yield f"| {base.name} | {of_base:.1f} | {every:.1f} | {some:.1f} |"
+
+
+def test_the_tables_of_the_page_are_what_the_formulas_give():
+    page = PAGE.read_text()
+    assert [row for row in tables() if row not in page] == []
+    written = re.findall(r"^\| (?:8B|70B) \|.*$", page, re.MULTILINE)
+    assert written == list(tables())
