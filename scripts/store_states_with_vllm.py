@@ -10,6 +10,7 @@ whole, so a run that was stopped goes on with the same command, and several may 
 part: ``--part 0/4`` to ``--part 3/4``. Prefix the base's own parallelism with ``--tensor-parallel-size``.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -19,6 +20,30 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(
+            f"must be NUMBER/COUNT with NUMBER from 0, such as 0/4, got {text!r}"
+        )
+    return int(number), int(count)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("states", type=Path, help="directory of stored states, as --stop_after plan made it")
+    parser.add_argument("--part", type=part, default=(0, 1), help="of several writers at once; e.g. 0/4")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the base")
+    parser.add_argument("--batch-size", type=int, default=64, help="documents under way at once")
+    parser.add_argument("--vllm", default="{}", help="more arguments of vllm.LLM, as a JSON object")
+    return parser.parse_args()
+
+
+ARGUMENTS = parsed() if __name__ == "__main__" else None  # before vLLM is imported, which takes a while
 
 os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # one token more than the longest document
 
@@ -140,25 +165,9 @@ def computed(
         yield index, given[:, wanted].flatten(1)
 
 
-def part(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and int(number) < int(count)):
-        raise argparse.ArgumentTypeError(
-            f"must be NUMBER/COUNT with NUMBER from 0, such as 0/4, got {text!r}"
-        )
-    return int(number), int(count)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("states", type=Path, help="directory of stored states, as --stop_after plan made it")
-    parser.add_argument("--part", type=part, default=(0, 1), help="of several writers at once; e.g. 0/4")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the base")
-    parser.add_argument("--batch-size", type=int, default=64, help="documents under way at once")
-    parser.add_argument("--vllm", default="{}", help="more arguments of vllm.LLM, as a JSON object")
-    arguments = parser.parse_args()
+    arguments = ARGUMENTS
+    assert arguments is not None
     number, count = arguments.part
     plans = [path.parent for path in sorted(arguments.states.glob("**/manifest.json"))]
     if not plans:

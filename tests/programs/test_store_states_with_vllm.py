@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_states_that_vllm_stores_are_ours_and_train_to_the_same_loss(
         )
         assert done.returncode == 0, done.stderr[-4000:]
     assert main([*command, "--output_dir", str(tmp_path / "ours")]) == 0
-    monkeypatch.setattr("medusa.training.run.job.load_base", lambda *_: pytest.fail("loaded the base"))
+    monkeypatch.setattr("medusa.training.run.job.load_live", lambda *_: pytest.fail("loaded the base"))
     assert main([*command, "--output_dir", str(tmp_path / "theirs")]) == 0
 
     ours, theirs = (
@@ -80,6 +81,16 @@ def test_states_that_vllm_stores_are_ours_and_train_to_the_same_loss(
     assert not torch.equal(mine, other)
     assert losses[0] == pytest.approx(losses[1], abs=LOSS_TOLERANCE)
     assert "vllm" in header_of(theirs.path(0))
+
+
+def test_the_program_explains_itself_and_its_mistakes_without_vllm():
+    for arguments, status, said in (
+        (["--help"], 0, "medusa train"),
+        (["x", "--part", "4/4"], 2, "NUMBER/COUNT"),
+    ):
+        done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True)
+        assert done.returncode == status
+        assert said in done.stdout + done.stderr
 
 
 def last_loss(path: Path) -> float:

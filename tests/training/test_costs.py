@@ -144,8 +144,7 @@ def test_the_operations_of_a_token_of_the_base_are_two_for_each_weight(tmp_path)
     with FlopCounterMode(display=False) as counter:
         frozen_states(base, PaddedBatch(ids, torch.arange(64)[None], ids > 0))
     weights = sum(each.numel() for each in base.model.layers.parameters())
-    attention = 2 * 2 * 2 * 64 * 64 * 32  # layers, products, two each, of 64 tokens with 64
-    assert counter.get_total_flops() == pytest.approx(2 * weights * 64 + attention, rel=0.02)
+    assert counter.get_total_flops() == pytest.approx(2 * weights * 64, rel=0.02)  # but for attention's own
 
 
 GB, TB, HOUR = 1e9, 1e12, 3600.0

@@ -150,7 +150,7 @@ def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, mo
 
 
 def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):
-    monkeypatch.setattr(job.loading, "load_data", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(job.loading, "tokenised", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 75
@@ -160,7 +160,7 @@ def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkey
     run = train(checkpoint_steps=2)
     assert run.heads.exists()
     assert run.best.exists()
-    monkeypatch.setattr(job.loading, "load_data", fails)
+    monkeypatch.setattr(job.loading, "tokenised", fails)
     with pytest.raises(MemoryError):
         train(overwrite=True, num_heads=3)
     assert "num_heads: 3" in run.config.read_text()
@@ -239,8 +239,8 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(train, tmp_path, mo
 def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, tmp_path, monkeypatch):
     train(output_dir=tmp_path / "live")
     loaded = []
-    load_base = job.load_base
-    monkeypatch.setattr(job, "load_base", lambda *given: loaded.append(1) or load_base(*given))
+    load_live = job.load_live
+    monkeypatch.setattr(job, "load_live", lambda *given: loaded.append(1) or load_live(*given))
     bases = []
     new_recipe = job.new_recipe
     monkeypatch.setattr(

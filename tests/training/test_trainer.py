@@ -296,11 +296,11 @@ def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate_and_says_so(tmp_
     trainer = new_trainer(tmp_path, rows, checkpoint_steps=4, evaluation_steps=4, precision="bf16")
     do_step = trainer._step
 
-    def spoiled(source: Any, group: Any) -> None:
+    def spoiled(*arguments: Any) -> None:
         if trainer.state.step == 5:
             with torch.no_grad():
                 trainer.heads.blocks[1][0].linear.weight[0, 0] = float("nan")
-        do_step(source, group)
+        do_step(*arguments)
 
     monkeypatch.setattr(trainer, "_step", spoiled)
     with pytest.raises(FloatingPointError, match=r"lower learning_rate .* precision=fp32 .* --resume takes"):
@@ -463,11 +463,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, ro
     trainer = new_trainer(tmp_path, rows, logging_steps=10, checkpoint_steps=4)
     do_step = trainer._step
 
-    def spoiled(source, group):
+    def spoiled(*arguments):
         if trainer.state.step == 5:
             with torch.no_grad():
                 trainer.heads.blocks[1][0].linear.weight[0, 0] = float("nan")
-        do_step(source, group)
+        do_step(*arguments)
 
     monkeypatch.setattr(trainer, "_step", spoiled)
     with pytest.raises(
