@@ -63,14 +63,13 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
         chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
         is_held_out = np.zeros(len(documents), dtype=bool)
         is_held_out[chosen] = True
-        is_of_held_out = np.repeat(is_held_out, documents.lengths)
-        num_labels, num_held_out = documents.num_labels, int(documents.is_label[is_of_held_out].sum())
+        num_held_out = sum(int(documents[index].is_label.sum()) for index in chosen)
         counts.update(
             {
                 "training documents": int((~is_held_out).sum()),
-                "training tokens": int((~is_of_held_out).sum()),
-                "training labels": num_labels - num_held_out,
-                "held-out documents": int(is_held_out.sum()),
+                "training tokens": documents.num_tokens - int(documents.lengths[chosen].sum()),
+                "training labels": documents.num_labels - num_held_out,
+                "held-out documents": len(chosen),
                 "held-out labels": num_held_out,
             }
         )
