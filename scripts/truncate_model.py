@@ -33,7 +33,7 @@ from medusa.cli.reporting import exit_status
 from medusa.drafters.self_draft import early_exit
 from medusa.files import check_writable_target, replaced_directory
 from medusa.progress import ProgressReporter, log_console
-from medusa.training.data.reading import Example, check_sources, read_examples
+from medusa.training.data.reading import Example, expanded, read_examples
 
 BATCH_ROWS, ROW_TOKENS = 4, 256
 
@@ -74,7 +74,7 @@ def truncate(options: TruncateOptions) -> None:
     """Cut, train where asked to, and write the copy."""
     base, output = options.base, options.output
     check_writable_target(output)
-    check_sources(options.data)
+    expanded(options.data)
     tokenizer = load_tokenizer(base)
     teacher = load_base(base, dtype=torch.float32)
     student = truncated(teacher, options.layers)

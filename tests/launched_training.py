@@ -61,7 +61,8 @@ if "SAY_LOADED" in os.environ:
 
     def said(*arguments: Any) -> LiveStates:
         live = load_live(*arguments)
-        parameters = [getattr(each, "_local_tensor", each) for each in live.base.parameters()]
+        layers = live.base.model.layers.parameters()
+        parameters = [getattr(each, "_local_tensor", each) for each in layers]
         held = sum(each.numel() for each in parameters)
         sys.stderr.write(f"rank {os.environ['RANK']} holds parameters: {held}\n")
         return live
