@@ -34,7 +34,7 @@ from medusa.engine.libraries import (
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import TreeTopology
 
-VERSION = 1
+VERSION = 2
 """Of what is compiled: raise it with every change of what a draft computes."""
 MIN_COLUMNS = 16
 """Columns of tokens that a library wants at least."""
@@ -95,7 +95,7 @@ class CompiledDrafter(StatelessDrafter):
 
     def _drafted(self, library: Any, context: DraftContext) -> Draft:
         inputs = _inputs(context, embedding_weight(self.drafter.output_embedding))
-        tokens, *topology = library.run([each.contiguous() for each in inputs])
+        tokens, *topology = library.run(inputs)
         if isinstance(self.drafter, DynamicDrafter):
             return Draft(tokens, TreeTopology(*topology))
         return Draft(tokens, self.drafter.topology)
@@ -146,7 +146,7 @@ def _inputs(context: DraftContext, rows: Tensor) -> list[Tensor]:
     if context.noise is not None:
         temperature = torch.as_tensor(context.temperature, dtype=torch.float32)
         inputs += [context.noise, temperature.expand(len(tokens), 1, 1)]
-    return inputs
+    return [each.contiguous() for each in inputs]  # the strides of the trial's are those of the library
 
 
 class _ExportedDraft(nn.Module):
