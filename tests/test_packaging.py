@@ -19,7 +19,7 @@ CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {
     name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()
 }
-INSTALLED_BY_MAKE = ("train", "docs", "dev")
+INSTALLED_BY_MAKE = ("train", "docs", "grammar", "dev")
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()
