@@ -384,7 +384,7 @@ def test_tools_and_template_options_of_a_prompt_travel_to_the_row(serve, tmp_pat
     prompts = read_prompts(write_rows(tmp_path / "prompts.jsonl", row))
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         waiting = unanswered(prompts, answers, (0.0,), 0)
-        answerer = EndpointAnswerer(ChatEndpoint(fake.url, "tiny"), 1, MAX_NEW_TOKENS)
+        answerer = EndpointAnswerer([ChatEndpoint(fake.url, "tiny")], 1, MAX_NEW_TOKENS)
         distill(waiting, answerer, answers, TimeLimit(None))
     (written,) = read_rows(tmp_path / "rows.jsonl")
     assert written["tools"] == row["tools"]
