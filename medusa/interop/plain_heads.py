@@ -69,7 +69,7 @@ class PlainHeads:
     """The tensors of plain Medusa heads."""
 
     blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
-    """[head][layer] = weight (D, D) and bias (D,); no bias is a bias of zero."""
+    """Of each head, of each layer: weight (D, D) and bias (D,); no bias is a bias of zero."""
     own_rows: tuple[Tensor, ...] = ()
     """Rows (V, D) of each head; none where all heads share some."""
     shared_rows: Tensor | None = None
