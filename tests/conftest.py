@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import setuptools  # noqa: F401  # before anything loads the standard distutils: Inductor imports both
 import torch
 from hypothesis import settings
 from torch import Tensor

@@ -56,7 +56,7 @@ def test_a_causal_base_is_not_refused(architecture):
     check_causal(LiveStates(tiny_model(architecture)), architecture)
 
 
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+@pytest.mark.parametrize("attention", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
 def test_the_training_pass_may_attend_otherwise_than_a_tree_is_verified(tmp_path, attention):
     save_tiny_base(tmp_path)
     padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
