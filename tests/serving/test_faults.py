@@ -144,6 +144,7 @@ def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeyp
         assert [each.result() for each in fine] == [text] * 3
 
 
+@pytest.mark.slow  # a race: an answer that ends before the kill arrives loses nothing
 def test_a_thread_that_is_killed_loses_what_was_under_way_and_answers_who_comes_later(server, text):
     stream = client_of(server).chat.completions.create(
         **{**ASKED, "max_tokens": 480}, stream=True, extra_body={"ignore_eos": True}
