@@ -22,7 +22,8 @@ class Browser:
         assert CHROMIUM is not None
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        self._home = tempfile.TemporaryDirectory(prefix="medusa-browser-")
+        # Chromium's own helpers may still write there when it has ended.
+        self._home = tempfile.TemporaryDirectory(prefix="medusa-browser-", ignore_cleanup_errors=True)
         flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe"
         command = f"exec {CHROMIUM} {flags} --user-data-dir={self._home.name} about:blank"
         self._process = subprocess.Popen(
