@@ -46,7 +46,7 @@ from medusa.engine.views import TakenWeights
 from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.heads.eagle3 import Eagle3Head, Heads
+from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.hub import HUB_ARGUMENTS
@@ -415,7 +415,7 @@ class MedusaModel:
             pausing_for,
             compiled,
             layers,
-            needs_features=isinstance(heads, Eagle3Head),
+            needs_features=heads is not None and heads.reads_text,
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,8 +51,15 @@ class CompiledDrafter(StatelessDrafter):
 
     def __init__(self, drafter: HeadsDrafter, base_digest: str):
         self.drafter, self.reads_layers = drafter, drafter.reads_layers
+        self.needs_features = drafter.needs_features
         self._base_digest = base_digest
         self._libraries: dict[bool, Any] = {}  # by whether rows are sampled
+
+    def begin(self, num_rows: int) -> None:
+        self.drafter.begin(num_rows)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.drafter.keep_rows(rows)
 
     @property
     def max_depth(self) -> int:
@@ -91,6 +98,8 @@ class CompiledDrafter(StatelessDrafter):
         library = self._libraries.get(context.noise is not None)
         if context.sampled is not None or library is None:
             return self.drafter.draft(context)
+        if self.needs_features:
+            context = replace(context, hidden=self.drafter.read(context))
         return self._drafted(library, context)
 
     def _drafted(self, library: Any, context: DraftContext) -> Draft:
@@ -106,7 +115,7 @@ class CompiledDrafter(StatelessDrafter):
         trial = self._trial(is_sampled)
 
         def check(made: Path) -> None:
-            mine, theirs = self._drafted(open_library(made), trial), self.drafter.draft(trial)
+            mine, theirs = self._drafted(open_library(made), trial), _draft_after_reading(self.drafter, trial)
             if mine.tokens.shape != theirs.tokens.shape or not torch.equal(mine.tokens[:, 0], trial.root):
                 raise ValueError("the compiled draft is not what the heads draft; use step='general'")
 
@@ -118,10 +127,11 @@ class CompiledDrafter(StatelessDrafter):
         vocabulary, size = drafter.vocab_size, drafter.heads.config.hidden_size
         tokens = torch.randint(min(vocabulary, 50), (2, 3 * MIN_COLUMNS), generator=generator)
         lengths = torch.tensor([3 * MIN_COLUMNS, MIN_COLUMNS])
+        width = size if self.needs_features else (1 + len(drafter.reads_layers)) * size
         noise = torch.rand(2, drafter.max_depth + 1, vocabulary, generator=generator)
         return DraftContext(
             root=tokens.gather(1, lengths[:, None] - 1)[:, 0],
-            hidden=torch.randn(2, (1 + len(drafter.reads_layers)) * size, generator=generator),
+            hidden=torch.randn(2, width, generator=generator),
             tokens=tokens,
             lengths=lengths,
             cache=None,  # type: ignore[arg-type]  # heads read none
@@ -135,6 +145,11 @@ class CompiledDrafter(StatelessDrafter):
         shapes += [{0: rows}] * (len(inputs) - len(shapes))
         module = _ExportedDraft(self.drafter).eval()
         return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(shapes),), strict=False)
+
+
+def _draft_after_reading(drafter: HeadsDrafter, context: DraftContext) -> Draft:
+    """A draft as a library makes it: heads that read the text have read it before."""
+    return drafter.draft_from(context) if drafter.needs_features else drafter.draft(context)
 
 
 def _inputs(context: DraftContext, rows: Tensor) -> list[Tensor]:
@@ -173,7 +188,7 @@ class _ExportedDraft(nn.Module):
         self._embedding.weight = rows
         noise, temperature = sampling or (None, 1.0)
         context = DraftContext(root, hidden, tokens, lengths, None, noise, temperature)  # type: ignore[arg-type]
-        draft = self._drafter.draft(context)
+        draft = _draft_after_reading(self._drafter, context)
         shape = draft.topology
         return draft.tokens, shape.parents, shape.depths, shape.ancestors, shape.lineage
 

@@ -15,6 +15,7 @@ from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
+from medusa.drafters.text_entries import TextEntries
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
@@ -32,6 +33,9 @@ class HeadsDrafter(LevelDrafter):
     very noise that will choose the token at that position (Gumbel coupling, arXiv 2408.07978), so
     that more guesses hit. That is exact under the equality rule and biased under any ratio rule, for
     which candidates are drawn from the heads' distributions instead.
+
+    Heads with a layer over the text (``context`` of their configuration) read the tokens of each step with it
+    first; what it has read is kept here.
     """
 
     context_only = False  # what a head says of a token depends on how far ahead it stands
@@ -41,7 +45,8 @@ class HeadsDrafter(LevelDrafter):
     ):
         super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = heads, output_embedding
-        self.reads_layers = heads.reads_layers
+        self.reads_layers, self.needs_features = heads.reads_layers, heads.reads_text
+        self._entries = TextEntries(self.topology.parents.device)
         levels = self.levels if heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
@@ -60,8 +65,30 @@ class HeadsDrafter(LevelDrafter):
     def tensors(self) -> list[Tensor]:
         return list(self.heads.parameters())
 
+    def begin(self, num_rows: int) -> None:
+        self._entries.begin(num_rows)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        if self.needs_features:
+            self._entries.keep_rows(rows)
+
     def draft(self, context: DraftContext) -> Draft:
-        return super().draft(replace(context, hidden=self.heads.fuse(context.hidden)))
+        return self.draft_from(replace(context, hidden=self.read(context)))
+
+    def read(self, context: DraftContext) -> Tensor:
+        """What the heads read of what is known, (B, D)."""
+        if not self.needs_features:
+            return self.heads.fuse(context.hidden)
+
+        def run(hidden: Tensor, following: Tensor, mask: Tensor, positions: Tensor) -> list[Tensor]:
+            fused, cache = self.heads.fuse(hidden), self._entries.cache
+            return [self.heads.attend(fused, following, self.output_embedding, mask, positions, cache)]
+
+        return self._entries.read(context, run)[0][:, 0]
+
+    def draft_from(self, context: DraftContext) -> Draft:
+        """A draft where ``context.hidden`` is what :meth:`read` gives."""
+        return super().draft(context)
 
     def _ranked(self, context: DraftContext) -> Draft:
         if self.heads.config.reads_path:

@@ -120,11 +120,12 @@ class StaticDrafter(Drafter, Protocol):
 
 
 def host_bound_parts(drafter: Drafter) -> list[Drafter]:
-    """``drafter``, or the drafters that a union joins, as far as they are not static."""
+    """``drafter``, or the drafters that a union joins, as far as they are not static: drafters that keep
+    something of the text are not."""
     parts = getattr(drafter, "drafters", None)
     if parts is not None:
         return [found for part in parts for found in host_bound_parts(part)]
-    return [] if isinstance(drafter, StaticDrafter) else [drafter]
+    return [] if isinstance(drafter, StaticDrafter) and not drafter.needs_features else [drafter]
 
 
 class StatelessDrafter:

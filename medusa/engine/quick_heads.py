@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import copy_sharing_parameters
-from medusa.heads.medusa_heads import MedusaHeads, ResidualBlock
+from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.token_map import GatheredRows, TokenMapped
 
 AnyHeads = TypeVar("AnyHeads", bound=TokenMapped)
@@ -56,11 +56,16 @@ def _with_products(heads: AnyHeads, output_embedding: QuickProducts) -> AnyHeads
     if isinstance(heads, MedusaHeads):
         return QuickHeads(heads, output_embedding)  # type: ignore[return-value]
     quick = copy_sharing_parameters(heads)
+    _quicken(quick, output_embedding)
+    return quick
+
+
+def _quicken(quick: nn.Module, output_embedding: QuickProducts) -> None:
+    """Give every linear layer of ``quick`` its product."""
     for module in list(quick.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, _QuickLinear(child, output_embedding))
-    return quick
 
 
 class QuickHeads(MedusaHeads):
@@ -69,13 +74,10 @@ class QuickHeads(MedusaHeads):
     def __init__(self, heads: MedusaHeads, output_embedding: QuickProducts):
         nn.Module.__init__(self)
         self.__dict__.update(copy_sharing_parameters(heads).__dict__)
-        for block in (module for module in self.blocks.modules() if isinstance(module, ResidualBlock)):
-            block.linear = _QuickLinear(block.linear, output_embedding)
+        _quicken(self, output_embedding)
         self._path_products = nn.ModuleList(
             _product(output_embedding, weight, None) for weight in getattr(self, "paths", ())
         )
-        if self.config.fused_layers:
-            self.fusion = _QuickLinear(self.fusion, output_embedding)
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self._path_products[index](rows)

@@ -104,6 +104,11 @@ def _batch_ranks(
     """For each row, the ranks (P, K) of its answers, given its tokens and states."""
     if isinstance(heads, Eagle3Head):
         states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
+    else:
+        states = heads.fuse(states)  # (B, T, D)
+        if heads.reads_text:
+            following = ids.roll(-1, dims=1).to(states.device)  # what wraps around lies past every answer
+            states = heads.attend(states, following, output_embedding(base))
     for i, row in enumerate(rows):
         answers = []
         for start, end in _answer_spans(row.is_label):
@@ -138,8 +143,8 @@ def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
 def _true_ranks(
     base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
 ) -> Tensor:
-    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, (1 + L) * D) and path (P, K) long that
-    Medusa heads read, or the states (P, K, D) that an EAGLE-3 head drafted."""
+    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
+    read, or the states (P, K, D) that an EAGLE-3 head drafted."""
     unembedding = output_embedding(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
@@ -148,7 +153,7 @@ def _true_ranks(
         if isinstance(heads, Eagle3Head):
             logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
         else:
-            logits = heads(heads.fuse(part), unembedding, behind)
+            logits = heads(part, unembedding, behind)
         guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
         is_right = guesses.cpu() == tokens[..., None]
         found = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)

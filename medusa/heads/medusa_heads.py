@@ -4,8 +4,9 @@ Head d (d = 1 .. K) reads the hidden state that the base model's own output embe
 position t and scores the token at t + d + 1. A head is residual blocks followed by an
 unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
 sequentially dependent (Hydra, arXiv 2402.05109). It may read the states of earlier layers beside the last
-(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads.
-This module knows nothing of trees, caches or files.
+(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads. A causal
+layer over the text may stand between the two (:meth:`MedusaHeads.attend`; as Hydra's prefix attention, but it
+sees the token after each state too). This module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or fewer with a token map).
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -23,17 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_weight
+from medusa.heads.causal_layer import CausalLayer, LayerConfig
+from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS, MAX_SIZE, ascends, check_counts
 from medusa.heads.token_map import TokenMapped
 
 Unembedding = Literal["shared", "full", "token_map"]
-
-MAX_SIZE = 2**24
-"""Largest hidden size or vocabulary that is read: far above any model's. A file that says more is refused
-before memory is asked for."""
-MAX_DEPTH = 256
-"""How far ahead heads may guess: far above what they guess right."""
-MAX_LAYERS = 4096
-"""Largest number of layers, of a head or of a base."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,8 @@ class HeadsConfig:
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
     logit_scale: float = 1.0
     """What the base multiplies its logits by after its output embedding (Granite, Cohere); theirs too."""
+    context: LayerConfig | None = None
+    """The causal layer over the text whose output all heads read; None: they read one state."""
 
     def __post_init__(self) -> None:
         check_counts(
@@ -79,6 +76,18 @@ class HeadsConfig:
         scale = self.logit_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise ValueError(f"logit_scale must be a number above 0, got {reprlib.repr(scale)}")
+        if isinstance(self.context, Mapping):  # where it comes from a file
+            try:
+                object.__setattr__(self, "context", LayerConfig(**self.context))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"context: {error}") from error
+        if self.context is not None and (
+            not isinstance(self.context, LayerConfig) or self.context.hidden_size != self.hidden_size
+        ):
+            raise ValueError(
+                f"context must be null or the sizes of a layer with hidden_size={self.hidden_size}, got "
+                f"{reprlib.repr(self.context)}"
+            )
         if self.unembedding == "low_rank":
             raise ValueError(
                 "unembedding='low_rank' was removed, since it gained nothing; medusa 0.1.0 is the last "
@@ -93,22 +102,6 @@ class HeadsConfig:
             )
         if self.token_map_size is not None:
             check_counts(token_map_size=(self.token_map_size, self.vocab_size))
-
-
-def check_counts(**counts: tuple[Any, int]) -> None:
-    """Raise ValueError unless each count, given as (value, largest), is an int from 1 to largest."""
-    for name, (value, largest) in counts.items():
-        if not _is_count(value, largest):
-            raise ValueError(f"{name} must be an int from 1 to {largest}, got {reprlib.repr(value)}")
-
-
-def _is_count(value: Any, largest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
-
-
-def ascends(layers: Sequence[Any]) -> bool:
-    """Whether ``layers`` are different numbers of layers, in ascending order."""
-    return all(_is_count(layer, MAX_LAYERS) for layer in layers) and list(layers) == sorted(set(layers))
 
 
 class ResidualBlock(nn.Module):
@@ -155,6 +148,10 @@ class MedusaHeads(TokenMapped):
             self.fusion = nn.Linear(width, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)  # untrained, the heads see the last state alone
             self.register_buffer("layer_scale", torch.ones(width))
+        if config.context is not None:
+            self.context = CausalLayer(config.context)
+            for last in (self.context.self_attn.o_proj, self.context.mlp.down_proj):
+                nn.init.zeros_(last.weight)  # untrained, it is the identity
 
     layer_scale: Tensor
     """(L * D,): the size of each dimension of the states of the fused layers; they are read in this unit."""
@@ -167,6 +164,11 @@ class MedusaHeads(TokenMapped):
     def reads_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether what :meth:`fuse` gives goes through :meth:`attend` before heads read it."""
+        return self.config.context is not None
 
     @property
     def scores_base_rows(self) -> bool:
@@ -197,6 +199,25 @@ class MedusaHeads(TokenMapped):
         last, below = hidden[..., :size], hidden[..., size:] / self.layer_scale
         below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
         return last + self.fusion(below)
+
+    def attend(
+        self,
+        fused: Tensor,
+        next_tokens: Tensor,
+        output_embedding: nn.Module,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """What heads with a ``context`` layer read, (B, E, D), of the states of E tokens in a row.
+
+        Args:
+            fused: (B, E, D), of :meth:`fuse`.
+            next_tokens: (B, E) long, the token after each state's own.
+            attention_mask, position_ids, cache: as for :class:`medusa.heads.causal_layer.CausalLayer`.
+        """
+        rows = self._unit_rows(next_tokens, output_embedding)
+        return self.context(self._typed(fused), rows, attention_mask, position_ids, cache)
 
     def features(self, hidden: Tensor, path_rows: Tensor | None = None) -> Tensor:
         """What each head's unembedding reads: hidden (..., D) -> (..., K, D).
@@ -253,13 +274,17 @@ class MedusaHeads(TokenMapped):
             return None
         if path is None:
             raise ValueError("these heads read the tokens of their path (reads_path): pass path")
+        return self._unit_rows(path, output_embedding)
+
+    def _unit_rows(self, tokens: Tensor, output_embedding: nn.Module) -> Tensor:
+        """Rows of the output embedding for ``tokens`` (...), (..., D), at unit size."""
         weight = embedding_weight(output_embedding)
         if not weight.is_floating_point():
             raise ValueError(
-                f"heads that read their path need the rows of the output embedding, which is {weight.dtype}; "
+                f"heads that read tokens need the rows of the output embedding, which is {weight.dtype}; "
                 "leave the output embedding unquantised"
             )
-        rows = F.embedding(path, weight.detach()).to(next(self.blocks.parameters()).dtype)
+        rows = F.embedding(tokens, weight.detach()).to(next(self.blocks.parameters()).dtype)
         return F.rms_norm(rows, rows.shape[-1:])
 
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:

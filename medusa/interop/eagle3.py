@@ -32,8 +32,10 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.files import read_json
-from medusa.heads.eagle3 import DEFAULT_THETA, MAX_DEPTH, Eagle3Config, Eagle3Head, default_layers
+from medusa.heads.causal_layer import DEFAULT_THETA
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.limits import MAX_DEPTH
 from medusa.heads.medusa_heads import check_heads_fit
 from medusa.heads.token_map import checked_token_map
 from medusa.interop.contradictions import checked_against_config, listed

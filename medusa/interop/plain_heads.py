@@ -18,7 +18,8 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.heads.fingerprint import TOLERANCE
-from medusa.heads.medusa_heads import MAX_DEPTH, MAX_LAYERS, HeadsConfig, MedusaHeads, Unembedding
+from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
 from medusa.interop.contradictions import listed
 
 PARTS = ("weight", "bias")

@@ -20,6 +20,7 @@ from medusa.engine import libraries, prepared_base
 from medusa.engine.int8 import missing_for_int8
 from medusa.engine.libraries import missing_compiler
 from medusa.engine.quick_heads import quick_heads
+from medusa.heads.causal_layer import LayerConfig
 
 SIZES = {**GROUPED, "head_dim": 16, "num_hidden_layers": 1}
 BASE = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
@@ -56,6 +57,7 @@ def context(lengths, is_sampled, drafter):
         lengths=torch.tensor(lengths),
         cache=None,
         noise=None,
+        features=torch.randn(rows, longest, 2 * BASE.config.hidden_size, generator=generator),
     )
     if not is_sampled:
         return given
@@ -70,6 +72,7 @@ def check(drafter, are_sampled):
         compiled.prepare(is_sampled)
         for lengths in ([30, 4, 17], [3], [100], [64, 65]):
             given = context(lengths, is_sampled, drafter)
+            compiled.begin(len(lengths))
             with torch.no_grad():
                 mine, theirs = compiled.draft(given), drafter.draft(given)
             assert torch.equal(mine.tokens, theirs.tokens)
@@ -94,10 +97,11 @@ def test_a_compiled_draft_is_the_heads_own_and_kept(monkeypatch):
     [
         ("dynamic", "int8", {"unembedding": "token_map", "token_map_size": 40}),
         ("fixed", "int8", {}),
+        ("dynamic", "int8", {"context": LayerConfig.of_base(BASE)}),
         ("dynamic", "packed", {"reads_path": False, "unembedding": "full"}),
         ("fixed", "packed", {"reads_path": False}),
     ],
-    ids=["token-map", "shared", "full", "no-path"],
+    ids=["token-map", "shared", "text", "full", "no-path"],
 )
 def test_drafts_of_all_kinds_of_heads(kind, engine, config):
     check(heads_drafter(kind, engine, **config), [False, True])

@@ -55,15 +55,16 @@ class Problem:
         packed = torch.cat([torch.arange(length) for length in LENGTHS])
         self.positions = torch.stack([packed, torch.arange(13)])
         self.hidden = torch.randn(2, 13, (1 + len(LAYERS)) * HIDDEN)
-        self.following = torch.randn(2, 13, HIDDEN)
+        self.table, self.next_tokens = torch.randn(VOCAB, HIDDEN), self.tokens.roll(-1, dims=1)
+        self.following = self.table[self.next_tokens]
         self.num_scored = torch.tensor([9, 8, 7])
 
     def fused(self, objective: str = "kl", **options: Any):
         teacher = options.pop("teacher", self.embedding)
         options = {"block_elements": 200, **options}
-        module = Eagle3Loss(self.head, LossOptions(objective, **options))
+        module = Eagle3Loss(self.head, LossOptions(objective, **options), self.table.__getitem__)
         alignment = align(self.tokens.flatten(), self.is_label.flatten(), self.positions.flatten(), DEPTH)
-        batch = FeatureBatch(self.hidden, self.following, self.positions)
+        batch = FeatureBatch(self.hidden, self.next_tokens, self.positions)
         return module(batch, alignment, self.embedding, self.num_scored, teacher)
 
     def documents(self) -> list[tuple[int, slice]]:
@@ -244,7 +245,7 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = Eagle3Head(Eagle3Config.of_base(base, LAYERS[:1], max_depth=DEPTH))
     source = FeatureFeed(base, Documents.of([]), DEPTH, layers=head.reads_layers)
-    module = Eagle3Loss(head, LossOptions("ce"))
+    module = Eagle3Loss(head, LossOptions("ce"), base.get_input_embeddings())
     loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)
     loss.backward()
     assert float(loss.detach()) == 0 and int(sums.num_labels.sum()) == 0

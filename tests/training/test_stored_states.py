@@ -50,11 +50,9 @@ def documents_of(seed: int = 0) -> Documents:
     )
 
 
-def states_of(
-    directory: Path, documents: Documents, dtype="float32", layers=(), num_heads=NUM_HEADS, base=None
-):
+def states_of(directory: Path, documents: Documents, dtype="float32", layers=(), reads_text=False, base=None):
     base = tiny_model("llama") if base is None else base
-    return StateFile(directory, base, documents, num_heads, dtype, layers)
+    return StateFile(directory, base, documents, NUM_HEADS, dtype, layers, reads_text)
 
 
 def stored(directory: Path, documents: Documents, replace: bool = False, **options) -> StateFile:
@@ -120,15 +118,16 @@ def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
 @pytest.mark.parametrize("batch", [[[4], [0]], [[2, 1], [3, 4]], []], ids=["padded", "packed", "empty"])
 def test_stored_features_are_those_of_the_base(tmp_path, batch):
     base, documents = tiny_model("llama"), documents_of()
-    states = stored(tmp_path, documents, num_heads=None)
-    assert states.num_bytes == documents.num_tokens * 32 * 4
+    states = stored(tmp_path, documents, reads_text=True)
+    ends = [documents.is_label[states.span(index)].nonzero()[0][-1] for index in range(len(documents))]
+    assert states.num_bytes == sum(ends) * 32 * 4, "all up to the one before the last label"
     (found, found_alignment) = FeatureFeed(base, documents, NUM_HEADS, stored=states)(batch)
     (live, live_alignment) = FeatureFeed(base, documents, NUM_HEADS)(batch)
     assert torch.equal(found_alignment.sources, live_alignment.sources)
-    assert torch.equal(found.next_embeddings, live.next_embeddings)
-    for row, indices in enumerate(batch):  # padding has a state of its own in a live batch
-        end = int(documents.lengths[indices].sum())
-        torch.testing.assert_close(found[0][row, :end], live[0][row, :end])
+    assert torch.equal(found.next_tokens, live.next_tokens)
+    for row, indices in enumerate(batch):
+        needed = torch.from_numpy(np.concatenate([states.needed[states.span(index)] for index in indices]))
+        torch.testing.assert_close(found[0][row, : len(needed)][needed], live[0][row, : len(needed)][needed])
 
 
 def test_an_empty_batch_has_no_targets(tmp_path):
@@ -172,19 +171,18 @@ def test_states_of_something_else_are_refused_and_made_anew_when_overwriting(tmp
 def test_other_weights_at_the_same_path_are_noticed(tmp_path):
     """The output embedding, the sizes and the name stay what they were."""
     save_tiny_base(tmp_path / "base")
-    options = {"num_heads": NUM_HEADS, "dtype": "float32"}
 
     def loaded():
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 
     before = loaded()
-    stored(tmp_path / "states", documents_of(), base=before, **options)
-    stored(tmp_path / "states", documents_of(), base=loaded(), **options)
+    stored(tmp_path / "states", documents_of(), base=before)
+    stored(tmp_path / "states", documents_of(), base=loaded())
     with torch.no_grad():
         before.model.layers[0].self_attn.q_proj.weight += 0.01
     before.save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigurationError, match="is of other states: weights was 'files "):
-        stored(tmp_path / "states", documents_of(), base=loaded(), **options)
+        stored(tmp_path / "states", documents_of(), base=loaded())
 
 
 def test_states_of_another_precision_are_refused(tmp_path):

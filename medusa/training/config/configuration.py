@@ -92,6 +92,11 @@ class TrainingConfiguration:
                 f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the recipe "
                 "of Medusa-2 is one for Medusa heads"
             )
+        if self.joint.joint and self.medusa.context_layers:
+            raise ConfigurationError(
+                f"context_layers={self.medusa.context_layers} and joint exclude each other, got both: joint "
+                "training does not run the layer; train the heads alone"
+            )
         if self.joint.joint and self.optimisation.cache_hidden_states:
             raise ConfigurationError(
                 "cache_hidden_states and joint exclude each other, got both: stored states are those of a "
@@ -115,6 +120,11 @@ class TrainingConfiguration:
     def kind(self) -> str:
         """The kind of training, a key of :data:`KINDS`."""
         return "joint" if self.joint.joint else self.heads.head_kind
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether heads read all states of a text up to the one they guess from."""
+        return self.kind == "eagle3" or bool(self.medusa.context_layers)
 
     def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config:
         """The heads that are asked for, on ``base``.

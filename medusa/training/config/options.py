@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
 from medusa.training.losses.objectives import ObjectiveName, objective_named
@@ -84,7 +85,7 @@ class HeadOptions:
     L - 3 of L, which other engines expect."""
     start_from: str | None = None
     """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
-    map is taken from the new data all the same; fused_layers may be added."""
+    map is taken from the new data all the same; fused_layers and context_layers may be added."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,18 @@ class MedusaOptions:
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra), which makes far more guesses right.
     false: the heads of the Medusa paper, which other engines can serve."""
+    context_layers: int = 0
+    """1: all heads read the text through a causal layer of the base's sizes, run once on the tokens of each
+    step. It wants much data; and steps of fixed shape (static, captured) cannot draft with it."""
+
+    def __post_init__(self) -> None:
+        if self.context_layers not in (0, 1):
+            raise ConfigurationError(f"context_layers must be 0 or 1, got {self.context_layers}")
 
     def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
         """The heads for ``base``."""
-        return self.heads_of_size(heads, hidden_size(base), vocab_size(base))
+        config = self.heads_of_size(heads, hidden_size(base), vocab_size(base))
+        return replace(config, context=LayerConfig.of_base(base)) if self.context_layers else config
 
     def heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """The heads on a base of these sizes."""

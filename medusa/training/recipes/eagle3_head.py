@@ -9,6 +9,8 @@ tokens that the head scores. The rows that score them are the base's and stay fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -32,8 +34,6 @@ from medusa.training.states.stored_states import StateFile
 class Eagle3Recipe(Recipe):
     """An EAGLE-3 head alone."""
 
-    stores_every_state = True  # its entries attend to all before them
-
     def __init__(
         self,
         configuration: TrainingConfiguration,
@@ -44,7 +44,8 @@ class Eagle3Recipe(Recipe):
     ):
         """``stored`` is not read: no size of states is measured before the first step."""
         head = new_head(configuration, base, training)
-        super().__init__(configuration, base, head, Eagle3Loss(head, configuration.loss), live)
+        loss = Eagle3Loss(head, configuration.loss, base.get_input_embeddings())
+        super().__init__(configuration, base, head, loss, live)
 
     def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
         layers = self.heads.reads_layers
@@ -68,9 +69,11 @@ def new_head(configuration: TrainingConfiguration, base: CausalLM, training: Doc
 class Eagle3Loss(nn.Module):
     """The head and its loss."""
 
-    def __init__(self, head: Eagle3Head, options: LossOptions):
+    def __init__(self, head: Eagle3Head, options: LossOptions, embed: Callable[[Tensor], Tensor]):
+        """``embed``: tokens (B, T) long -> the base's own embeddings (B, T, D) of them."""
         super().__init__()
         self.head, self.options = head, options
+        self._embed = (embed,)  # the base's, and no part of this module
 
     def forward(
         self,
@@ -92,7 +95,9 @@ class Eagle3Loss(nn.Module):
         truth = batch.hidden[..., : head.config.hidden_size].flatten(0, 1)  # unembedded, the targets' rows
         # The entry that ends at the token before the target is the one that depth 1 predicts it from.
         entries = alignment.sources[1].clamp(min=0)
-        drafted = torch.stack([each.flatten(0, 1)[entries] for each in drafted_states(head, *batch)])
+        embedded = self._embed[0](batch.next_tokens).detach()
+        by_depth = drafted_states(head, batch.hidden, embedded, batch.positions)
+        drafted = torch.stack([each.flatten(0, 1)[entries] for each in by_depth])
         is_scored = alignment.sources[1:] >= 0  # (K, S)
         own = torch.arange(is_scored.numel(), device=is_scored.device).view_as(is_scored)
         work = FusedLoss(

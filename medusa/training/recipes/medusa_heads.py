@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.heads.causal_layer import document_mask
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import LossOptions
@@ -21,7 +22,7 @@ from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import Teacher
 from medusa.training.recipes.new_heads import built_heads, sampled_states, start_from
 from medusa.training.run.recipe import Feed, Recipe
-from medusa.training.states.feeds import StateFeed
+from medusa.training.states.feeds import FeatureBatch, FeatureFeed, StateFeed
 from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
@@ -41,8 +42,10 @@ class MedusaRecipe(Recipe):
         super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss), live)
 
     def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
-        layers = self.heads.reads_layers
-        return StateFeed(self.base, documents, self.heads.num_heads, self.columns, layers, stored, self.live)
+        heads, feed = self.heads, FeatureFeed if self.heads.reads_text else StateFeed
+        return feed(
+            self.base, documents, heads.num_heads, self.columns, heads.reads_layers, stored, self.live
+        )
 
 
 def new_heads(
@@ -82,7 +85,7 @@ class HeadsLoss(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        given: Tensor | FeatureBatch,
         alignment: Alignment,
         output_embedding: nn.Module,
         num_scored: Tensor,
@@ -91,13 +94,21 @@ class HeadsLoss(nn.Module):
         """The weighted loss, a scalar, and its sums.
 
         Args:
-            hidden: (P, (1 + L) * D) states that ``alignment`` points into, the last one first, then those of
-                the layers that the heads fuse; gradients reach it when it wants them.
+            given: (P, (1 + L) * D) states that ``alignment`` points into, the last one first, then those of
+                the layers that the heads fuse; gradients reach them when they want them. For heads that read
+                the text, whole rows of them, which the alignment counts row by row.
             output_embedding: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
         heads, options = self.heads, self.options
+        if isinstance(given, FeatureBatch):
+            hidden, mask = given.hidden.flatten(0, 1), document_mask(given.positions)
+            fused = heads.fuse(given.hidden)
+            read = heads.attend(fused, given.next_tokens, output_embedding, mask, given.positions)
+            read = read.flatten(0, 1)
+        else:
+            hidden, read = given, heads.fuse(given)
         last = hidden.detach()[:, : heads.config.hidden_size]
 
         def logits_of(index: int, block: slice, states: Tensor) -> Tensor:
@@ -117,5 +128,5 @@ class HeadsLoss(nn.Module):
             teacher=checked_teacher(options.objective, teacher),
             teacher_states=lambda block: last[alignment.sources[0, block]],
         )
-        loss = work(heads.fuse(hidden), list(heads.parameters()))
+        loss = work(read, list(heads.parameters()))
         return loss, work.sums._replace(num_labels=work.sums.num_scored + alignment.num_unmapped)

@@ -46,7 +46,7 @@ def built_heads(
 def start_from(heads: Heads, source: str) -> None:
     """Copy the weights of the heads in ``source`` into ``heads``, all but the token map.
 
-    Heads that fuse layers may start from heads that read the last state alone: they begin as those.
+    Heads that fuse layers, or read the text, may start from heads that do not: they begin as those.
 
     Raises:
         ConfigurationError: those heads are of another configuration, or belong to an adapted base.
@@ -60,6 +60,8 @@ def start_from(heads: Heads, source: str) -> None:
     ours, theirs = asdict(heads.config), asdict(given.heads.config)
     if isinstance(given.heads, MedusaHeads) and not given.heads.reads_layers:
         ours["fused_layers"] = ()
+    if theirs.get("context") is None:
+        ours["context"] = theirs.get("context")
     if ours != theirs:
         differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         raise ConfigurationError(

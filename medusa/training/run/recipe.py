@@ -46,8 +46,6 @@ class Recipe(ABC):
     What is not abstract here suits heads that are trained alone, on a frozen base.
     """
 
-    stores_every_state: bool = False
-    """Whether stored hidden states are those of all positions, or of those that predict a label."""
     result: str = "heads"
     """What ends up in the heads directory, in words."""
 

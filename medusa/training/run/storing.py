@@ -20,7 +20,6 @@ from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import BaseOptions, ConfigurationError
 from medusa.training.data.documents import Documents
-from medusa.training.recipes.registry import RECIPES
 from medusa.training.run.processes import on_main_process
 from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
@@ -45,12 +44,12 @@ def stored_states(
     """
     options, run = configuration.optimisation, configuration.run
     config = configuration.heads_config(base)
-    reads_all = RECIPES[configuration.kind].stores_every_state
-    num_heads = None if reads_all else configuration.heads.num_heads
-    layers = config.fused_layers
+    num_heads, layers = configuration.heads.num_heads, config.fused_layers
     directory = Path(run.states_dir or Path(run.output_dir) / "states") / name
     with accelerator.autocast():
-        states = StateFile(directory, base, documents, num_heads, options.cache_dtype, layers)
+        states = StateFile(
+            directory, base, documents, num_heads, options.cache_dtype, layers, configuration.reads_text
+        )
     with ProgressReporter("hidden states", console, accelerator.is_main_process) as line:
         missing = on_main_process(accelerator, lambda: states.begin(run.overwrite, line))
         if run.stop_after == "plan":

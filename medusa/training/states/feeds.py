@@ -79,16 +79,16 @@ class StateFeed:
 
 
 class FeatureBatch(NamedTuple):
-    """Whole rows of a micro-batch, as an EAGLE-3 head reads them."""
+    """Whole rows of a micro-batch, as heads with a causal layer read them."""
 
     hidden: Tensor  # (B, T, (1 + L) * D)
-    next_embeddings: Tensor  # (B, T, D); of the token after each
+    next_tokens: Tensor  # (B, T) long; the token after each
     positions: Tensor  # (B, T) long; from 0 at the start of each document
 
 
 @dataclass(frozen=True)
 class FeatureFeed:
-    """What an EAGLE-3 head reads: whole rows, since its entries attend to all before them."""
+    """What heads with a causal layer read: whole rows, since its entries attend to all before them."""
 
     base: CausalLM
     documents: Documents
@@ -96,7 +96,7 @@ class FeatureFeed:
     column_of: Tensor | None = None
     layers: tuple[int, ...] = ()
     stored: StateFile | None = None
-    """Of the states of all positions."""
+    """Of the states of all positions up to the last that predicts a label."""
     live: LiveStates | None = None
     """What computes states that are not stored; ``base`` itself by default."""
 
@@ -116,18 +116,16 @@ class FeatureFeed:
         assert padded is not None
         # What a row's last entry joins is never read.
         following = padded.input_ids.roll(-1, dims=1).to(device)
-        with torch.no_grad():
-            next_embeddings = self.base.get_input_embeddings()(following)
         if hidden is None:
             hidden = (self.live or LiveStates(self.base)).of(padded, self.layers)
         hidden = hidden.to(device, self.base.dtype)
-        rows = FeatureBatch(hidden, next_embeddings, padded.positions.to(device))
+        rows = FeatureBatch(hidden, following, padded.positions.to(device))
         return rows, read.alignment.to(device)
 
     def _from_file(self, stored: StateFile, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
         """The states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
         states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
         for row, indices in zip(states, batch, strict=False):
-            kept = stored.of(indices)
-            row[: len(kept)] = kept
+            needed = np.concatenate([stored.needed[stored.span(index)] for index in indices])
+            row[: len(needed)][torch.from_numpy(needed)] = stored.of(indices)
         return states

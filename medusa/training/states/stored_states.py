@@ -1,7 +1,8 @@
 """Hidden states of the frozen base, computed once and kept in shards.
 
 The base never changes, so neither do its states: the shards hold those that some depth predicts a label
-from, or all for heads that read whole documents, and every later epoch does without the base's layers.
+from, for heads that read the text also those before them, and every later epoch does without the base's
+layers.
 :mod:`medusa.training.states.format` has the files.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,14 +48,17 @@ class StateFile(StatesDirectory):
         directory: Path,
         base: CausalLM,
         documents: Documents,
-        num_heads: int | None,
+        num_heads: int,
         dtype: StateType,
         layers: tuple[int, ...] = (),
+        reads_text: bool = False,
     ):
-        """Those that ``num_heads`` heads and the base predict labels from, or all when it is None; ``layers``
-        are those that the heads fuse. Of ``base`` its embeddings and its configuration are enough here."""
+        """Those that ``num_heads`` heads and the base predict labels from, and with ``reads_text`` all before
+        them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its configuration are
+        enough here."""
         self.documents, self.layers, self._base = documents, layers, base
-        needed, starts, width = _needed(documents, num_heads), documents.starts, states_width(base, layers)
+        needed = _needed(documents, num_heads, reads_text)
+        starts, width = documents.starts, states_width(base, layers)
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
             "base_model": _whole_name(base),
@@ -171,13 +176,16 @@ class StateFile(StatesDirectory):
         return None
 
 
-def _needed(documents: Documents, num_heads: int | None) -> np.ndarray:
+def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarray:
     """(T,) bool over all tokens of all documents: whose state is kept."""
-    if num_heads is None:
-        return np.ones(documents.num_tokens, dtype=bool)
     starts = np.repeat(documents.starts[:-1], documents.lengths)
     positions = torch.from_numpy(np.arange(documents.num_tokens) - starts)
-    return needed_states(torch.from_numpy(documents.is_label), positions, num_heads).numpy()
+    needed = needed_states(torch.from_numpy(documents.is_label), positions, num_heads).numpy()
+    if reads_text:
+        for start, end in pairwise(documents.starts):
+            last = needed[start:end].nonzero()[0][-1:]
+            needed[start : start + int(last.sum()) + len(last)] = True
+    return needed
 
 
 def _arithmetic(base: CausalLM) -> str:

@@ -1,0 +1,212 @@
+"""One causal transformer layer that drafting heads run over the text, as Llama's but for what it reads.
+
+An entry joins a *feature* of token t, made of the base's hidden states, with the embedding of token t + 1.
+EAGLE-3 heads (arXiv 2503.01840) are such a layer, in the form that serving engines load; Medusa heads may
+have one below them. This module knows nothing of heads, trees or files.
+
+Shapes: D hidden, E entries, S entries that can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from medusa.base.causal_lm import CausalLM, hidden_size
+from medusa.heads.limits import MAX_SIZE, check_counts
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that a layer takes over from its base; those that change with the length of the text it
+does not."""
+DEFAULT_THETA = 10000.0
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The sizes of a layer."""
+
+    hidden_size: int
+    """D."""
+    num_attention_heads: int
+    num_key_value_heads: int
+    """A divisor of num_attention_heads."""
+    head_dim: int
+    intermediate_size: int
+    """Size of the feed-forward part."""
+    rms_norm_eps: float = 1e-5
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
+    """Of the rotary embedding, as in ``transformers``; rope_type is one of :data:`ROPE_TYPES`."""
+    max_position_embeddings: int = 2048
+    """Positions that the base was made for."""
+
+    def __post_init__(self) -> None:
+        check_counts(
+            hidden_size=(self.hidden_size, MAX_SIZE),
+            num_attention_heads=(self.num_attention_heads, MAX_SIZE),
+            num_key_value_heads=(self.num_key_value_heads, MAX_SIZE),
+            head_dim=(self.head_dim, MAX_SIZE),
+            intermediate_size=(self.intermediate_size, MAX_SIZE),
+            max_position_embeddings=(self.max_position_embeddings, 2**40),
+        )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got "
+                f"{self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:  # rotary embeddings turn pairs
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps must be a number between 0 and 1, got {self.rms_norm_eps!r}")
+        _check_rope(self.rope_parameters)
+
+    @classmethod
+    def of_base(cls, base: CausalLM, intermediate_size: int = 0) -> LayerConfig:
+        """The layer with ``base``'s attention heads, rotary embedding and feed-forward size, or another one
+        where ``intermediate_size`` is not 0."""
+        text, size = base.config.get_text_config(decoder=True), hidden_size(base)
+        heads = text.num_attention_heads
+        wide = intermediate_size or getattr(text, "intermediate_size", None)
+        return cls(
+            hidden_size=size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or size // heads,
+            intermediate_size=wide if isinstance(wide, int) else 4 * size,
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
+            rope_parameters=_rope_of(text),
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+        )
+
+
+def _check_rope(parameters: Any) -> None:
+    """Raise ValueError unless ``parameters`` are those of a rotary embedding that a layer can have."""
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"rope_parameters must be an object, got {parameters!r:.200}")
+    theta, kind = parameters.get("rope_theta"), parameters.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.100}")
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not theta > 0:
+        raise ValueError(f"rope_theta must be a number above 0, got {theta!r:.100}")
+
+
+def _rope_of(text: Any) -> dict[str, Any]:
+    """The rotary settings of a text configuration: those of full attention where layers differ."""
+    given = getattr(text, "rope_parameters", None) or {}
+    given = given.get("full_attention", given)
+    theta = given.get("rope_theta", DEFAULT_THETA)
+    if given.get("rope_type", "default") not in ROPE_TYPES[1:]:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {"rope_theta": theta, **{key: value for key, value in given.items() if value is not None}}
+
+
+class CausalLayer(nn.Module):
+    """A Llama layer whose attention reads [embedding, feature]."""
+
+    def __init__(self, config: LayerConfig, norm_before_residual: bool = False):
+        """``norm_before_residual``: the residual is the normed feature, and not the feature."""
+        super().__init__()
+        size, self.norm_before_residual = config.hidden_size, norm_before_residual
+        self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.self_attn = CausalAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.mlp = GatedMlp(size, config.intermediate_size)
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """What E entries give, (B, E, D), from features and embeddings (B, E, D).
+
+        Causal over entries without ``mask`` (B, 1, E, S) bool; they stand at ``position_ids`` (B, E) long,
+        from 0 on without. ``cache`` takes their keys and values, and gives those of all S entries that they
+        may see.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(features.shape[1], device=features.device)[None]
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # (B, E, 2 * D)
+        residual = residual + self.self_attn(joined, mask, position_ids, cache)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class CausalAttention(nn.Module):
+    """Grouped-query attention with rotary positions over inputs of twice the hidden size."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__()
+        size, self.head_dim = config.hidden_size, config.head_dim
+        width, key_width = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(2 * size, width, bias=False)
+        self.k_proj = nn.Linear(2 * size, key_width, bias=False)
+        self.v_proj = nn.Linear(2 * size, key_width, bias=False)
+        self.o_proj = nn.Linear(width, size, bias=False)
+        rope = LlamaConfig(
+            hidden_size=size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
+            self.rotary_emb = LlamaRotaryEmbedding(rope)
+
+    def forward(self, joined: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any) -> Tensor:
+        """(B, E, D) of joined (B, E, 2 * D)."""
+        queries, keys, values = (
+            each(joined).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (B, heads, E, head_dim)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *self.rotary_emb(queries, position_ids))
+        if cache is not None:
+            keys, values = cache.update(keys, values, 0)
+        seen = F.scaled_dot_product_attention(
+            queries, keys, values, mask, is_causal=mask is None, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+        return self.o_proj(seen.transpose(1, 2).flatten(2))
+
+
+class GatedMlp(nn.Module):
+    """Llama's feed-forward part."""
+
+    def __init__(self, size: int, wide: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, wide, bias=False)
+        self.up_proj = nn.Linear(size, wide, bias=False)
+        self.down_proj = nn.Linear(wide, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def document_pairs(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries of a row are of one document, (B or 1, E, E) bool, and how far each stands behind each
+    other one, (E, E) long. positions (B, E) long count from 0 where a document starts."""
+    entries = torch.arange(positions.shape[1], device=positions.device)
+    document = (positions == 0).cumsum(1)
+    if bool((document == document[:, :1]).all()):
+        document = document[:1]  # a row is one document: one mask serves all rows
+    return document[:, :, None] == document[:, None, :], entries[:, None] - entries[None, :]
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """(B or 1, 1, E, E) bool: each entry sees those before it in its document, and itself."""
+    together, distance = document_pairs(positions)
+    return (together & (distance >= 0))[:, None]
