@@ -159,16 +159,16 @@ def test_a_launcher_that_restarts_dead_processes_ends_with_the_undisturbed_weigh
 def test_states_stored_without_a_base_a_kill_and_one_command_give_the_undisturbed_weights(place):
     """Two processes store states, train without the base, die and go on by the same command line."""
     common = ("--cache_hidden_states", "true", "--resume", "auto")
-    status, said = run(place, TWO, "--output_dir", "undisturbed", *common, SHARD_BYTES="150000")
+    status, said = run(place, TWO, "--output_dir", "undisturbed", *common, SHARD_BYTES="60000")
     assert status == 0, said
     command = (TWO, "--output_dir", "disturbed", *common)
-    status, said = run(place, *command, SHARD_BYTES="150000", KILL_AT_STEP="5")
+    status, said = run(place, *command, SHARD_BYTES="60000", KILL_AT_STEP="5")
     assert status != 0
     assert not (place / "disturbed" / "heads").exists()
     states, _ = StatesDirectory.read(place / "disturbed" / "states" / "training")
     assert states.missing() == [] and len(states.ends) > 2
     written = {path: path.stat().st_mtime_ns for path in states.directory.iterdir()}
-    status, said = run(place, *command, SHARD_BYTES="150000", FORBID_BASE="1")
+    status, said = run(place, *command, SHARD_BYTES="60000", FORBID_BASE="1")
     assert status == 0, said
     assert {path: path.stat().st_mtime_ns for path in states.directory.iterdir()} == written
     assert_equal_runs(place, "disturbed", "undisturbed", atol=1e-6)
