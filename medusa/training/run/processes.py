@@ -23,6 +23,8 @@ import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers.integrations import unset_hf_deepspeed_config
 
 from medusa.heads.eagle3 import Heads
@@ -33,6 +35,9 @@ T = TypeVar("T")
 STOPPED = 75
 """Exit status of a run that SIGTERM has stopped and that --resume continues: EX_TEMPFAIL of sysexits.h."""
 ON_CPU = "accelerate launch --config_file configs/accelerate_ddp.yaml --num_processes N"
+
+RESTARTED = "medusa-restarted"
+"""Scheme of the address at which processes meet that a launcher has restarted."""
 
 
 def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accelerator:
@@ -53,6 +58,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
         kwargs_handlers=[
             InitProcessGroupKwargs(
                 backend="gloo" if is_deepspeed and not has_device else None,
+                init_method=f"{RESTARTED}://" if _num_restarts() else None,
                 timeout=timedelta(minutes=run.timeout_minutes),
             )
         ],
@@ -251,6 +257,22 @@ def gathered_heads(accelerator: Accelerator, module: nn.Module, heads: Heads) ->
         {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
     )
     return whole.to(accelerator.device)
+
+
+def _num_restarts() -> int:
+    """How often the launcher has started these processes again, where it keeps the store they meet in."""
+    keeps_store = _is_set("TORCHELASTIC_USE_AGENT_STORE")
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if keeps_store else 0
+
+
+def _apart_from_earlier(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
+    """A part of the launcher's store for this restart alone: the addresses of the processes before still
+    stand in it, and PyTorch would connect to those (pytorch/pytorch issue 135712)."""
+    for store, rank, world_size in rendezvous(url.replace(RESTARTED, "env", 1), **options):
+        yield PrefixStore(f"restart_{_num_restarts()}", store), rank, world_size
+
+
+register_rendezvous_handler(RESTARTED, _apart_from_earlier)
 
 
 def _num_launched() -> int:
