@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medusa import HeadsConfig, MedusaHeads
 from medusa.training.config.options import LossOptions
 from medusa.training.losses.alignment import Alignment, align, needed_states
+from medusa.training.losses.fused import FusedLoss
 from medusa.training.recipes.medusa_heads import HeadsLoss
 
 NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20
@@ -140,6 +141,20 @@ def test_no_block_of_logits_is_larger_than_asked(monkeypatch):
     problem.fused(block_elements=3 * VOCAB)
     assert max(seen) == 3 * VOCAB
     assert len(seen) > NUM_HEADS
+
+
+def test_the_gradients_that_the_loss_finds_become_those_of_the_parameters(monkeypatch):
+    """No second copy of them is held: of heads with an unembedding of their own they are gigabytes."""
+    problem, found, run = Problem("full"), {}, FusedLoss.run
+
+    def noting(work, states, gradients):
+        found.update({each: gradient.data_ptr() for each, gradient in gradients.items()})
+        return run(work, states, gradients)
+
+    monkeypatch.setattr(FusedLoss, "run", noting)
+    (3 * problem.fused()[0]).backward()
+    parameters = list(problem.heads.parameters())
+    assert [each.grad.data_ptr() for each in parameters] == [found[each] for each in parameters]
 
 
 def test_without_gradients_the_same_sums_come_back():

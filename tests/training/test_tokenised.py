@@ -44,7 +44,9 @@ def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path
     assert len(training) + len(held_out) == 40
 
 
-def test_the_name_follows_data_tokenizer_and_template_and_nothing_else(options, tmp_path):
+def test_the_name_follows_data_tokenizer_template_and_version_and_nothing_else(
+    options, tmp_path, monkeypatch
+):
     name = name_of(options, chat_tokenizer())
     assert name_of(replace(options, tokens_per_batch=7, packing=True), chat_tokenizer()) == name
     others = [
@@ -60,6 +62,8 @@ def test_the_name_follows_data_tokenizer_and_template_and_nothing_else(options, 
     extended = chat_tokenizer()
     extended.add_tokens(["<new>"])
     others.append(name_of(options, extended))
+    monkeypatch.setattr("medusa.__version__", "0.0.1")
+    others.append(name_of(options, chat_tokenizer()))
     assert len({name, *others}) == 1 + len(others)
 
 

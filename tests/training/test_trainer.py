@@ -218,6 +218,25 @@ def test_where_no_checkpoint_is_whole_the_files_are_named(tmp_path, rows):
         resumed.train()
 
 
+def test_no_process_leaves_before_the_checkpoint_has_its_name(tmp_path, rows, monkeypatch):
+    """The end of one process makes a launcher stop the others, among them the one that writes."""
+    trainer, there = new_trainer(tmp_path, rows), []
+    target = trainer.run.checkpoints / "step-00000000"
+    trainer.run.begin(trainer.configuration)
+    monkeypatch.setattr(trainer.accelerator, "wait_for_everyone", lambda: there.append(target.exists()))
+    trainer.checkpoint()
+    assert there[-1] and not there[0]
+
+
+def test_one_process_says_whether_there_is_something_to_resume(tmp_path, rows, monkeypatch):
+    """The others may see a shared directory as it was a while ago."""
+    new_trainer(tmp_path, rows, checkpoint_steps=5).train()
+    resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume="auto")
+    monkeypatch.setattr("medusa.training.run.trainer.on_main_process", lambda *_: False)
+    resumed._begin()
+    assert resumed.state.step == 0
+
+
 def test_a_checkpoint_lies_on_the_disk_before_it_has_its_name(tmp_path, rows, monkeypatch):
     synced, at_rename = set(), {}
     fsync, replace = os.fsync, os.replace

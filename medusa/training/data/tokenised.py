@@ -5,7 +5,7 @@
     held-out/     the same
 
 The directory's name is a digest of what the documents depend on: the data files, how they are cut and
-filtered, the tokenizer and its chat template.
+filtered, the tokenizer and its chat template, and the version of medusa that made them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+import medusa
 from medusa.files import read_json, replaced_directory, write_json
 from medusa.training.config.options import DataOptions
 from medusa.training.data.documents import Document, Documents
@@ -42,7 +43,7 @@ def name_of(options: DataOptions, tokenizer: Any) -> str:
         state = path.stat() if path.is_file() else None
         where = str(path.resolve()) if state else source
         sources.append([where, *([state.st_size, state.st_mtime_ns] if state else [])])
-    told = {**cut, "data": sources, "tokenizer": digest_of_tokenizer(tokenizer)}
+    told = {**cut, "data": sources, "tokenizer": digest_of_tokenizer(tokenizer), "medusa": medusa.__version__}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
 

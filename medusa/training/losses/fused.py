@@ -150,7 +150,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(None if each is None else each * upstream for each in ctx.saved_tensors))
+        # In place: these gradients become those of the parameters, and no second copy of them is held.
+        return (None, *(None if each is None else each.mul_(upstream) for each in ctx.saved_tensors))
 
 
 def decay_weights(alignment: Alignment, decay: float) -> Tensor:

@@ -182,6 +182,7 @@ class RunDirectory:
             sync(self.checkpoints)
             for old in self._checkpoints()[:-keep]:
                 shutil.rmtree(old)
+        accelerator.wait_for_everyone()  # a launcher stops the others soon after the first process that ends
         return target
 
     def load_checkpoint(self, accelerator: Accelerator, now: RunState) -> tuple[RunState, list[str]]:

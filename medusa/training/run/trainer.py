@@ -38,6 +38,7 @@ from medusa.training.run.processes import (
     StopSignal,
     gathered_heads,
     micro_batch,
+    on_main_process,
     prepare,
     share_of,
     whole_number,
@@ -248,7 +249,8 @@ class Trainer:
     def _begin(self) -> None:
         """Go on from the latest checkpoint where that is asked for and there is one."""
         resume = self.configuration.run.resume
-        if resume == "always" or (resume == "auto" and self.run.has_checkpoint()):
+        # One process looks: on a shared file system the others may see the directory as it was.
+        if resume != "never" and on_main_process(self.accelerator, self.run.has_checkpoint):
             self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
             for each in (*damage, *self.state.changes, f"resumed at step {self.state.step}"):
                 self.console.print(each, soft_wrap=True)
