@@ -275,9 +275,14 @@ class MedusaModel:
         self._draft_costs.clear()
 
     @property
+    def can_compile(self) -> bool:
+        """Whether :meth:`compile` has all that it needs here."""
+        return self._runners.compile_passes and missing_for_compiled(self.runner) is None
+
+    @property
     def is_compiled(self) -> bool:
         """Whether the libraries of :meth:`compile` are on disk; false where none are made."""
-        if not self._runners.compile_passes or missing_for_compiled(self.runner) is not None:
+        if not self.can_compile:
             return False
         runners = self._runners
         drafts = (path for each in self._default_drafters() for path in runners.compiled_draft_paths(each))

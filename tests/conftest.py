@@ -37,7 +37,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from medusa import CandidateTree
+from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
@@ -147,6 +147,16 @@ def counting_model(size: int):
         base.model.embed_tokens.weight.copy_(torch.eye(size))
         base.lm_head.weight.copy_(torch.eye(size).roll(1, dims=0))
     return base
+
+
+def counting_heads(size: int, is_trained: bool = True) -> MedusaHeads:
+    """Heads that know how the counting base goes on; untrained, they say its next number again."""
+    heads = MedusaHeads(HeadsConfig(size, size, num_heads=3))
+    if is_trained:
+        for depth, (block,) in enumerate(heads.blocks, start=1):
+            block.linear.weight.data.copy_(40 * torch.eye(size).roll(depth, dims=0))
+            block.linear.bias.data.fill_(-20)
+    return heads
 
 
 class OracleDrafter(StatelessDrafter):

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
 from medusa.cli.commands import ChatOptions
-from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
+from medusa.cli.program import chosen_drafter, compile_or, load_for_replies, reply_sampling
 from medusa.cli.reporting import report_json
 from medusa.cli.terminal import WrappedText, piped_lines, stop_button, typed_questions
 from medusa.decoding.statistics import DecodingStatistics
@@ -42,7 +42,7 @@ ENDINGS = {
 VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
-def chat(options: ChatOptions) -> None:
+def chat(options: ChatOptions) -> list[str]:
     """Hold the conversation that the flags ask for; report what it cost when it is over."""
     prompts = (
         None
@@ -64,6 +64,7 @@ def chat(options: ChatOptions) -> None:
     else:
         terminal.converse(piped_lines(terminal.console))
     report_json(session_report(session), options.report)
+    return compile_or("serve", model, options.model)
 
 
 def session_report(session: ChatSession) -> dict[str, Any]:

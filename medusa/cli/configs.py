@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 from medusa.cli.commands import ConfigsOptions
+from medusa.cli.reporting import command
 from medusa.places import named_file, shipped_files
 
+COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
+"""In the comment at the head of a configuration."""
 
-def configs(options: ConfigsOptions) -> None:
-    """Print what there is, or the path of what is named.
+
+def configs(options: ConfigsOptions) -> list[str]:
+    """Print what there is, or the path of what is named, which says itself how it is used.
 
     Raises:
         FileNotFoundError: nothing that ships has this name.
@@ -19,11 +24,15 @@ def configs(options: ConfigsOptions) -> None:
         files = sorted(shipped_files().iterdir(), key=lambda path: (path.suffix, path.stem))
         width = max(len(path.stem) for path in files)
         sys.stdout.write("".join(f"{path.stem:<{width}}  {_about(path)}\n" for path in files))
-        return
+        return [command("configs", "smollm2_demo")]
     suffix = Path(options.name).suffix or next(
         (path.suffix for path in shipped_files().iterdir() if path.stem == options.name), ".yaml"
     )
-    sys.stdout.write(f"{named_file(options.name, suffix, 'configuration file')}\n")
+    path = named_file(options.name, suffix, "configuration file")
+    sys.stdout.write(f"{path}\n")
+    if path.suffix == ".jsonl":
+        return [command("distill", "--prompts", path.stem, "--output", f"runs/{path.stem}/answers.jsonl")]
+    return COMMAND.findall(path.read_text(encoding="utf-8")) or [command("train", "--config", path.stem)]
 
 
 def _about(path: Path) -> str:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.cli.commands import FetchOptions
 from medusa.cli.program import log_version
+from medusa.cli.reporting import command
 from medusa.files import check_writable_target, replaced_directory, replaced_file
 from medusa.places import EMBEDDED_BASE, embedded_base_homes
 
@@ -34,7 +35,7 @@ FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0"}
 """What :func:`write_gguf` writes, and what ``gguf`` calls it."""
 
 
-def fetch(options: FetchOptions) -> None:
+def fetch(options: FetchOptions) -> list[str]:
     """Write what is asked for and not there yet.
 
     Raises:
@@ -50,7 +51,7 @@ def fetch(options: FetchOptions) -> None:
         missing = [path for path in (output / "config.json", *copies) if not path.exists()]
         if not missing:
             log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
-            return
+            return _chat_with(output)
         _remove_unfinished(output)
         with _scratch(output) as scratch:
             source = _verified_gguf(options.archive, scratch, log)
@@ -63,8 +64,12 @@ def fetch(options: FetchOptions) -> None:
                     with replaced_directory(output) as partial:
                         _convert(source, partial)
                 log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
-    is_found = output.resolve() in [home.resolve() for home in embedded_base_homes()]
-    log.print(f"next: medusa chat{'' if is_found else f' --base {output}'}", soft_wrap=True)
+    return _chat_with(output)
+
+
+def _chat_with(base: Path) -> list[str]:
+    is_found = base.resolve() in [home.resolve() for home in embedded_base_homes()]
+    return [command("chat", *([] if is_found else ["--base", base]))]
 
 
 def _usual_home() -> Path:

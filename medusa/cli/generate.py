@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.chat_terminal import cost_line
 from medusa.cli.commands import GenerateOptions
-from medusa.cli.program import chosen_drafter, load_for_replies, reply_sampling
+from medusa.cli.program import chosen_drafter, compile_or, load_for_replies, reply_sampling
 from medusa.cli.reporting import checked_utf8, utf8_lines
 from medusa.decoding.loop import StepResult
 from medusa.decoding.statistics import DecodingStatistics
@@ -21,7 +21,7 @@ from medusa.prompts import Message, encode_messages, encode_text
 from medusa.text_stream import TextStream
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: GenerateOptions) -> list[str]:
     """Print the answer as it comes, then what it cost."""
     prompt = "".join(utf8_lines()) if options.prompt == "-" else checked_utf8(options.prompt, "the prompt")
     if not prompt.strip():
@@ -39,6 +39,7 @@ def generate(options: GenerateOptions) -> None:
     _print_answer(model.tokenizer, model.stream(**arguments, statistics=statistics))
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(cost_line(statistics, seconds), style="dim")
+    return compile_or("chat", model, options.model)
 
 
 def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from medusa.cli.commands import InfoOptions
+from medusa.cli.reporting import command
 from medusa.heads.checkpoint import HeadsCheckpoint, kind_of, load_heads
 from medusa.tables import counted
 
@@ -18,13 +20,19 @@ LONGEST_CELL = 300
 """Characters of a provenance entry that are shown."""
 
 
-def info(options: InfoOptions) -> None:
+def info(options: InfoOptions) -> list[str]:
     """Print what the heads are."""
     description = describe_heads(load_heads(options.heads))
     if options.json:
         sys.stdout.write(json.dumps(description) + "\n")
-        return
-    table = Table(title=f"Heads in {options.heads}", show_header=False, title_justify="left")
+    else:
+        _print_table(options.heads, description)
+    can_be_tuned = not description["tuned_trees"] and Path(options.heads).is_dir()
+    return [command("tune" if can_be_tuned else "chat", "--heads", options.heads)]
+
+
+def _print_table(heads: str, description: dict[str, Any]) -> None:
+    table = Table(title=f"Heads in {heads}", show_header=False, title_justify="left")
     for name, value in description.items():
         if name != "provenance":
             table.add_row(name, _in_words(name, value))

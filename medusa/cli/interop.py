@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from medusa.cli.program import (
     log_version,
     recorded_base,
 )
-from medusa.cli.reporting import print_list, report_json, table_console
+from medusa.cli.reporting import command, print_list, report_json, table_console
 from medusa.files import check_writable_target
 from medusa.heads.checkpoint import kind_of, load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
@@ -37,8 +36,8 @@ from medusa.tables import counted, percent, print_table
 from medusa.trees.candidate_tree import CandidateTree
 
 
-def export(options: ExportOptions) -> None:
-    """Write heads for another project; say what it does otherwise, and what to do next."""
+def export(options: ExportOptions) -> list[str]:
+    """Write heads for another project; say what it does otherwise."""
     log, foreign = log_version(), FORMATS[options.to]
     if not options.overwrite:
         check_writable_target(options.output)
@@ -54,9 +53,6 @@ def export(options: ExportOptions) -> None:
     if (revision := split_revision(name)[1]) is not None:
         changes.append(f"the base is named without its revision {revision!r}: tell {foreign.consumer} of it")
     print_list(log, f"what {foreign.consumer} does otherwise:", changes)
-    check = shlex.join(["medusa", "check", str(options.output), "--as", options.to, "--base", name])
-    serve = _serve(foreign, str(options.output), name, checkpoint.heads)
-    print_list(log, "next:", [check, serve])
     report_json(
         {
             "output": str(options.output),
@@ -64,14 +60,15 @@ def export(options: ExportOptions) -> None:
             "base": name,
             "bytes": size,
             "changes": changes,
-            "serve": serve,
+            "serve": _serve(foreign, str(options.output), name, checkpoint.heads),
         },
         options.report,
     )
+    return [command("check", options.output, "--as", options.to, "--base", name)]
 
 
-def import_foreign(options: ImportOptions) -> None:
-    """Read heads of another project into a heads directory; say what was found, and what to do next."""
+def import_foreign(options: ImportOptions) -> list[str]:
+    """Read heads of another project into a heads directory; say what was found."""
     log = log_version()
     outputs = [path for path in (options.output, options.base_output) if path is not None]
     if not options.overwrite:
@@ -111,9 +108,6 @@ def import_foreign(options: ImportOptions) -> None:
         soft_wrap=True,
     )
     print_list(log, "decided:", read.notes)
-    use = shlex.join(["--base", own_name, "--heads", str(options.output)])
-    tune = f"medusa tune {use}  # the tree that is fastest here; without it, a chain"
-    print_list(log, "next:", [f"medusa chat {use}", tune])
     report_json(
         {
             "output": str(options.output),
@@ -126,9 +120,11 @@ def import_foreign(options: ImportOptions) -> None:
         },
         options.report,
     )
+    use = ("--base", own_name, "--heads", options.output)
+    return [command("chat", *use), command("tune", *use)]
 
 
-def check(options: CheckOptions) -> None:
+def check(options: CheckOptions) -> list[str]:
     """Hold a directory to its consumer's rules, and measure its heads in a chain.
 
     Raises:
@@ -163,7 +159,7 @@ def check(options: CheckOptions) -> None:
             f"one for {result.untrained_top1[0]:.1%}: these heads would slow {foreign.consumer} down. Do "
             f"they belong to the base {name!r}, and do they decode better here before the export?"
         )
-    print_list(log, "next:", [serve])
+    return [serve]
 
 
 def check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import medusa
 from medusa.cli.options import parse
-from medusa.cli.reporting import exit_status
+from medusa.cli.reporting import exit_status, print_next
 
 LOST_PIPE = 141
 """What a shell says of a program that wrote to a pipe which nobody reads any more: 128 + SIGPIPE."""
@@ -26,7 +26,8 @@ class Command:
     """A word after ``medusa``; modules are named as they stand in ``medusa.cli``."""
 
     run: str
-    """``module:function`` that does it, given the options."""
+    """``module:function`` that does it, given the options, and returns what to do next: commands, each a line
+    for the shell, which :func:`main` prints last."""
     options: str
     """``module:class`` of what it can be told. Its docstring is the command's --help."""
     summary: str
@@ -104,7 +105,7 @@ def _run(arguments: Sequence[str]) -> int:
     options: Any = parse(kind, rest, prog=f"medusa {name}", **getattr(kind, "PARSING", {}))
     groups = (options, *vars(options).values())
     show_traceback = any(getattr(group, "traceback", False) for group in groups)
-    return exit_status(lambda: _named(COMMANDS[name].run)(options), show_traceback)
+    return exit_status(lambda: print_next(_named(COMMANDS[name].run)(options)), show_traceback)
 
 
 def _named(place: str) -> Any:

@@ -111,6 +111,30 @@ def flag_types(options: type) -> dict[str, Any]:
     return flags
 
 
+def words_of(options: Any, defaults: Any = None) -> list[str]:
+    """The words of a command line that :func:`parse` reads as ``options``: those without a flag, then each
+    flag that is not as in ``defaults``, by default those of its class."""
+    positional, flags = list[str](), list[str]()
+    types = get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        value, name = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        default = getattr(defaults, field.name) if defaults is not None else _default(field)
+        values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+        if dataclasses.is_dataclass(value):
+            flags += words_of(value, None if default is dataclasses.MISSING else default)
+        elif tyro.conf.Positional in getattr(types[field.name], "__metadata__", ()):
+            positional += [] if value is None else values
+        elif value != default:
+            switch = name if value else f"--no-{name[2:]}"
+            flags += [switch] if isinstance(value, bool) else [name, *(["none"] if value is None else values)]
+    return [*positional, *flags]
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """The value of an option that nobody gives; MISSING where somebody must."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The file that ``--config`` names, and the other words."""
     words = [
@@ -390,14 +414,20 @@ class DrafterOptions:
         check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
 
     def check_read_by(self, *drafters: str) -> None:
-        """Raise ValueError for an option that none of ``drafters``, names or unions of them, reads."""
-        parts = {part for name in drafters for part in name.split("+")}
+        """Raise ValueError for an option that :meth:`read_by` ``drafters`` leaves out."""
+        read = self.read_by(*drafters)
         for option, drafter in _READ_BY.items():
-            if getattr(self, option) is not None and drafter not in parts:
+            if getattr(self, option) != getattr(read, option):
                 raise ValueError(
                     f"{option} goes with the drafter {drafter}, which is not asked for; ask for it, or leave "
                     f"{option} out"
                 )
+
+    def read_by(self, *drafters: str) -> DrafterOptions:
+        """Without the options that none of ``drafters``, names or unions of them, reads."""
+        parts = {part for name in drafters for part in name.split("+")}
+        unread: dict[str, Any] = {name: None for name, drafter in _READ_BY.items() if drafter not in parts}
+        return dataclasses.replace(self, **unread)
 
 
 _READ_BY = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}

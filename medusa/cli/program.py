@@ -23,7 +23,9 @@ from medusa.cli.options import (
     DrafterOptions,
     ModelOptions,
     PromptOptions,
+    words_of,
 )
+from medusa.cli.reporting import command
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
@@ -146,6 +148,12 @@ def drafter_settings(options: DrafterOptions) -> DrafterSettings:
     )
 
 
+def chat_with(drafter: str, model: ModelOptions, drafters: DrafterOptions) -> str:
+    """The command that chats with this drafter, as measurements call it."""
+    which = {"plain": ["--plain"], "default": []}.get(drafter, ["--drafter", drafter])
+    return command("chat", *which, *words_of(model), *words_of(drafters.read_by(drafter)))
+
+
 def load_for_replies(options: AnsweringOptions) -> MedusaModel:
     """:func:`load_model`, with heads where the drafter asked for needs them.
 
@@ -156,12 +164,19 @@ def load_for_replies(options: AnsweringOptions) -> MedusaModel:
     return load_model(options.model, with_heads=not is_plain and (name is None or draft_with_heads(name)))
 
 
-def compile_model(options: CompileOptions) -> None:
+def compile_model(options: CompileOptions) -> list[str]:
     """Compile the pass of a model and its heads, or say that it is there."""
     model = load_model(options.model)
     was_there, seconds = model.is_compiled, model.compile()
-    text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s; `medusa chat` uses it"
+    text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
     log_console().print(text, soft_wrap=True)
+    return [command("chat", *words_of(options.model))]
+
+
+def compile_or(further: str, model: MedusaModel, options: ModelOptions) -> list[str]:
+    """After an answer: compile the model, where that can be and is not done; else go ``further``."""
+    pays = model.can_compile and not model.is_compiled
+    return [command("compile" if pays else further, *words_of(options))]
 
 
 def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:

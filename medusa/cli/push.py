@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,8 +14,9 @@ import torch
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base
 from medusa.cli.commands import PushOptions
+from medusa.cli.options import words_of
 from medusa.cli.program import log_version, recorded_base
-from medusa.cli.reporting import print_list, report_json
+from medusa.cli.reporting import command, print_list, report_json
 from medusa.files import replaced_directory
 from medusa.heads.checkpoint import HeadsCheckpoint, heads_directory, load_heads, weights_digest
 from medusa.hub import looks_like_repository, split_revision
@@ -29,8 +31,8 @@ from medusa.interop.repository import (
 from medusa.tables import counted
 
 
-def push(options: PushOptions) -> None:
-    """Write a repository of heads and push it, or leave it in the folder of a dry run; say what is next."""
+def push(options: PushOptions) -> list[str]:
+    """Write a repository of heads and push it, or leave it in the folder of a dry run."""
     log = log_version()
     check_repository_name(options.repository)
     directory = heads_directory(options.heads)
@@ -62,7 +64,6 @@ def push(options: PushOptions) -> None:
     listed = [*files, *(f"deleted: {name}" for name in deleted)]
     print_list(log, f"{where}: {counted(len(files), 'file')}, {size / 1e6:,.1f} MB", listed)
     print_list(log, "note:", [*changes, *_missing(options)])
-    print_list(log, "next:", [_next_step(options, base)])
     report_json(
         {
             "repository": options.repository,
@@ -77,6 +78,9 @@ def push(options: PushOptions) -> None:
         },
         options.report,
     )
+    if pushed is None:
+        return [command("push", *words_of(replace(options, dry_run=None)))]
+    return [command("chat", "--base", base, "--heads", options.repository)]
 
 
 def hub_base(options: PushOptions, checkpoint: HeadsCheckpoint) -> str:
@@ -116,6 +120,11 @@ def _folder(options: PushOptions) -> Iterator[Path]:
 def _missing(options: PushOptions) -> list[str]:
     """What the reader of the card would like to know and is not told, and what is told to everyone."""
     lines = []
+    if options.dry_run is not None:
+        lines.append(
+            f"nothing is pushed: read {options.dry_run}/README.md first. With a card of your own: `hf upload "
+            f"{options.repository} {options.dry_run}`"
+        )
     if options.evaluation is None:
         lines.append(
             "the card says that nothing was measured: --evaluation takes what `medusa evaluate` writes"
@@ -123,12 +132,3 @@ def _missing(options: PushOptions) -> list[str]:
     if options.license is None:
         lines.append("the card names no licence: --license")
     return [*lines, "provenance.json tells everyone the commands, paths and versions of the training"]
-
-
-def _next_step(options: PushOptions, base: str) -> str:
-    if options.dry_run is None:
-        return f"medusa chat --base {base} --heads {options.repository}"
-    return (
-        f"read {options.dry_run}/README.md; then the same command without --dry-run, or, with a card of your "
-        f"own, `hf upload {options.repository} {options.dry_run}`"
-    )

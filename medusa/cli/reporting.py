@@ -7,6 +7,10 @@ This module imports no torch, so that a program can answer --help and Ctrl-C at 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +41,25 @@ def print_list(log: Console, title: str, lines: Sequence[str]) -> None:
     """Print ``lines`` under ``title``; nothing where there are none."""
     for line in [title, *(f"  {line}" for line in lines)] if lines else []:
         log.print(line, soft_wrap=True, markup=False)
+
+
+def command(name: str, *words: object) -> str:
+    """``medusa NAME WORD ...`` as a shell reads it."""
+    return shlex.join(["medusa", name, *map(str, words)])
+
+
+def print_next(commands: Sequence[str]) -> None:
+    """End with ``commands``: what to do next, to be pasted as it stands."""
+    own = _own_name()
+    print_list(log_console(), "next:", [re.sub("^medusa ", f"{own} ", line) for line in commands])
+
+
+def _own_name() -> str:
+    """What a shell calls this installation's ``medusa``: its path, where the name finds none or another."""
+    script, found = Path(sys.executable).with_name("medusa"), shutil.which("medusa")
+    if not script.is_file() or (found is not None and script.samefile(found)):
+        return "medusa"
+    return shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))
 
 
 def report_json(report: Mapping[str, Any], options: ReportOptions) -> None:

@@ -42,7 +42,8 @@ def export_heads(request: ToExport, to: str, output: str | Path, overwrite: bool
     """
     export = FORMATS[to].export
     if export is None:
-        raise ValueError(f"heads are not written as {to!r}; choose one of {', '.join(exported_formats())}")
+        written = ", ".join(name for name, each in FORMATS.items() if each.export is not None)
+        raise ValueError(f"heads are not written as {to!r}; choose one of {written}")
     if not overwrite:
         check_writable_target(output)
     files = export(request)
@@ -108,8 +109,3 @@ def save_base(base: CausalLM, tokenizer: Any, output: str | Path, overwrite: boo
     with replaced_directory(output, overwrite) as partial:
         base.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-
-
-def exported_formats() -> list[str]:
-    """The formats that heads are written in."""
-    return [name for name, each in FORMATS.items() if each.export is not None]

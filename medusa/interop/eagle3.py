@@ -21,9 +21,10 @@ other. All engines verify a chain of the best guesses.
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from medusa.heads.medusa_heads import check_heads_fit
 from medusa.heads.token_map import checked_token_map
 from medusa.interop.contradictions import checked_against_config, listed
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
-from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes
+from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes, vllm_command
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.tensor_files import read_model_tensors
 
@@ -48,6 +49,7 @@ WEIGHTS_FILE = "model.safetensors"
 CONSUMER = "vLLM"
 MAPS = ("d2t", "t2d")
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+LAYER_NAME = re.compile(r"(model\.)?(layers\.0|midlayer)\.")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 READ_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -200,15 +202,9 @@ def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
     }
 
 
-def serve_plain(directory: str, base: str, num_heads: int) -> str:
-    """The command that serves an export; vLLM would guess the method from the directory's name."""
-    said = json.dumps({"method": "eagle3", "model": directory, "num_speculative_tokens": num_heads})
-    return f"vllm serve {base} --speculative-config '{said}'"
-
-
 def serve_speculators(directory: str, base: str, num_heads: int) -> str:
     """The command that serves an export, which names the base and the number of tokens itself."""
-    return f"vllm serve {directory}"
+    return shlex.join(["vllm", "serve", directory])
 
 
 # ------------------------------------------------------------------ in
@@ -298,7 +294,7 @@ def _head_of(
     key of its depth and what it says."""
     base, path = request.base, request.directory / CONFIG_FILE
     max_depth = _checked_depth(request.max_depth, depth, path)
-    tensors, where = _tensors(request)
+    tensors, where, layer_name = _tensors(request)
     _check_layer(layer, path)
     nested = config.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
@@ -311,7 +307,7 @@ def _head_of(
     layers, more = _layers_of(request, config, nested, path)
     size = _shape(tensors, "fc.weight", where)[0]
     vocabulary = len(tensors["t2d"]) if "t2d" in tensors else vocab_size(base)
-    wide = _shape(tensors, "midlayer.mlp.gate_proj.weight", where)[0]
+    wide = _shape(tensors, f"{layer_name}mlp.gate_proj.weight", where)[0]
     held = {
         "num_hidden_layers": 1,
         "hidden_size": size,
@@ -351,21 +347,24 @@ def _head_of(
     check_heads_fit(ours, hidden_size(base), vocab_size(base), base.name_or_path)
     _check_embeddings(tensors.pop("embed_tokens.weight", None), base, where)
     dtypes = {each.dtype for name, each in tensors.items() if name not in MAPS}
-    head = _loaded(ours, tensors, token_map, where, path)
+    head = _loaded(ours, tensors, layer_name, token_map, where, path)
     return ForeignHeads(head, dtypes.pop() if len(dtypes) == 1 else torch.float32, (*notes, *more))
 
 
-def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path]:
-    """The tensors of a directory under the plain layout's names, and the file that they are in."""
+def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
+    """The tensors of a directory, the file that they are in, and what it calls ``midlayer.``.
+
+    The names of the other tensors are the plain layout's.
+    """
     found = read_model_tensors(request.directory, lambda name: "rotary_emb" not in name, integers=MAPS)
     files = {file for file, _ in found.values()}
     where = files.pop() if len(files) == 1 else request.directory
-    tensors: dict[str, Tensor] = {}
-    for name, (_, tensor) in found.items():
-        plain = re.sub(r"^model\.", "", name)
-        plain = re.sub(r"^layers\.0\.", "midlayer.", plain)
-        tensors[plain] = tensor
-    return tensors, where
+    layer = next((match[0] for match in map(LAYER_NAME.match, found) if match), "midlayer.")
+    tensors = {
+        name if name.startswith(layer) else name.removeprefix("model."): each
+        for name, (_, each) in found.items()
+    }
+    return tensors, where, layer
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str, where: Path) -> tuple[int, ...]:
@@ -498,9 +497,14 @@ def _check_embeddings(theirs: Tensor | None, base: CausalLM, where: Path) -> Non
 
 
 def _loaded(
-    config: Eagle3Config, tensors: dict[str, Tensor], token_map: Tensor | None, where: Path, config_path: Path
+    config: Eagle3Config,
+    tensors: dict[str, Tensor],
+    layer_name: str,
+    token_map: Tensor | None,
+    where: Path,
+    config_path: Path,
 ) -> Eagle3Head:
-    """The head with these tensors in float32.
+    """The head with these tensors in float32; the file calls ``midlayer.`` as ``layer_name`` says.
 
     Raises:
         ValueError: a tensor is missing, left over or of another shape.
@@ -508,20 +512,21 @@ def _loaded(
     with torch.device("meta"):
         head = Eagle3Head(config)
     expected = {name: each for name, each in head.state_dict().items() if name != "token_map"}
-    if missing := sorted(expected.keys() - tensors.keys()):
+    theirs = {name: re.sub(r"^midlayer\.", layer_name, name) for name in expected}
+    if missing := sorted(set(theirs.values()) - tensors.keys()):
         raise ValueError(f"{where} lacks {listed(missing)}; the file is incomplete, get it again")
-    if extra := sorted(tensors.keys() - expected.keys()):
+    if extra := sorted(tensors.keys() - set(theirs.values())):
         raise ValueError(
             f"{where} holds tensors that are no part of an EAGLE-3 head of one Llama layer: {listed(extra)}; "
-            "they would be left out. Is it a checkpoint of another kind?"
+            "they would be left out. Get the file of such a head, or use the engine that this one is for"
         )
     for name, each in expected.items():
-        if each.shape != tensors[name].shape:
+        if each.shape != (shape := tensors[theirs[name]].shape):
             raise ValueError(
-                f"{where}: tensor {name!r} must have shape {tuple(each.shape)}, as {config_path.name} and "
-                f"the other tensors say, got {tuple(tensors[name].shape)}; get the two files again"
+                f"{where}: tensor {theirs[name]!r} must have shape {tuple(each.shape)}, as "
+                f"{config_path.name} and the other tensors say, got {tuple(shape)}; get the two files again"
             )
-    state = {name: tensors[name].to(torch.float32, copy=True) for name in expected}
+    state = {name: tensors[theirs[name]].to(torch.float32, copy=True) for name in expected}
     if token_map is not None:
         state["token_map"] = token_map
     head.load_state_dict(state, assign=True)
@@ -563,7 +568,7 @@ VLLM_EAGLE3 = ForeignFormat(
     named_base,
     is_plain_directory,
     export_plain,
-    serve_plain,
+    partial(vllm_command, "eagle3"),
     holds_eagle3=True,
 )
 SPECULATORS = ForeignFormat(

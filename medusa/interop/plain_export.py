@@ -1,6 +1,9 @@
-"""What every format of plain Medusa heads asks of heads, and what it cannot hold."""
+"""What formats ask of heads to be written, what becomes of the rest, and how vLLM serves them."""
 
 from __future__ import annotations
+
+import json
+import shlex
 
 import torch
 from torch import Tensor
@@ -109,6 +112,12 @@ def row_changes(request: ToExport, copies: int) -> list[str]:
         f"the token map of {config.token_map_size:,} tokens is expanded to {written}, {megabytes(size)}; "
         "rows outside the map are their mean, which is never guessed, and cost time"
     ]
+
+
+def vllm_command(method: str, directory: str, base: str, num_heads: int) -> str:
+    """What serves an export with vLLM, which would guess the method from the directory's name."""
+    said = json.dumps({"method": method, "model": directory, "num_speculative_tokens": num_heads})
+    return shlex.join(["vllm", "serve", base, "--speculative-config", said])
 
 
 def megabytes(size: float) -> str:

@@ -41,8 +41,6 @@ class Pushed:
 
     url: str
     commit: str
-    is_new: bool
-    """Whether the repository was created."""
     deleted: list[str] = field(default_factory=list)
     """Files of an earlier push that this one has no longer."""
 
@@ -131,7 +129,7 @@ def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite:
             commit_message="Push heads with medusa",
             parent_commit=None if present is None else present[0],
         )
-    return Pushed(f"{api.endpoint}/{name}", commit.oid, present is None, deleted)
+    return Pushed(f"{api.endpoint}/{name}", commit.oid, deleted)
 
 
 def _name_base(path: Path, key: str, base: str) -> None:

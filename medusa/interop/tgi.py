@@ -10,6 +10,8 @@ It verifies a chain of each head's best guess.
 
 from __future__ import annotations
 
+import shlex
+
 from medusa.files import read_json
 from medusa.interop.medusa_reference import CONFIG_FILE, HEADS_FILES, NAMES, heads_of_tensors, named_base
 from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes
@@ -74,7 +76,7 @@ def read(request: ReadRequest) -> ForeignHeads:
 
 def serve(directory: str, base: str, num_heads: int) -> str:
     """The command that serves an export."""
-    return f"text-generation-launcher --model-id {directory} --speculate {num_heads}"
+    return shlex.join(["text-generation-launcher", "--model-id", directory, "--speculate", str(num_heads)])
 
 
 TGI = ForeignFormat("tgi", CONSUMER, read, named_base, export=export, serve=serve)

@@ -15,6 +15,7 @@ verifies a chain of each head's best guess.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from medusa.files import read_json
 from medusa.interop.contradictions import checked_against_config
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
-from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes
+from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes, vllm_command
 from medusa.interop.plain_heads import (
     PlainHeads,
     TensorNames,
@@ -112,14 +113,6 @@ def is_vllm_directory(directory: Path) -> bool:
     return config.get("model_type") == "medusa" or config.get("architectures") == [ARCHITECTURE]
 
 
-def serve(directory: str, base: str, num_heads: int) -> str:
-    """The command that serves an export."""
-    return (
-        f"vllm serve {base} --speculative-config "
-        f'\'{{"method": "medusa", "model": "{directory}", "num_speculative_tokens": {num_heads}}}\''
-    )
-
-
 def _weights_file(directory: Path) -> Path:
     files = sorted(directory.glob("*.safetensors"))
     if len(files) == 1:
@@ -157,4 +150,6 @@ def _count_keys(config: Mapping[str, Any], word: str) -> list[str]:
     return [key for key in config if "num" in key and word in key]
 
 
-VLLM_MEDUSA = ForeignFormat("vllm-medusa", "vLLM", read, named_base, is_vllm_directory, export, serve)
+VLLM_MEDUSA = ForeignFormat(
+    "vllm-medusa", "vLLM", read, named_base, is_vllm_directory, export, partial(vllm_command, "medusa")
+)

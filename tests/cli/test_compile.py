@@ -61,7 +61,7 @@ def test_an_engine_that_keeps_no_library_is_refused(compiling):
 @pytest.mark.skipif(not REAL_BASE.exists(), reason="needs `make models`")
 def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys):
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
-    assert "compiled, ready after 321.0 s; `medusa chat` uses it" in capsys.readouterr().err
+    assert "compiled, ready after 321.0 s" in capsys.readouterr().err
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
     assert names == ["llama-int8", "draft", "draft"] and len(set(compiling)) == 3
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0

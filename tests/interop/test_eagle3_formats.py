@@ -468,16 +468,14 @@ def test_an_export_holds_what_the_reference_loads_and_comes_back_to_the_bit(to, 
         torch.testing.assert_close(again, ours[:, order])
 
 
-def test_the_layout_of_speculators_names_base_and_depth_and_starts_alone(base, tmp_path, capsys):
+def test_the_layout_of_speculators_names_base_and_depth_and_starts_alone(base, tmp_path):
     output = tmp_path / "export"
-    assert (
-        main(["export", saved(tmp_path, base, our_head()), "--to", "speculators", "--output", str(output)])
-        == 0
-    )
+    words = ["export", saved(tmp_path, base, our_head()), "--to", "speculators", "--output", str(output)]
+    assert main([*words, "--json", str(tmp_path / "report.json")]) == 0
     config = json.loads((output / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == base
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
-    assert f"vllm serve {output}\n" in capsys.readouterr().err
+    assert json.loads((tmp_path / "report.json").read_text())["serve"] == f"vllm serve {output}"
 
 
 def test_what_the_formats_have_no_place_for_is_refused(base, tmp_path, capsys):

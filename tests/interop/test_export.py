@@ -156,8 +156,8 @@ def test_what_is_lost_and_what_to_do_next_is_said(base, tmp_path, capsys):
     size = VOCAB_SIZE * HIDDEN_SIZE * 4 / 1e6
     assert f"the token map of 6 tokens is expanded to {VOCAB_SIZE} rows, {size:.1f} MB" in said
     assert f"medusa check {tmp_path / 'vllm-medusa'} --as vllm-medusa --base {base}" in said
-    assert f'"model": "{tmp_path / "vllm-medusa"}", "num_speculative_tokens": 3' in said
     report = json.loads((tmp_path / "report.json").read_text())
+    assert f'"model": "{tmp_path / "vllm-medusa"}", "num_speculative_tokens": 3' in report["serve"]
     assert len(report["changes"]) == 3 and report["format"] == "vllm-medusa"
 
 

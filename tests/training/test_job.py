@@ -52,14 +52,6 @@ def train(place, tmp_path):
     return run
 
 
-def test_an_eagle3_head_is_said_to_serve_other_engines(train, place, tmp_path, capsys):
-    train(head_kind="eagle3", fused_layers=[1], max_steps=1)
-    said = " ".join(capsys.readouterr().err.split())
-    heads = tmp_path / "run" / "heads"
-    assert f"next: medusa tune --base {place / 'base'} --heads {heads} # the tree" in said
-    assert f"medusa export {heads} --to vllm-eagle3 --output {tmp_path / 'run' / 'export'}" in said
-
-
 def losses(run: RunDirectory) -> list[float]:
     return [entry["train/loss"] for entry in run.logged_metrics() if "train/loss" in entry]
 

@@ -11,8 +11,15 @@ from typing import Any
 import torch
 
 import medusa
-from medusa.cli.options import DrafterOptions, GrowingInts, ProgramOptions, check_above, check_at_least
+from medusa.cli.options import (
+    DrafterOptions,
+    GrowingInts,
+    ProgramOptions,
+    check_above,
+    check_at_least,
+)
 from medusa.cli.program import (
+    chat_with,
     drafter_settings,
     encode_prompts,
     generation_arguments,
@@ -99,7 +106,7 @@ class BenchmarkOptions(ProgramOptions):
         check_names(self.contenders or ())
 
 
-def benchmark(options: BenchmarkOptions) -> None:
+def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
     model = load_model(options.model, with_heads=needs_heads(options.contenders))
     settings = list(make_settings(model, options))
@@ -118,6 +125,8 @@ def benchmark(options: BenchmarkOptions) -> None:
     plot_benchmark(report, options.plot, title)
     log_picture(options)
     report_json(report, options.report)
+    milliseconds = {name: report["milliseconds_per_token"][name] for name in report["step_milliseconds"]}
+    return [chat_with(min(milliseconds, key=milliseconds.__getitem__), options.model, options.drafters)]
 
 
 def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:

@@ -20,6 +20,7 @@ from medusa.cli.options import (
     check_at_least,
 )
 from medusa.cli.program import (
+    chat_with,
     drafter_settings,
     encode_prompts,
     generation_arguments,
@@ -108,7 +109,7 @@ class CompareOptions(ProgramOptions):
             self.drafting.check_read_by(*self.drafters)
 
 
-def compare(options: CompareOptions) -> None:
+def compare(options: CompareOptions) -> list[str]:
     """Measure every pair, and print, draw and write what was found."""
     model = load_model(options.model, with_heads=wants_heads(options))
     prompts = load_prompts(options.prompts)
@@ -125,6 +126,9 @@ def compare(options: CompareOptions) -> None:
     plot_drafters([row for row in report["pairings"] if not row["refused"]], options.plot, title)
     log_picture(options)
     report_json(report, options.report)
+    exact = [row for row in report["pairings"] if not row["refused"] and row["rule"] != "typical"]
+    fastest = max(exact, key=lambda row: row["speedup_vs_plain"])["drafter"]
+    return [chat_with(fastest, options.model, options.drafting)]
 
 
 def wants_heads(options: CompareOptions) -> bool:

@@ -10,9 +10,9 @@ import torch
 
 import medusa
 from medusa.base.causal_lm import vocab_size
-from medusa.cli.options import ProgramOptions, check_at_least
+from medusa.cli.options import ProgramOptions, check_at_least, words_of
 from medusa.cli.program import answered_tokens, encode_prompts, load_model, load_prompts
-from medusa.cli.reporting import report_json, table_console
+from medusa.cli.reporting import command, report_json, table_console
 from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.contenders import llama_cpp_files
@@ -51,7 +51,7 @@ class EnginesOptions(ProgramOptions):
             raise ValueError("temperature must be 0: answers are greedy here, and distributions not sampled")
 
 
-def compare(options: EnginesOptions) -> None:
+def compare(options: EnginesOptions) -> list[str]:
     """Measure, and print and write what was found."""
     model = load_model(replace(options.model, dtype=options.model.dtype or "float32"))
     if model.base.dtype != torch.float32:
@@ -62,6 +62,7 @@ def compare(options: EnginesOptions) -> None:
     report = make_report(model, {name: fidelity(each) for name, each in found.items()}, len(rows), options)
     print_fidelity(report, table_console())
     report_json(report, options.report)
+    return [command("benchmark", *words_of(options.model))]
 
 
 def readers(model: MedusaModel, options: EnginesOptions) -> dict[str, Reader]:

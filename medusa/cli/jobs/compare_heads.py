@@ -12,14 +12,14 @@ import tyro
 from torch import Tensor
 
 import medusa
-from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least
+from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
 from medusa.cli.program import (
     answered_tokens,
     encode_prompts,
     load_model,
     load_prompts,
 )
-from medusa.cli.reporting import log_picture, report_json, table_console
+from medusa.cli.reporting import command, log_picture, report_json, table_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.heads import (
     NUM_NODES,
@@ -79,7 +79,7 @@ class HeadsOptions(ProgramOptions):
             raise ValueError("held_out and prompts both say what to ask about; give one of them")
 
 
-def compare(options: HeadsOptions) -> None:
+def compare(options: HeadsOptions) -> list[str]:
     """Ask all heads, and print, draw and write what was found."""
     compared = read_named([options.model.heads, *options.others])
     model = load_model(replace(options.model, heads=compared[0].source))
@@ -99,6 +99,8 @@ def compare(options: HeadsOptions) -> None:
     plot_heads(report["heads"], options.plot, title)
     log_picture(options)
     report_json(report, options.report)
+    best = max(report["heads"], key=lambda row: row["tokens_per_step"][str(max(options.sizes))]["value"])
+    return [command("chat", *words_of(replace(options.model, heads=best["heads"])))]
 
 
 def answers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype, Engine
 from medusa.cli.options import check_at_least
 from medusa.cli.program import chosen_device
-from medusa.cli.reporting import print_list
+from medusa.cli.reporting import command
 from medusa.engine import QUANTISED_BYTES, prepared_base
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
@@ -171,25 +170,25 @@ def load_answerer(options: DistillOptions, log: Console) -> Answerer:
     )
 
 
-def run(options: DistillOptions) -> None:
+def run(options: DistillOptions) -> list[str]:
     log = log_console()
     log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
     check(options)
     prompts = wanted_prompts(options)
+    use = ("--base", options.model or options.base, "--data", options.output)
+    train = command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")
     with AnswerFile(options.output, configuration(options)) as answers:
         conversations = unanswered(prompts, answers, options.temperatures, options.seed)
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
         if not conversations:
-            return
+            return [train]
         answerer = load_answerer(options, log)
         limit = TimeLimit(options.max_minutes)
         with ProgressReporter("answers", log) as reporter:
             progress = AnswerProgress(reporter, len(conversations), limit)
             report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
         summarise(report, limit.elapsed, options.output, log)
-    base = [] if options.endpoint else ["--base", options.base]
-    train = ["medusa", "train", *base, "--data", str(options.output), "--output_dir", "runs/mine"]
-    print_list(log, "next:", [shlex.join(train)])
+    return [train]
 
 
 def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:

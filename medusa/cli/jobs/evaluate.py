@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa.cli.options import AnswerOptions, ProgramOptions, TreeOptions, check_at_least
+from medusa.cli.options import AnswerOptions, ProgramOptions, TreeOptions, check_at_least, words_of
 from medusa.cli.program import (
     answered_tokens,
     decode_prompt,
@@ -16,7 +16,7 @@ from medusa.cli.program import (
     load_model,
     load_prompts,
 )
-from medusa.cli.reporting import log_picture, report_json, table_console
+from medusa.cli.reporting import command, log_picture, report_json, table_console
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.evaluation import (
@@ -62,7 +62,7 @@ class EvaluationOptions(ProgramOptions):
         check_at_least(self, 0, "also_at")
 
 
-def evaluate(options: EvaluationOptions) -> None:
+def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
     model = load_model(options.model)
     use_tree_asked_for(model, options)
@@ -84,6 +84,8 @@ def evaluate(options: EvaluationOptions) -> None:
     plot_evaluation(report, options.plot, title)
     log_picture(options)
     report_json(report, options.report)
+    can_be_tuned = not model.tuned and Path(options.model.heads).is_dir()
+    return [command("tune" if can_be_tuned else "benchmark", *words_of(options.model))]
 
 
 def evaluate_prompt(

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from medusa.cli.options import AnswerOptions, ProgramOptions
+from medusa.cli.options import AnswerOptions, ProgramOptions, words_of
 from medusa.cli.program import (
     encode_prompts,
     generation_arguments,
@@ -23,7 +23,7 @@ from medusa.cli.program import (
     load_model,
     load_prompts,
 )
-from medusa.cli.reporting import report_json
+from medusa.cli.reporting import command, report_json
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.heads import drafter_of_heads
 from medusa.heads.checkpoint import load_heads
@@ -79,7 +79,7 @@ Answers = dict[str, Answer]
 """Every contender's answer to one prompt."""
 
 
-def compare(options: SideBySideOptions) -> None:
+def compare(options: SideBySideOptions) -> list[str]:
     """Answer, show and sum up."""
     asked = options.prompts
     if asked.limit is None and asked.prompts is None:
@@ -101,6 +101,7 @@ def compare(options: SideBySideOptions) -> None:
     print_summary(console, answered)
     console.print(verdict(answered, model.tree))
     report_json(make_report(answered), options.report)
+    return [command("chat", *words_of(options.model))]
 
 
 def contenders(model: MedusaModel, beside: Sequence[str]) -> dict[str, Way]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.utils.logging import disable_progress_bar
 
+from medusa.cli.options import words_of
+from medusa.cli.reporting import command
 from medusa.training.config.configuration import REMOVED, TrainingConfiguration, launched_precision
 from medusa.training.run import job
 
@@ -43,8 +46,23 @@ class TrainOptions(TrainingConfiguration):
     }
 
 
-def train(configuration: TrainOptions) -> None:
+def train(configuration: TrainOptions) -> list[str]:
     """Train, and leave the heads with their tree, their provenance and a picture of the run."""
     logging.basicConfig(level=logging.WARNING)
     disable_progress_bar()
-    job.train(configuration)
+    return next_steps(configuration) if job.train(configuration) else []
+
+
+def next_steps(configuration: TrainOptions) -> list[str]:
+    """The run itself where it was only looked at or stopped; else what to do with its heads."""
+    run = configuration.run
+    if run.inspect or run.stop_after is not None:
+        resume = run.resume if run.inspect else "auto"
+        again = replace(configuration, run=replace(run, inspect=False, stop_after=None, resume=resume))
+        return [command("train", *words_of(again))]
+    heads = Path(run.output_dir, "heads")
+    use = ("--base", configuration.base.base, "--heads", heads)
+    steps = [command("tune", *use), command("chat", *use)]
+    if configuration.kind == "eagle3":
+        steps.append(command("export", heads, "--to", "vllm-eagle3", "--output", heads.with_name("export")))
+    return steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ import torch
 from rich.console import Console
 
 import medusa
-from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least
+from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
 from medusa.cli.program import (
     answered_tokens,
     encode_prompts,
@@ -21,7 +20,7 @@ from medusa.cli.program import (
     load_model,
     load_prompts,
 )
-from medusa.cli.reporting import log_picture, print_list, report_json, table_console
+from medusa.cli.reporting import command, log_picture, report_json, table_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.heads import ranked
 from medusa.measurement.tuning import (
@@ -92,7 +91,7 @@ class TuneOptions(ProgramOptions):
             )
 
 
-def tune(options: TuneOptions) -> None:
+def tune(options: TuneOptions) -> list[str]:
     """Calibrate, choose, print, draw, and write the tree."""
     model = load_model(options.model)
     prompts = load_prompts(options.prompts)
@@ -113,6 +112,7 @@ def tune(options: TuneOptions) -> None:
     if not options.no_save:
         save(model, counts, tree, tables, report, options)
     report_json(report, options.report)
+    return [command("side-by-side", *words_of(options.model))]
 
 
 def save(
@@ -138,8 +138,6 @@ def save(
         said = file_asked_for(options.model.heads, tree, model.runtime, origin)
     for sentence in said:
         log_console().print(sentence, soft_wrap=True)
-    chat = ["medusa", "chat", "--base", model.base.name_or_path, "--heads", options.model.heads]
-    print_list(log_console(), "next:", [shlex.join(chat)])
 
 
 def measure_sizes(

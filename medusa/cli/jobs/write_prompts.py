@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from medusa.cli.options import check_at_least
-from medusa.cli.reporting import print_list
+from medusa.cli.reporting import command
 from medusa.files import replaced_file
 from medusa.progress import log_console
 
@@ -105,7 +104,7 @@ def prompts_of(
     return [{"prompt": text, "category": kind} for text, kind in texts.items()]
 
 
-def write(options: PromptWritingOptions) -> None:
+def write(options: PromptWritingOptions) -> list[str]:
     """Write the prompts."""
     kinds, words = read_parts(options.parts)
     rows = prompts_of(kinds, words, options.number, options.seed)
@@ -113,8 +112,8 @@ def write(options: PromptWritingOptions) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(options.output) as partial:
         partial.write_text("".join(lines), encoding="utf-8")
-    log = log_console()
-    log.print(f"{len(rows)} prompts of {len(kinds)} kinds written to {options.output}", soft_wrap=True)
+    log_console().print(
+        f"{len(rows)} prompts of {len(kinds)} kinds written to {options.output}", soft_wrap=True
+    )
     answers = options.output.with_name("answers.jsonl")
-    distill = ["medusa", "distill", "--prompts", str(options.output), "--output", str(answers)]
-    print_list(log, "next:", [shlex.join(distill)])
+    return [command("distill", "--prompts", options.output, "--output", answers)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,8 +35,9 @@ from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 
 
-def train(configuration: TrainingConfiguration) -> None:
-    """Train as ``configuration`` says, on every process of the launch.
+def train(configuration: TrainingConfiguration) -> bool:
+    """Train as ``configuration`` says, on every process of the launch. Whether this process is the one that
+    speaks for all of them.
 
     Raises:
         ValueError, OSError, ImportError, FloatingPointError, MemoryError: the run cannot go on; the message
@@ -45,7 +45,8 @@ def train(configuration: TrainingConfiguration) -> None:
         SystemExit: SIGTERM came; the same command goes on with ``resume`` auto.
     """
     if configuration.run.inspect:
-        return inspect(configuration)
+        inspect(configuration)
+        return True
     check_libraries(configuration)
     accelerator = processes.new_accelerator(configuration.optimisation, configuration.run)
     console = log_console()
@@ -54,12 +55,12 @@ def train(configuration: TrainingConfiguration) -> None:
         console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
         start_tracker(configuration, accelerator, run)
         trainer = prepared(configuration, accelerator, console)
-        if trainer is None:
-            return
-        try:
-            finish(trainer, trainer.train())
-        finally:
-            trainer.close()
+        if trainer is not None:
+            try:
+                finish(trainer, trainer.train())
+            finally:
+                trainer.close()
+    return bool(accelerator.is_main_process)
 
 
 def check_libraries(configuration: TrainingConfiguration) -> None:
@@ -183,22 +184,8 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
     if (report := recipe.closing_report(measured)) is not None:
         console.print(report, soft_wrap=True)
     console.print(f"{recipe.result} written to {run.heads}", soft_wrap=True)
-    for line in next_steps(trainer.configuration, run):
-        console.print(line, soft_wrap=True, markup=False)
     if trainer.accelerator.is_main_process and draw_training(run.logged_metrics(), run.picture):
         console.print(f"picture: {run.picture}", soft_wrap=True)
-
-
-def next_steps(configuration: TrainingConfiguration, run: RunDirectory) -> list[str]:
-    """What to do with new heads, as commands."""
-    heads = str(run.heads)
-    use = ["--base", configuration.base.base, "--heads", heads]
-    lines = ["next:", f"  {shlex.join(['medusa', 'tune', *use])}  # the tree that is fastest here"]
-    lines.append(f"  {shlex.join(['medusa', 'chat', *use])}")
-    if configuration.heads.head_kind == "eagle3":
-        export = ["medusa", "export", heads, "--to", "vllm-eagle3", "--output", str(run.path / "export")]
-        lines.append(f"  {shlex.join(export)}  # for vLLM, SGLang, llama.cpp")
-    return lines
 
 
 def inspect(configuration: TrainingConfiguration) -> None:
