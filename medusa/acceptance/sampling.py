@@ -88,17 +88,26 @@ def row_seeds(seed: Any, num_rows: int, device: torch.device) -> Tensor:
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, a pure function of (seed, position, token id).
 
-    seeds (B,) long, positions (B, L) long -> (B, L, V) float32. Thirty-one hashed bits a value; the
-    upper tail, which decides the argmax, keeps float32's relative precision down to 2**-32.
+    seeds (B,) long, positions (B, L) long -> (B, L, V) float32. Made of :func:`hashed_bits`; the upper tail,
+    which decides the argmax, keeps float32's relative precision down to 2**-32. Two logarithms are taken, and
+    libraries may round those otherwise in the last bit.
+    """
+    bits = hashed_bits(seeds, positions, vocab_size)
+    uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Thirty-one bits for each (seed, position, token id): (B, L, V) int32, at least 0.
+
+    Shifts, exclusive ors and products of 32-bit integers alone: the same on every device, whatever it is.
     """
     low, high = _as_int32(seeds), _as_int32(seeds >> 32)
     at = _as_int32(positions)
     first = _mix(at ^ _mix(low ^ _mix(high + _GOLDEN))[:, None])  # (B, L)
     second = _mix(first + _GOLDEN)
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
-    bits = _mix(_mix(tokens + first[..., None]) ^ second[..., None]) & 0x7FFFFFFF  # (B, L, V)
-    uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return _mix(_mix(tokens + first[..., None]) ^ second[..., None]) & 0x7FFFFFFF  # (B, L, V)
 
 
 CHUNK = 128

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, seen_hidden
+from medusa.base.causal_lm import CausalLM, SeenHidden, seen_hidden
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeState
 from medusa.decoding.static_step import StaticState, static_step
@@ -35,20 +35,31 @@ WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
 
 
+Step = Callable[[CausalLM, StaticDrafter, StaticState, SeenHidden], None]
+"""What is run again and again: :func:`static_step`, or something that reads and writes as it does."""
+
+
 class StepRunner:
     """Runs static steps of one base, one drafter and one set of rows, as they are."""
 
-    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int):
-        self.base, self.drafter = base, drafter
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        host_sync_interval: int,
+        step: Step = static_step,
+    ):
+        self.base, self.drafter, self.step = base, drafter, step
         self.plain = PlainDrafter(drafter.reads_layers)
         self.state = StaticState.like(rows, host_sync_interval)
 
     def run(self, num_steps: int, drafts: bool = True) -> float:
         """That many steps, which draft or do not; the seconds that were spent on setting up."""
-        self._run(static_step, num_steps, drafts)
+        self._run(self.step, num_steps, drafts)
         return 0.0
 
-    def _run(self, step: Callable[..., None], num_steps: int, drafts: bool) -> None:
+    def _run(self, step: Step, num_steps: int, drafts: bool) -> None:
         drafter = self.drafter if drafts else self.plain
         with seen_hidden(self.base, layers=drafter.reads_layers) as seen:
             for _ in range(num_steps):
@@ -107,8 +118,15 @@ def _num_compiled() -> int:
 class CapturedStepRunner(StepRunner):
     """Replays them as CUDA graphs, one for each number of slots that a pass reads, with drafts or without."""
 
-    def __init__(self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, host_sync_interval: int):
-        super().__init__(base, drafter, rows, host_sync_interval)
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        host_sync_interval: int,
+        step: Step = static_step,
+    ):
+        super().__init__(base, drafter, rows, host_sync_interval, step)
         self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
 
@@ -136,7 +154,7 @@ class CapturedStepRunner(StepRunner):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._run(static_step, num_steps, drafts)
+                self._run(self.step, num_steps, drafts)
             torch.cuda.current_stream().wait_stream(side)
 
     def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph:
@@ -149,7 +167,7 @@ class CapturedStepRunner(StepRunner):
             torch.cuda.device(self.base.device),
             torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
         ):
-            self._run(static_step, 1, drafts)
+            self._run(self.step, 1, drafts)
         return graph
 
     def _tensor_addresses(self) -> list[int]:
