@@ -51,7 +51,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -94,13 +94,13 @@ from medusa.cli.program import (
 )
 from medusa.cli.reporting import exit_status, report_json, table_console
 from medusa.decoding.static_loop import HOST_SYNC_INTERVALS
+from medusa.drafters.protocol import host_bound_parts
 from medusa.drafters.registry import DrafterSettings, drafter_named
 from medusa.drafters.self_draft import early_exit
 from medusa.hardware import DeviceRates, device_name, measured_rates
 from medusa.heads.calibration import calibrate
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
-from medusa.heads.medusa_heads import HeadsConfig
 from medusa.measurement.benchmark import print_tables, same_as
 from medusa.measurement.bounds import total_divergence
 from medusa.measurement.contenders import ending_ids
@@ -135,7 +135,9 @@ from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import (
     BaseOptions,
     DataOptions,
+    HeadOptions,
     LossOptions,
+    MedusaOptions,
     OptimisationOptions,
     RunOptions,
 )
@@ -374,6 +376,8 @@ def exactness_cases(lab: Lab) -> Iterator[Case]:
         for size, sampled in product((1, lab.scale.num_prompts), (False, True)):
             given = answers_of(lab, model(), size, sampled, drafter=name, step=step)
             rows.append({"rows": size, "sampled": sampled, **same_as(expected(size, sampled), given)})
+            if rows[-1]["num_answers"] < rows[-1]["of_answers"] and not sampled:
+                rows[-1]["gap"] = largest_gap(lab, model(), size, given)
         return {"drafter": name, "step": step, "rows": rows}
 
     graphs = ("captured", "static", "general") if lab.device.type == "cuda" else ("static", "general")
@@ -442,13 +446,25 @@ def answered(
     for batch, start in enumerate(range(0, len(prompts), rows)):
         inputs = padded_batch(prompts[start : start + rows])
         if drafter is not None:
-            choice["drafter"] = a_drafter(drafter, model)
+            choice["drafter"] = made = a_drafter(drafter, model)
+            if choice.get("step", "general") != "general" and host_bound_parts(made):
+                raise Skipped(f"{type(made).__name__} works on the host: general steps alone run it")
         seeds = {"seed": list(range(start, start + len(inputs["input_ids"])))} if sampled else {}
         said: Any = model.generate(**inputs, **how, **seeds, **choice, max_new_tokens=new_tokens_each)
         width = inputs["input_ids"].shape[1]
         for row, tokens in enumerate(new_tokens(said.tolist(), width, ending_ids(model.base))):
             found[batch, row] = tokens
     return found
+
+
+def largest_gap(lab: Lab, model: MedusaModel, rows: int, given: Mapping[tuple[int, int], Tokens]) -> float:
+    """How far below the base's likeliest token one of greedy answers lies, at most, in a pass over each."""
+    prompts = exact_prompts(lab, model)
+    pairs = [
+        (prompts[batch * rows + row]["input_ids"][0].tolist(), list(tokens))
+        for (batch, row), tokens in given.items()
+    ]
+    return total_divergence(model.base, pairs, most=len(pairs)).largest_gap
 
 
 def a_drafter(name: str, model: MedusaModel) -> Any:
@@ -583,14 +599,16 @@ def exactness_tables(cases: Mapping[str, Results], console: Console) -> None:
             "sampled" if row["sampled"] else "greedy",
             f"{row['num_answers']} of {row['of_answers']}",
             f"{row['num_tokens']} of {row['of_tokens']}",
+            number(row.get("gap"), ".1e"),
         ]
         for each in cases.values()
         if "rows" in each
         for row in each["rows"]
     ]
     if rows:
-        headers = ["drafter", "step", "rows", "", "same answers", "tokens before the first other one"]
-        print_table(console, "Against plain decoding, float32", headers, rows, num_labels=4)
+        headers = ["drafter", "step", "rows", "", "same answers", "tokens before the first other one", "gap"]
+        note = "gap: where greedy answers differ, the most that one of their tokens lies below the likeliest."
+        print_table(console, "Against plain decoding, float32", headers, rows, num_labels=4, note=note)
     for each in cases.values():
         if "near_ties" in each:
             rows = [
@@ -854,8 +872,10 @@ def speed_cases(lab: Lab) -> Iterator[Case]:
 
 def fitted_model(lab: Lab, dtype: Dtype) -> tuple[MedusaModel, Results]:
     """SmolLM2 with the shipped heads in the tree that is fastest here, and how that was found."""
-    model, scale = lab.model(dtype, lab.graphs), lab.scale
+    model, scale = lab.model(dtype), lab.scale
     assert model.heads is not None, "loaded with heads"
+    if not host_bound_parts(a_drafter("heads", model)):
+        model.step = lab.graphs
     prompts = read_prompts(lab.answers, scale.num_answers)
     encoded = encode_prompts(model, prompts, scale.longest_answer)
     pairs = zip(prompts, encoded, strict=True)
@@ -1204,18 +1224,13 @@ def longer_run(lab: Lab, data: Sequence[Path]) -> Results:
     before = max((entry.get("minutes", 0.0) for entry in logged), default=0.0)
     minutes = before + min(lab.scale.most_longer_minutes, max(0.1, lab.minutes_left - 2.0))
     heads = load_heads(lab.options.heads).heads.config
-    assert isinstance(heads, HeadsConfig), "an EAGLE-3 head has a recipe of its own"
     lab.command(
         "train",
         config="smollm2_shipped",
         base=lab.options.base,
         data=data,
         start_from=lab.options.heads,
-        num_heads=heads.num_heads,
-        reads_path=str(heads.reads_path).lower(),
-        fused_layers=heads.fused_layers or "none",
-        unembedding=heads.unembedding,
-        token_map_size=heads.token_map_size or "none",
+        **head_flags(heads),
         output_dir=run.path,
         max_minutes=f"{minutes:.2f}",
         tokens_per_batch=lab.scale.longer_batch,
@@ -1226,6 +1241,16 @@ def longer_run(lab: Lab, data: Sequence[Path]) -> Results:
     entries = run.logged_metrics()
     curve = [entry for entry in entries if "held_out/loss" in entry]
     return {"curve": curve, "log": entries[-3:], "heads": str(run.heads), "picture": str(run.picture)}
+
+
+def head_flags(config: Any) -> dict[str, object]:
+    """The training options that new heads of the same kind as ``config`` want, as flags."""
+    options = {each.name for kind in (HeadOptions, MedusaOptions) for each in fields(kind)}
+    given = {name: getattr(config, name) for name in sorted(options) if hasattr(config, name)}
+    return {
+        name: str(value).lower() if value is None or isinstance(value, bool) else value or "none"
+        for name, value in given.items()
+    }
 
 
 def evaluated(lab: Lab) -> Results:
@@ -1327,7 +1352,11 @@ def run_parts(options: GpuOptions, given: Sequence[str]) -> bool:
         ValueError: there is no such part, or no such device.
     """
     parts = chosen_parts(options.part)
-    chosen_device(options.device)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"device must be one that torch sees, got {options.device!r}, and it sees no CUDA device; run this "
+            "where there is one, or see it work here with --dry-run"
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     ends, summaries = time.monotonic() + 60 * options.minutes, {}
     for part in parts:

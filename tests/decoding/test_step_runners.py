@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, RandomPausing, left_padded, random_prompts, tiny_model
+from pretended_graphs import pretend_graphs
 from test_static_step import KINDS, TREE, drafter_of, prefilled, sampling
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
@@ -217,6 +218,63 @@ def test_a_model_that_layers_were_offloaded_from_runs_static_steps(tmp_path):
     sharded = hooks.dispatch_model(base, places, main_device="cpu", offload_dir=tmp_path)
     for step in ("general", "static"):
         assert torch.equal(MedusaModel(sharded, step=step).generate(prompt, **options), expected)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["plain", "heads", "both", "dynamic+suffix"])
+def test_captured_steps_give_the_tokens_of_the_general_loop(kind, sampled, monkeypatch):
+    """With pretended graphs. The cache grows twice: its slots are other tensors after the second time."""
+    graphs = pretend_graphs(monkeypatch)
+    monkeypatch.setattr("medusa.decoding.static_loop.SLOTS", 8)
+    base = tiny_model("llama")
+    runners, drafter = StepRunners(base), drafter_of(kind, base)
+    request = DecodeRequest(
+        random_prompts(2, 236), torch.tensor([236, 9]), 70, **(sampling(2) if sampled else {})
+    )
+    expected = tokens_of_one_row(decode(base, drafter, request))
+    setups = []
+    for _ in range(2):
+        statistics = DecodingStatistics()
+        results = list(decode_static("captured", runners, drafter, request, statistics, 8))
+        assert tokens_of_one_row(results) == expected
+        setups.append(statistics.setup_seconds)
+    assert setups[0] > 0
+    assert len(graphs) > 1 and sum(graph.num_replays for graph in graphs) > len(graphs)
+
+
+def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own_and_both_are_kept(monkeypatch):
+    graphs = pretend_graphs(monkeypatch)
+    base = tiny_model("llama")
+    runners, drafter = StepRunners(base), drafter_of("heads", base)
+    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 60)
+    expected = tokens_of_one_row(decode(base, drafter, request))
+
+    def answered() -> float:
+        statistics = DecodingStatistics()
+        pausing = RandomPausing(1)
+        results = decode_static("captured", runners, drafter, request, statistics, 4, pausing)
+        assert tokens_of_one_row(results) == expected
+        return statistics.setup_seconds
+
+    assert answered() > 0
+    assert answered() == 0 and len(graphs) == 2
+    base = runners.base
+    weight = base.lm_head.weight
+    try:
+        base.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
+        assert answered() > 0 and len(graphs) == 4, "a graph reads weights where they were"
+    finally:
+        base.lm_head.weight = weight
+
+
+def test_fewer_steps_than_a_warm_up_takes_capture_nothing(monkeypatch):
+    graphs = pretend_graphs(monkeypatch)
+    base = tiny_model("llama")
+    runners, drafter = StepRunners(base), drafter_of("plain", base)
+    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 3)
+    results = decode_static("captured", runners, drafter, request, None, 8)
+    assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
+    assert graphs == []
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
