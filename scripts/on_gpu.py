@@ -775,7 +775,7 @@ def waits_of(lab: Lab, base_of: Callable[[str], CausalLM], shape: str, step: Ste
     lab.folder.mkdir(parents=True, exist_ok=True)
     trace = lab.folder / f"{shape}-{step}.trace.json.gz" if lab.device.type == "cuda" else None
     found = host_waits(run, lab.device, trace)
-    with HostTraffic() as traffic:
+    with HostTraffic(lab.device) as traffic:
         traffic_steps = run()
     stream.close()
     return {
@@ -1354,8 +1354,8 @@ def run_parts(options: GpuOptions, given: Sequence[str]) -> bool:
     parts = chosen_parts(options.part)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
-            f"device must be one that torch sees, got {options.device!r}, and it sees no CUDA device; run this "
-            "where there is one, or see it work here with --dry-run"
+            f"device must be one that torch sees, got {options.device!r}, and it sees no CUDA device; run "
+            "this where there is one, or see it work here with --dry-run"
         )
     options.output.mkdir(parents=True, exist_ok=True)
     ends, summaries = time.monotonic() + 60 * options.minutes, {}
@@ -1380,14 +1380,18 @@ def command_for(part: Part, given: Sequence[str], seconds: float) -> list[str]:
     return [*line, "--inside", "--part", part.name, "--minutes", f"{seconds / 60:.3f}"]
 
 
-def run_inside(options: GpuOptions) -> int:
-    """Measure the cases of the one part that is asked for, in this process."""
+def run_inside(options: GpuOptions, watch: bool = True) -> int:
+    """Measure the cases of the one part that is asked for, in this process.
+
+    With ``watch`` the process ends when its time is up, whatever hangs, and its log says where: also when
+    nobody is left to end it.
+    """
     (part,) = chosen_parts(options.part)
     lab, record = Lab(options, part), Record.of(part, options.output)
     log_version()
-    # Whatever hangs, this process ends, and its log says where: also when nobody is left to end it.
-    faulthandler.dump_traceback_later(60 * options.minutes + GRACE_SECONDS / 2, exit=True)
     record.about = about(options, lab.device)
+    if watch:
+        faulthandler.dump_traceback_later(60 * options.minutes + GRACE_SECONDS / 2, exit=True)
     return run_cases(record, part.cases(lab), lab.device, lab.ends)
 
 

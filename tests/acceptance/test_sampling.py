@@ -18,6 +18,7 @@ from medusa.acceptance.sampling import (
     NodePaths,
     choose,
     gumbel_noise,
+    hashed_bits,
     process_node_logits,
     row_seeds,
     warp_logits,
@@ -136,12 +137,36 @@ def test_a_processor_that_writes_in_place_does_not_reach_the_logits(monkeypatch)
     assert torch.equal(logits, given)
 
 
+def mixed(x: int) -> int:
+    """The finaliser on unsigned 32-bit integers, as its author wrote it."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+def test_the_bits_of_the_noise_are_those_of_whole_numbers_without_end():
+    """So every device that has 32-bit integers gives the same ones."""
+    golden = 0x9E3779B9
+    seeds, positions = [0, 5, 2**40 + 3, 2**62 + 2**31], [0, 7, 2**20 + 1]
+    bits = hashed_bits(torch.tensor(seeds), torch.tensor(positions).expand(len(seeds), -1), 3)
+    for row, seed in enumerate(seeds):
+        key = mixed(seed % 2**32 ^ mixed((seed >> 32) + golden & 0xFFFFFFFF))
+        for column, position in enumerate(positions):
+            first = mixed(position ^ key)
+            second = mixed(first + golden & 0xFFFFFFFF)
+            expected = [mixed(mixed(token + first & 0xFFFFFFFF) ^ second) & 0x7FFFFFFF for token in range(3)]
+            assert bits[row, column].tolist() == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_noise_on_a_gpu_is_the_noise_on_the_cpu():
+    """Bit for bit as far as it is hashed; its logarithms to the last bits, and so the tokens chosen by it."""
     seeds, positions = torch.tensor([5, -1 & (2**63 - 1)]), torch.arange(8).expand(2, -1)
-    there = gumbel_noise(seeds.cuda(), positions.cuda(), 5000).cpu()
-    torch.testing.assert_close(there, gumbel_noise(seeds, positions, 5000), rtol=1e-5, atol=1e-5)
+    here, there = ((seeds.to(each), positions.to(each), 5000) for each in ("cpu", "cuda"))
+    assert torch.equal(hashed_bits(*there).cpu(), hashed_bits(*here))
+    torch.testing.assert_close(gumbel_noise(*there).cpu(), gumbel_noise(*here), rtol=1e-6, atol=1e-6)
+    assert torch.equal(gumbel_noise(*there).argmax(-1).cpu(), gumbel_noise(*here).argmax(-1))
 
 
 def test_choosing_is_argmax_of_scores_plus_noise():

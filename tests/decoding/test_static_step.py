@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, random_prompts
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
@@ -20,6 +19,7 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import united
+from medusa.measurement.host_waits import HostTraffic
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 CARD = "meta"
@@ -99,24 +99,6 @@ def on_a_card(base, drafter, device: str) -> StaticState:
     return state
 
 
-class HostTraffic(TorchDispatchMode):
-    """Collects the operations that bring data from one kind of device to another."""
-
-    def __init__(self):
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [
-            each for each in torch.utils._pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(each)
-        ]
-        kinds = {tensor.device.type for tensor in tensors if tensor.dim() > 0}
-        if len(kinds) > 1 or func is torch.ops.aten.lift_fresh.default:
-            self.found.append(str(func))
-        return out
-
-
 def pretended() -> FakeTensorMode:
     """Tensors without data, so that a second device can be pretended: CARD."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -132,18 +114,18 @@ def test_a_step_moves_nothing_between_host_and_device(kind):
             drafter = drafter_of(kind, base, map_is_loaded=False)
         drafter.begin(2)
         state = on_a_card(base, drafter, CARD)
-        with seen_hidden(base, layers=drafter.reads_layers) as seen, HostTraffic() as traffic:
+        with seen_hidden(base, layers=drafter.reads_layers) as seen, HostTraffic(CARD) as traffic:
             for _ in range(2):
                 static_step(base, drafter, state, seen)
-        assert traffic.found == []
+        assert not traffic.found
         assert {state.rows.tokens.device.type, state.finished.device.type} == {CARD}
 
 
 def test_such_traffic_would_be_seen():
-    with pretended(), HostTraffic() as traffic:
+    with pretended(), HostTraffic(CARD) as traffic:
         there = torch.zeros(3, device=CARD)
         there + 1
-        assert traffic.found == []
+        assert not traffic.found
         there + torch.tensor([1, 2, 3]).to(CARD)
         assert len(traffic.found) > 0
         with pytest.raises(DataDependentOutputException):

@@ -14,6 +14,7 @@ from tiny_chat import chat_base, chat_heads, wide_tree
 
 import medusa.hardware
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.cli.options import parse
 from medusa.drafters.self_draft import SelfDrafter, early_exit
 from medusa.engine import prepared_base, resolved_engine
 from medusa.engine.weight_only import INT4_GROUP, int8_weights_view, quantisable_linears
@@ -153,15 +154,19 @@ def test_a_captured_step_reads_quantised_weights(engine):
 
 
 @needs_torchao
-def test_the_step_benchmark_takes_int8_weights(monkeypatch, capsys):
+def test_the_program_for_gpus_times_int8_weights_and_says_why_int4_cannot_run(monkeypatch, tmp_path):
     monkeypatch.setitem(medusa.hardware.PROBE_BYTES, "cpu", 2**20)
     monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
+    script = program("scripts/on_gpu.py")
     flags = ["--device", "cpu", "--shapes", "tiny", "--dtype", "float32", "--rounds", "1", "--steps", "1"]
     flags += ["--engines", "int8_weights", "int4_weights", "--step", "general", "--nodes", "2"]
-    assert program("scripts/benchmark_gpu.py").main(flags) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {row["engine"] for row in report["rows"]} == {"int8_weights"}
-    assert "needs a bfloat16 model on a CUDA device" in report["skipped"]["tiny, int4_weights, general"]
+    flags += ["--batch-sizes", "1", "--context-lengths", "16", "--part", "steps", "--output", str(tmp_path)]
+    assert script.run_inside(parse(script.GpuOptions, flags), watch=False) == 0
+    record = json.loads((tmp_path / "2-steps.json").read_text())
+    rows = [row for each in record["cases"].values() for row in each.get("steps", ())]
+    assert {row["engine"] for row in rows} == {"int8_weights"}
+    (reason,) = [why for name, why in record["skipped"].items() if "int4_weights" in name]
+    assert "needs a bfloat16 model on a CUDA device" in reason
 
 
 def test_without_torchao_the_message_names_the_extra_that_brings_it(monkeypatch):
