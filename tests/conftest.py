@@ -194,7 +194,8 @@ class OracleDrafter(StatelessDrafter):
 
 
 class RandomPausing:
-    """Lets a drafter take part in half of the steps, in stretches of any length; a match may rest for it."""
+    """Lets a drafter take part in half of the steps, in stretches of any length, with any part of its draft.
+    A match may rest for it."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -204,7 +205,10 @@ class RandomPausing:
     def chosen(self, drafter):
         return drafter if self.drafts else self.resting
 
-    def record(self, tokens_per_row, seconds, num_steps: int = 1, rested: bool = False) -> None:
+    def num_nodes(self, worth) -> int:
+        return self.random.randint(1, worth.shape[1])
+
+    def record(self, tokens_per_row, seconds, num_steps=1, rested=False, num_nodes=1) -> None:
         self.drafts = self.random.random() < 0.5
 
 

@@ -341,7 +341,7 @@ class ContinuousBatch:
         guessing = drafter if pausing is None else pausing.chosen(drafter)
         rows = [self._rows[number] for number in state.rows]
         try:
-            advance = advanced(self.base, guessing, state, self._clock, self._run)
+            advance = advanced(self.base, guessing, state, self._clock, self._run, pausing=pausing)
         except RowsFailed as failed:
             progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
             self._drop_ended()

@@ -102,7 +102,7 @@ def decode(
         guessing = drafter if pausing is None else pausing.chosen(drafter)
         validated = validator if guessing is drafter else None
         run = partial(compiled.verify if compiled else verify, layers=drafter.reads_layers)
-        advance = advanced(base, guessing, state, clock, run, validated)
+        advance = advanced(base, guessing, state, clock, run, validated, pausing)
         record_step(advance, guessing is drafter, statistics, pausing, clock.step_seconds)
         yield finish_step(state, (drafter, resting), num_rows, advance, False)
 
@@ -114,12 +114,18 @@ def advanced(
     clock: PhaseClock,
     run: Verify,
     validator: DraftValidator | None = None,
+    pausing: Pausing | None = None,
 ) -> Advance:
-    """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``."""
+    """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
+
+    ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
+    """
     context = draft_context(state, drafter, base)
     draft = drafter.draft(context)
     if validator is not None:
         validator.check(draft, context)
+    if pausing is not None and draft.worth is not None:
+        draft = draft.first(pausing.num_nodes(draft.worth))
     clock.lap("draft")
     hidden, logits = run(base, draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
@@ -200,7 +206,8 @@ def record_step(
     statistics.record_step(kept, depth, is_paused=depth == 0 and not drafts)
     if pausing is not None:
         rested = depth > 0 and not drafts
-        pausing.record(1 + sum(kept) / len(kept), seconds, rested=rested)
+        tokens_per_row = 1 + sum(kept) / len(kept)
+        pausing.record(tokens_per_row, seconds, rested=rested, num_nodes=1 + advance.num_drafted)
 
 
 def sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:

@@ -1,4 +1,4 @@
-"""Guessing that does not pay, paused: before every step, whether to draft or to decode plainly.
+"""Guessing that does not pay, left out: before a step whether to draft, then how much of the draft to verify.
 
 A drafted step takes longer than a plain one and gives more tokens. Whether that pays depends on the text: a
 translation is guessed badly, a repetition well, and one answer may hold both. So the time that guessing has
@@ -9,6 +9,12 @@ pays again; while probes lose, that while gets longer. So guessing costs at most
 What a drafted step costs is learnt from neighbours: where a plain step follows a drafted one, both are timed.
 Neighbours share the length of the text and the load of the machine, so their ratio is steadier than either.
 The median of the last ratios counts, and a model keeps them from one request to the next.
+
+Every node makes a pass longer too: by a tenth where the processor is busy, by nothing where it is not. What a
+node costs is learnt from neighbours that verified different numbers of them. A node is worth verifying where
+the probability that it is accepted, by the drafter's own account, is above what its time would have given
+elsewhere: its cost times the tokens that come in the time of a pass. So an easy word gets a deep tree and a
+hard one none, and the same rule serves long texts and full batches, where nodes are dear.
 
 A suffix match costs next to nothing to look for. So in the general loop a pause goes on guessing what
 followed the last tokens, where at least :data:`RESTING_MATCH` of them occurred before: a text that begins to
@@ -21,6 +27,8 @@ is decided here.
 from __future__ import annotations
 
 import statistics
+
+from torch import Tensor
 
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter
@@ -39,20 +47,48 @@ NUM_RATIOS, ENOUGH_RATIOS = 15, 3
 RATIO_INTERVAL, LAST_RATIO_INTERVAL = 8, 256
 """A plain step is taken only to be timed after so many drafted ones for each ratio that is known; after the
 second number of them where guessing has its whole reserve, and a better ratio would change nothing."""
+NUM_NODE_COSTS, ENOUGH_NODE_COSTS = 31, 5
+"""Costs of a node that are kept, and without which all nodes are verified."""
+NODE_COST_INTERVAL = 64
+"""Steps without a new cost of a node after which a whole draft is verified, to learn another."""
+MEMORY = 0.98
+"""How much of what the steps before gave still counts a step later."""
 
 
 class DraftCost:
-    """How long a drafted step takes, in plain steps: learnt from requests of one kind, kept between them."""
+    """How long drafted steps take: learnt from requests of one kind, kept between them."""
 
     def __init__(self) -> None:
-        self._ratios: tuple[float, ...] = ()
+        self._ratios: tuple[tuple[int, float], ...] = ()  # nodes of a drafted step, its time in plain steps
+        self._node_costs: tuple[float, ...] = ()
+        self._tokens, self._time = 1.0, 1.0  # of the last drafted steps
         self.num_drafted = 0
         """Drafted steps since a ratio was taken."""
+        self.num_since_node = 0
+        """Drafted steps since the cost of a node was taken."""
 
     @property
-    def plain_steps(self) -> float | None:
-        """The median of the last ratios; None before there are enough."""
-        return statistics.median(self._ratios) if len(self._ratios) >= ENOUGH_RATIOS else None
+    def node(self) -> float | None:
+        """What a node adds to a drafted step that verifies the root alone, as a part of it; None before it is
+        known."""
+        known = self._node_costs
+        return max(0.0, statistics.median(known)) if len(known) >= ENOUGH_NODE_COSTS else None
+
+    @property
+    def least_worth(self) -> float | None:
+        """The probability from which a node pays; None before it is known."""
+        return None if self.node is None else self.node * self._tokens / self._time
+
+    def plain_steps(self, num_nodes: int = 1) -> float | None:
+        """How long a drafted step of so many nodes takes, in plain steps; None before it is known."""
+        if len(self._ratios) < ENOUGH_RATIOS:
+            return None
+        alone = statistics.median(ratio / self._relative(nodes) for nodes, ratio in self._ratios)
+        return alone * self._relative(num_nodes)
+
+    def _relative(self, num_nodes: int) -> float:
+        """The time of a drafted step of so many nodes over that of one with the root alone."""
+        return 1 + (self.node or 0.0) * (num_nodes - 1)
 
     def is_due(self, is_certain: bool) -> bool:
         """Whether to take a plain step now; ``is_certain`` says that another ratio would change nothing."""
@@ -61,11 +97,27 @@ class DraftCost:
             return True
         return self.num_drafted >= (LAST_RATIO_INTERVAL if is_certain else RATIO_INTERVAL * known)
 
-    def learn(self, drafted_seconds: float, plain_seconds: float) -> None:
-        """A plain step has followed a drafted one."""
+    def learn(self, drafted_seconds: float, plain_seconds: float, num_nodes: int = 1) -> None:
+        """A plain step has followed a drafted one of so many nodes."""
         if plain_seconds > 0:
-            self._ratios = (*self._ratios[1 - NUM_RATIOS :], drafted_seconds / plain_seconds)
+            self._ratios = (*self._ratios[1 - NUM_RATIOS :], (num_nodes, drafted_seconds / plain_seconds))
             self.num_drafted = 0
+
+    def learn_node(self, first: tuple[int, float], second: tuple[int, float]) -> None:
+        """Two drafted steps have followed each other: nodes and seconds of both."""
+        if first[0] == second[0]:
+            return
+        node = (second[1] - first[1]) / (second[0] - first[0])
+        alone = first[1] - node * (first[0] - 1)
+        if alone > 0:
+            self._node_costs = (*self._node_costs[1 - NUM_NODE_COSTS :], node / alone)
+            self.num_since_node = 0
+
+    def count(self, tokens_per_row: float, num_nodes: int) -> None:
+        """A drafted step of so many nodes has given so many tokens."""
+        self.num_drafted, self.num_since_node = self.num_drafted + 1, self.num_since_node + 1
+        self._tokens = MEMORY * self._tokens + tokens_per_row
+        self._time = MEMORY * self._time + self._relative(num_nodes)
 
 
 class Pausing:
@@ -84,7 +136,7 @@ class Pausing:
         self._num_plain = 0  # steps to come that do not draft
         self._rests = True  # until a match was wrong, and again after the next probe
         self._is_first = True  # the first draft has the prompt to catch up with: its time tells nothing
-        self._drafted_seconds: float | None = None  # of the last step, if it drafted
+        self._drafted_step: tuple[int, float] | None = None  # nodes and seconds of the last, if it drafted
 
     @property
     def drafts(self) -> bool:
@@ -97,45 +149,64 @@ class Pausing:
             return drafter
         return self.resting if self._rests else self._nobody
 
+    def num_nodes(self, worth: Tensor) -> int:
+        """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
+        :class:`medusa.drafters.protocol.Draft`; as many in every row."""
+        most, least_worth = worth.shape[1], self.cost.least_worth
+        if least_worth is None:  # some of each size, to learn from
+            return most if self.cost.num_since_node % 2 else 1 + most // 2
+        if self.cost.num_since_node >= NODE_COST_INTERVAL:
+            return most
+        probabilities = worth.exp().mean(0).tolist()
+        return 1 + sum(each >= least_worth for each in probabilities[1:])
+
     def record(
-        self, tokens_per_row: float, seconds: float | None, num_steps: int = 1, rested: bool = False
+        self,
+        tokens_per_row: float,
+        seconds: float | None,
+        num_steps: int = 1,
+        rested: bool = False,
+        num_nodes: int = 1,
     ) -> None:
         """What the step that :attr:`drafts` spoke of gave; or ``num_steps`` of them at once, in all.
 
         ``seconds`` is None where something else than stepping took part, such as compiling. Steps at once
         count as one where steps are counted here, as every decision is then about as many. ``rested`` says
-        that :attr:`resting` drafted: that tells nothing of costs.
+        that :attr:`resting` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root among
+        them; where all steps verify as many, any number will do.
         """
+        before, self._drafted_step = self._drafted_step, None
         if rested:
-            self._drafted_seconds = None
-            self._settle(tokens_per_row, num_steps)
+            self._settle(tokens_per_row, num_steps, num_nodes)
             self._rests = self._balance > -STAKE
             if self._rests:
                 self._num_plain = 0
         elif self.drafts:
-            self._drafted(tokens_per_row, num_steps)
-            self._drafted_seconds = None if self._is_first or seconds is None else seconds / num_steps
+            self._drafted(tokens_per_row, num_steps, num_nodes)
+            if not self._is_first and seconds is not None:
+                self._drafted_step = num_nodes, seconds / num_steps
+                if before is not None:
+                    self.cost.learn_node(before, self._drafted_step)
             self._is_first = False
         else:
             self._num_plain -= 1
-            if seconds is not None and self._drafted_seconds is not None:
-                self.cost.learn(self._drafted_seconds, seconds / num_steps)
-            self._drafted_seconds = None
+            if seconds is not None and before is not None:
+                self.cost.learn(before[1], seconds / num_steps, before[0])
 
-    def _settle(self, tokens_per_row: float, num_steps: int) -> None:
+    def _settle(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
         """Add the tokens of ``num_steps`` steps that drafted to the balance, and take away what they cost."""
-        price = self.cost.plain_steps
+        price = self.cost.plain_steps(num_nodes)
         if price is not None:
             balance = self._balance + tokens_per_row - price * num_steps
             self._balance = min(max(balance, -STAKE), RESERVE)
             if self._balance > 0:
                 self._interval = FIRST_INTERVAL
 
-    def _drafted(self, tokens_per_row: float, num_steps: int) -> None:
-        cost, price, self._rests = self.cost, self.cost.plain_steps, True
-        cost.num_drafted += 1
+    def _drafted(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
+        cost, price, self._rests = self.cost, self.cost.plain_steps(num_nodes), True
+        cost.count(tokens_per_row / num_steps, num_nodes)
         if price is not None:
-            self._settle(tokens_per_row, num_steps)
+            self._settle(tokens_per_row, num_steps, num_nodes)
             if self._balance == -STAKE:
                 self._num_plain = max(1, round(self._interval * (price - 1)))
                 self._interval = min(2 * self._interval, LAST_INTERVAL)

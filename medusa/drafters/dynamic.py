@@ -117,17 +117,18 @@ class DynamicDrafter(LevelDrafter):
     def _ranked(self, context: DraftContext) -> Draft:
         tokens, values, parents = self._candidates(context)  # (B, C) each
         # No candidate is worth more than its parent, which stands before it and goes first in a tie.
-        order = values.argsort(dim=1, descending=True, stable=True)
-        chosen = order[:, : self.num_nodes - 1].sort(dim=1).values
+        worth, order = values.sort(dim=1, descending=True, stable=True)
+        worth, chosen = worth[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
         root = context.root[:, None]
         kept_parents = parents.gather(1, chosen)
-        nodes = (chosen[:, None] < kept_parents[..., None]).sum(2) + 1
+        nodes = (chosen[:, None] == kept_parents[..., None]).int().argmax(2) + 1
         topology = TreeTopology.from_parents(
             torch.cat([torch.zeros_like(root), nodes.masked_fill(kept_parents < 0, 0)], dim=1),
             torch.cat([torch.zeros_like(root), self._depths[chosen]], dim=1),
             self.max_depth,
         )
-        return Draft(torch.cat([root, tokens.gather(1, chosen)], dim=1), topology)
+        tokens = torch.cat([root, tokens.gather(1, chosen)], dim=1)
+        return Draft(tokens, topology, worth=torch.nn.functional.pad(worth, (1, 0)))
 
     def _candidates(self, context: DraftContext) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, values (log-probabilities of paths) and parents of all candidates, level after level.

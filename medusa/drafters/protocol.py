@@ -70,6 +70,15 @@ class Draft:
     topology: TreeTopology
     proposal: Tensor | None = None
     """(B, N, V): the distribution each node's children were drawn from; None for best candidates."""
+    worth: Tensor | None = None
+    """(B, N), falling: the log-probability, by the drafter's account, that the base takes each node's path.
+    The first nodes then are a draft as well. None where it does not say."""
+
+    def first(self, num_nodes: int) -> Draft:
+        """The first ``num_nodes`` nodes, of a draft that says what its nodes are worth."""
+        if num_nodes == self.tokens.shape[1]:
+            return self
+        return Draft(self.tokens[:, :num_nodes], self.topology.first(num_nodes))
 
 
 class Drafter(Protocol):

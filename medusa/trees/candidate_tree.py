@@ -151,6 +151,13 @@ class TreeTopology:
             self.parents[rows], self.depths[rows], self.ancestors[rows], self.lineage[rows], self.is_chain
         )
 
+    def first(self, num_nodes: int) -> TreeTopology:
+        """The trees of the first ``num_nodes`` nodes, which hold the parents of all of them."""
+        kept, lineage = slice(num_nodes), self.lineage[:, :num_nodes, :num_nodes]  # none is deeper than that
+        ancestors = self.ancestors[:, kept, kept]
+        is_chain = self.is_chain or num_nodes == 1
+        return TreeTopology(self.parents[:, kept], self.depths[:, kept], ancestors, lineage, is_chain)
+
     @classmethod
     def from_parents(
         cls, parents: Tensor, depths: Tensor, max_depth: int, is_chain: bool = False

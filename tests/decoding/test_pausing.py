@@ -79,9 +79,9 @@ def test_guesses_that_pay_lose_next_to_nothing():
 
 def test_a_first_request_learns_what_a_draft_costs_and_the_next_know():
     cost = DraftCost()
-    assert cost.plain_steps is None
+    assert cost.plain_steps() is None
     first = Answer(lambda _: 3, 60, 1.4, cost)
-    assert cost.plain_steps == pytest.approx(1.4)
+    assert cost.plain_steps() == pytest.approx(1.4)
     assert first.is_drafted[:8] == [True, True, False, True, False, True, False, True]
     assert all(Answer(lambda _: 3, 60, 1.4, cost).is_drafted)
     assert all(Answer(lambda _: 1, 60, 0.9, known(0.9)).is_drafted[:20]), (
@@ -113,11 +113,11 @@ def test_a_step_that_also_compiled_teaches_nothing():
     pausing = Pausing(cost)
     for _ in range(20):
         pausing.record(1, 100.0 if pausing.drafts else None)
-    assert cost.plain_steps is None
+    assert cost.plain_steps() is None
     pausing = Pausing(cost)
     for _ in range(20):
         pausing.record(1, None if pausing.drafts else 1.0)
-    assert cost.plain_steps is None
+    assert cost.plain_steps() is None
 
 
 def test_the_first_draft_of_a_request_has_a_prompt_to_read_and_is_not_timed():
@@ -128,7 +128,7 @@ def test_the_first_draft_of_a_request_has_a_prompt_to_read_and_is_not_timed():
             pausing.record(3, seconds)
         if not pausing.drafts:
             pausing.record(1, 1.0)
-    assert cost.plain_steps == 1.5
+    assert cost.plain_steps() == 1.5
 
 
 def test_steps_that_come_several_at_a_time_are_priced_one_by_one():
@@ -136,7 +136,7 @@ def test_steps_that_come_several_at_a_time_are_priced_one_by_one():
     pausing = Pausing(cost)
     for _ in range(12):
         pausing.record(8.0, 12.0 if pausing.drafts else 8.0, num_steps=8)
-    assert cost.plain_steps == 1.5
+    assert cost.plain_steps() == 1.5
     assert not pausing.drafts, "eight steps without a hit lose more than the stake"
 
 
