@@ -48,7 +48,7 @@ RATIO_INTERVAL, LAST_RATIO_INTERVAL = 8, 256
 """A plain step is taken only to be timed after so many drafted ones for each ratio that is known; after the
 second number of them where guessing has its whole reserve, and a better ratio would change nothing."""
 NUM_NODE_COSTS, ENOUGH_NODE_COSTS = 31, 5
-"""Costs of a node that are kept, and without which all nodes are verified."""
+"""Costs of a node that are kept, and without which no node is left out, and nothing paused for it."""
 NODE_COST_INTERVAL = 64
 """Steps without a new cost of a node after which a whole draft is verified, to learn another."""
 MEMORY = 0.98
@@ -135,6 +135,7 @@ class Pausing:
         self._interval = FIRST_INTERVAL
         self._num_plain = 0  # steps to come that do not draft
         self._rests = True  # until a match was wrong, and again after the next probe
+        self._is_learning = False  # what a node costs
         self._is_first = True  # the first draft has the prompt to catch up with: its time tells nothing
         self._drafted_step: tuple[int, float] | None = None  # nodes and seconds of the last, if it drafted
 
@@ -153,8 +154,11 @@ class Pausing:
         """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
         :class:`medusa.drafters.protocol.Draft`; as many in every row."""
         most, least_worth = worth.shape[1], self.cost.least_worth
-        if least_worth is None:  # some of each size, to learn from
-            return most if self.cost.num_since_node % 2 else 1 + most // 2
+        if most == 1:
+            return most
+        self._is_learning = least_worth is None
+        if least_worth is None:  # some of two sizes, to learn from
+            return most if self.cost.num_since_node % 2 else most // 2
         if self.cost.num_since_node >= NODE_COST_INTERVAL:
             return most
         probabilities = worth.exp().mean(0).tolist()
@@ -196,7 +200,7 @@ class Pausing:
     def _settle(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
         """Add the tokens of ``num_steps`` steps that drafted to the balance, and take away what they cost."""
         price = self.cost.plain_steps(num_nodes)
-        if price is not None:
+        if price is not None and not self._is_learning:
             balance = self._balance + tokens_per_row - price * num_steps
             self._balance = min(max(balance, -STAKE), RESERVE)
             if self._balance > 0:

@@ -78,6 +78,8 @@ def check(drafter, are_sampled):
             assert torch.equal(mine.tokens, theirs.tokens)
             for field in ("parents", "depths", "ancestors", "lineage"):
                 assert torch.equal(getattr(mine.topology, field), getattr(theirs.topology, field)), field
+            if theirs.worth is not None:
+                torch.testing.assert_close(mine.worth, theirs.worth, atol=1e-2, rtol=1e-2)
     again = CompiledDrafter(drafter, "a base")
     assert again.prepare(are_sampled[0]) < 5, "loaded, not compiled again"
     assert compiled.sampled_kind(DraftKind.WITH_REPLACEMENT) is drafter.sampled_kind(
