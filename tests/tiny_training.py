@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import CHECKOUT
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -20,6 +22,8 @@ from medusa.training.recipes.registry import new_recipe
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
 
+MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
+"""Trains as `medusa train` does, and dies as the environment says."""
 SYSTEM = "You are a machine"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -72,6 +76,24 @@ def save_tiny_base(directory: Path) -> Path:
     tiny_base().save_pretrained(directory)
     chat_tokenizer().save_pretrained(directory)
     return directory
+
+
+def write_run(directory: Path, **options: Any) -> Path:
+    """``directory`` with a base, data, and a run.yaml that names both and says ``options``."""
+    save_tiny_base(directory / "base")
+    write_rows(directory / "data.jsonl", counting_rows(40))
+    named = {"base": directory / "base", "data": directory / "data.jsonl"}
+    defaults = {"num_heads": 3, "held_out_fraction": 0.1, "tree_nodes": 6}
+    lines = (f"{key}: {value}\n" for key, value in (named | defaults | options).items())
+    (directory / "run.yaml").write_text("".join(lines))
+    return directory
+
+
+def accelerated(name: str, *options: str) -> tuple[str, ...]:
+    """The launcher of two processes that configs/accelerate_NAME.yaml asks for."""
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file")
+    path = str(CHECKOUT / "configs" / f"accelerate_{name}.yaml")
+    return (*launcher, path, "--num_processes", "2", "--main_process_port", "0", *options)
 
 
 def conversation(question: str, answer: str, **beside: Any) -> dict[str, Any]:

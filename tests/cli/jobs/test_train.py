@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import CHECKOUT
 from peft import PeftModel
-from tiny_training import counting_rows, save_tiny_base, write_rows
+from tiny_training import MORTAL, accelerated, write_run
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel, load_heads
@@ -24,27 +24,12 @@ from medusa.cli.main import main
 
 PROGRAM = (str(CHECKOUT / "train" / "train_heads.py"),)
 MODULE = ("-m", "medusa", "train")
-MORTAL = (str(CHECKOUT / "tests" / "launched_training.py"),)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     """A base model, data and a configuration file."""
-    place = tmp_path_factory.mktemp("workplace")
-    save_tiny_base(place / "base")
-    write_rows(place / "data.jsonl", counting_rows(40))
-    lines = {
-        "base": place / "base",
-        "data": place / "data.jsonl",
-        "num_heads": 3,
-        "max_steps": 6,
-        "tokens_per_batch": 512,
-        "logging_steps": 2,
-        "held_out_fraction": 0.1,
-        "tree_nodes": 6,
-    }
-    (place / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
-    return place
+    return write_run(tmp_path_factory.mktemp("workplace"), max_steps=6, tokens_per_batch=512, logging_steps=2)
 
 
 def launch(
@@ -192,7 +177,7 @@ def logged_records(content: bytes) -> Iterator[bytes]:
 def test_wandb_sees_one_run_across_resumes_with_the_values_of_the_metrics_file(workplace):
     arguments = ("--output_dir", "seen", "--tracker", "wandb", "--resume", "auto", "--logging_steps", "1")
     arguments += ("--checkpoint_steps", "2", "--evaluation_steps", "2")
-    killed = launch(workplace, *arguments, program=MORTAL, KILL_AT_STEP="4")
+    killed = launch(workplace, *arguments, program=(MORTAL,), KILL_AT_STEP="4")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = launch(workplace, *arguments)
     assert resumed.returncode == 0, resumed.stderr
@@ -241,28 +226,12 @@ def test_two_processes_train_heads_and_adapter_like_one(workplace, one_joint, na
 def test_a_joint_run_under_zero_2_that_was_killed_goes_on_to_the_result_of_one_process(workplace, one_joint):
     pytest.importorskip("deepspeed")
     arguments = ("--output_dir", "zero2_killed", *JOINT, "--checkpoint_steps", "1")
-    options = {"launcher": accelerated("zero2"), "program": MORTAL, "DS_ACCELERATOR": "cpu"}
+    options = {"launcher": accelerated("zero2"), "program": (MORTAL,), "DS_ACCELERATOR": "cpu"}
     killed = launch(workplace, *arguments, **options, KILL_AT_STEP="5")
     assert killed.returncode != 0
     resumed = launch(workplace, *arguments, "--resume", **options)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(workplace / "zero2_killed") == pytest.approx(losses(one_joint), abs=1e-4)
-
-
-TWO_RANKS = ("--num_processes", "2", "--main_process_port", "0")
-
-
-def accelerated(name: str) -> tuple[str, ...]:
-    """The launcher that a file of configs/ asks for, with two processes."""
-    configuration = str(CHECKOUT / "configs" / f"accelerate_{name}.yaml")
-    return (
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        configuration,
-        *TWO_RANKS,
-    )
 
 
 # Three micro-batches a step are an odd number for two processes: one of them has nothing to do at times.
@@ -298,7 +267,7 @@ def test_two_processes_have_the_losses_of_one(workplace, alone):
 def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
     step = random.randrange(4, 12)
     arguments = ("--output_dir", "killed", *STEPS, "--gradient_accumulation_steps", "2")
-    killed = launch(workplace, *arguments, program=MORTAL, KILL_AT_STEP=str(step))
+    killed = launch(workplace, *arguments, program=(MORTAL,), KILL_AT_STEP=str(step))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (workplace / "killed" / "heads").exists()
     resumed = launch(workplace, *arguments, "--resume")
@@ -309,7 +278,7 @@ def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
 @pytest.mark.slow
 def test_two_processes_store_their_own_shards_and_one_command_starts_and_resumes(workplace, alone):
     arguments = ("--output_dir", "shards", *STEPS, "--cache_hidden_states", "true", "--resume", "auto")
-    options = {"launcher": accelerated("ddp"), "program": MORTAL, "SHARD_BYTES": "100000"}
+    options = {"launcher": accelerated("ddp"), "program": (MORTAL,), "SHARD_BYTES": "100000"}
     killed = launch(workplace, *arguments, **options, KILL_AT_STEP="7")
     assert killed.returncode != 0
     for rank in (0, 1):
@@ -328,10 +297,12 @@ def test_a_sharded_run_that_was_killed_goes_on_to_the_result_of_one_process(work
     if name != "fsdp2":
         pytest.importorskip("deepspeed")
     arguments, launcher = ("--output_dir", name, *STEPS), accelerated(name)
-    killed = launch(workplace, *arguments, launcher=launcher, program=MORTAL, KILL_AT_STEP="7", **environment)
+    killed = launch(
+        workplace, *arguments, launcher=launcher, program=(MORTAL,), KILL_AT_STEP="7", **environment
+    )
     assert killed.returncode != 0
     assert len(losses(workplace / name)) == 7, killed.stderr
-    resumed = launch(workplace, *arguments, "--resume", launcher=launcher, program=MORTAL, **environment)
+    resumed = launch(workplace, *arguments, "--resume", launcher=launcher, program=(MORTAL,), **environment)
     assert resumed.returncode == 0, resumed.stderr
     assert "2 x cpu" in resumed.stderr
     assert_same_result(workplace, name, alone)

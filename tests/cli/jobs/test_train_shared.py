@@ -11,43 +11,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKOUT
-from tiny_training import counting_rows, save_tiny_base, write_rows
+from accelerate.utils.other import get_free_port
+from tiny_training import MORTAL, accelerated, write_run
 
 from medusa import load_heads
 from medusa.training.states.format import StatesDirectory
 
-MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
-DDP = str(CHECKOUT / "configs" / "accelerate_ddp.yaml")
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", DDP)
-TWO = (*ACCELERATE, "--num_processes", "2", "--main_process_port", "0")
+TWO = accelerated("ddp")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A base model, data and a configuration file."""
-    directory = tmp_path_factory.mktemp("shared")
-    save_tiny_base(directory / "base")
-    write_rows(directory / "data.jsonl", counting_rows(40))
-    lines = {
-        "base": directory / "base",
-        "data": directory / "data.jsonl",
-        "num_heads": 3,
-        "max_steps": 8,
-        "checkpoint_steps": 2,
-        "logging_steps": 1,
-        "evaluation_steps": 4,
-        "tokens_per_batch": 700,
-        "learning_rate": 0.01,
-        "warmup_steps": 2,
-        "objective": "blend",
-        "fused_layers": [1],
-        "held_out_fraction": 0.1,
-        "tree_nodes": 6,
-    }
-    (directory / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
-    return directory
+    return write_run(
+        tmp_path_factory.mktemp("shared"),
+        max_steps=8,
+        checkpoint_steps=2,
+        logging_steps=1,
+        evaluation_steps=4,
+        tokens_per_batch=700,
+        learning_rate=0.01,
+        warmup_steps=2,
+        objective="blend",
+        fused_layers=[1],
+    )
 
 
 def start(place: Path, launcher: tuple[str, ...], *arguments: str, **environment: str) -> subprocess.Popen:
@@ -132,12 +120,12 @@ def test_a_placement_that_the_launch_does_not_fit_is_refused(place):
 
 def test_two_machines_of_one_process_each_have_the_losses_of_one(place, alone):
     """Two process groups on one machine, as each node of a cluster starts its own."""
-    nodes = []
+    nodes, port = [], get_free_port()
     for rank in ("0", "1"):
-        node = ("--num_machines", "2", "--machine_rank", rank, "--num_processes", "2", "--same_network")
-        where = ("--main_process_ip", "127.0.0.1", "--main_process_port", "29683", "--rdzv_backend", "static")
+        node = ("--num_machines", "2", "--machine_rank", rank, "--same_network", "--rdzv_backend", "static")
+        where = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(port))
         arguments = ("--output_dir", "nodes", "--cache_hidden_states", "true")
-        nodes.append(start(place, (*ACCELERATE, *node, *where), *arguments))
+        nodes.append(start(place, (*TWO, *node, *where), *arguments))
     said = [node.communicate(timeout=900)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert_equal_runs(place, "nodes", alone)
@@ -147,7 +135,7 @@ def test_two_machines_of_one_process_each_have_the_losses_of_one(place, alone):
 
 def test_a_launcher_that_restarts_dead_processes_ends_with_the_undisturbed_weights(place, alone):
     """torchrun's elastic restart: all processes start again with the same command, and go on."""
-    launcher = (*TWO, "--max_restarts", "1", "--monitor_interval", "1")
+    launcher = accelerated("ddp", "--max_restarts", "1", "--monitor_interval", "1")
     arguments = ("--output_dir", "elastic", "--resume", "auto")
     status, said = run(place, launcher, *arguments, KILL_AT_STEP="5", KILL_ONCE="killed_once")
     assert status == 0, said
