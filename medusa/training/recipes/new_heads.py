@@ -81,12 +81,13 @@ def sampled_states(
 ) -> Tensor:
     """States (P, (1 + L) * D) of some documents that are trained on: those that a label is predicted from.
 
-    ``stored`` are the states of ``documents``, if any; the positions are the same without them.
+    ``stored`` are the states of ``documents``, if any, more of them perhaps; the positions that come back are
+    the same without them.
     """
-    chosen = documents.spread(SCALE_DOCUMENTS)
-    if stored is not None:
-        return stored.of(chosen)
-    padded = collate(documents, [[index] for index in chosen])
-    needed = needed_states(padded.is_label.flatten(), padded.positions.flatten(), num_heads)
-    states = live.of(padded, layers).flatten(0, 1)
-    return states[needed.to(states.device)]
+    found = []
+    for index in documents.spread(SCALE_DOCUMENTS):
+        padded = collate(documents, [[index]])
+        needed = needed_states(padded.is_label[0], padded.positions[0], num_heads)
+        states = live.of(padded, layers)[0] if stored is None else stored.row(index)
+        found.append(states[needed.to(states.device)])
+    return torch.cat(found)
