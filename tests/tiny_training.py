@@ -51,13 +51,13 @@ def chat_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_base(vocab_size: int = 258) -> LlamaForCausalLM:
+def tiny_base(vocab_size: int = 258, hidden_size: int = 32) -> LlamaForCausalLM:
     """A random Llama in float32, the same one every time."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         config = LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=32,
+            hidden_size=hidden_size,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,

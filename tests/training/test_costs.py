@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import CHECKOUT
-from tiny_training import counting_rows, new_trainer, tiny_base
+from tiny_training import MORTAL, accelerated, counting_rows, new_trainer, tiny_base, write_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from medusa.base.causal_lm import output_embedding
@@ -18,6 +21,32 @@ from medusa.training.states.live import frozen_states
 from medusa.training.states.stored_states import StateFile
 
 PAGE = CHECKOUT / "docs" / "guides" / "costs.md"
+
+
+GATHERED = {"ddp": 20, "zero3": 20, "fsdp2": 20}
+"""Bytes that each of two processes takes for a parameter of the heads, at the worst moment of a step."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GATHERED)
+def test_the_memory_of_shared_out_heads_is_what_the_page_says(tmp_path, kind):
+    """Of heads with unembeddings of their own, against such as train none."""
+    if kind == "zero3":
+        pytest.importorskip("deepspeed")
+    write_run(tmp_path, reads_path="false", max_steps=3, logging_steps=1, tokens_per_batch=300)
+    tiny_base(vocab_size=16384, hidden_size=256).save_pretrained(tmp_path / "base")
+    options = ["--block_elements", "131072", "--replayed_documents", "0", "--held_out_fraction", "0"]
+    peaks = {}
+    for unembedding in ("full", "shared"):
+        arguments = ["--config", "run.yaml", "--output_dir", unembedding, "--unembedding", unembedding]
+        beside = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        beside |= {"PRETEND_DEVICES": "1"} if kind == "fsdp2" else {}
+        command = [*accelerated(kind), MORTAL, *arguments, *options]
+        subprocess.run(command, cwd=tmp_path, env={**os.environ, **beside}, check=True, timeout=900)
+        entries = (tmp_path / unembedding / "metrics.jsonl").read_text().splitlines()
+        peaks[unembedding] = max(json.loads(entry).get("peak_gib", 0) for entry in entries)
+    each = (peaks["full"] - peaks["shared"]) * 2**30 / (3 * 16384 * 256)
+    assert each == pytest.approx(GATHERED[kind], rel=0.15)
 
 
 class Base(NamedTuple):
