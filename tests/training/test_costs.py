@@ -23,12 +23,12 @@ from medusa.training.states.stored_states import StateFile
 PAGE = CHECKOUT / "docs" / "guides" / "costs.md"
 
 
-GATHERED = {"ddp": 20, "zero3": 20, "fsdp2": 20}
-"""Bytes that each of two processes takes for a parameter of the heads, at the worst moment of a step."""
+MEASURED = {"ddp": 28, "zero3": 36, "fsdp2": 26}
+"""Bytes that the first of two processes takes for a parameter of the heads, at the worst moment of a step."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", GATHERED)
+@pytest.mark.parametrize("kind", MEASURED)
 def test_the_memory_of_shared_out_heads_is_what_the_page_says(tmp_path, kind):
     """Of heads with unembeddings of their own, against such as train none."""
     if kind == "zero3":
@@ -46,7 +46,8 @@ def test_the_memory_of_shared_out_heads_is_what_the_page_says(tmp_path, kind):
         entries = (tmp_path / unembedding / "metrics.jsonl").read_text().splitlines()
         peaks[unembedding] = max(json.loads(entry).get("peak_gib", 0) for entry in entries)
     each = (peaks["full"] - peaks["shared"]) * 2**30 / (3 * 16384 * 256)
-    assert each == pytest.approx(GATHERED[kind], rel=0.15)
+    assert each == pytest.approx(MEASURED[kind], rel=0.15)
+    assert f" {MEASURED[kind]} under" in PAGE.read_text()
 
 
 class Base(NamedTuple):
