@@ -58,10 +58,11 @@ def start_from(heads: Heads, source: str) -> None:
             "base that carries it; start from heads of the base itself"
         )
     ours, theirs = asdict(heads.config), asdict(given.heads.config)
-    if isinstance(given.heads, MedusaHeads) and not given.heads.reads_layers:
-        ours["fused_layers"] = ()
-    if theirs.get("context") is None:
-        ours["context"] = theirs.get("context")
+    if isinstance(given.heads, MedusaHeads):
+        if not given.heads.reads_layers:
+            ours["fused_layers"] = ()
+        if not given.heads.reads_text:
+            ours["context"] = None
     if ours != theirs:
         differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         raise ConfigurationError(
