@@ -47,6 +47,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -61,6 +62,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,7 +95,7 @@ from medusa.cli.program import (
     log_version,
 )
 from medusa.cli.reporting import exit_status, report_json, table_console
-from medusa.decoding.static_loop import HOST_SYNC_INTERVALS
+from medusa.decoding.static_loop import HOST_SYNC_INTERVALS, rounded_slots
 from medusa.drafters.protocol import host_bound_parts
 from medusa.drafters.registry import DrafterSettings, drafter_named
 from medusa.drafters.self_draft import early_exit
@@ -141,12 +143,14 @@ from medusa.training.config.options import (
     OptimisationOptions,
     RunOptions,
 )
+from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents
 from medusa.training.data.loading import TrainingData, load_data
 from medusa.training.recipes.registry import new_recipe
 from medusa.training.run.processes import new_accelerator
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
+from medusa.training.states.live import LiveStates
 
 SMOLLM2 = "smollm2"
 
@@ -226,11 +230,11 @@ class Scale:
 
     num_prompts: int = 4
     """Of exactness, answered alone and as one batch."""
-    new_tokens: int = 64
+    new_tokens: int = 48
     """Of each of its answers."""
     growing_tokens: int = 600
     """Of an answer that outgrows its cache."""
-    num_plain: int = 32
+    num_plain: int = 24
     """Prompts whose answers in bfloat16 are compared."""
     num_speed: int = 40
     speed_tokens: int = 128
@@ -251,8 +255,8 @@ class Scale:
     evaluation_steps: int = 200
     num_evaluated: int = 17
     compared_batch: int = 4096
-    speed_minutes: float = 1.6
-    """Of each measurement of speed."""
+    speed_minutes: tuple[float, float] = (3.6, 1.2)
+    """Of measuring speed in bfloat16, and in each other setting."""
 
 
 FULL = Scale()
@@ -277,7 +281,7 @@ TINY = Scale(
     evaluation_steps=5,
     num_evaluated=2,
     compared_batch=256,
-    speed_minutes=0.05,
+    speed_minutes=(0.05, 0.05),
 )
 TINY_SIZES = StepOptions(
     shapes=("tiny",),
@@ -387,13 +391,13 @@ def exactness_cases(lab: Lab) -> Iterator[Case]:
             yield Case(
                 f"float32, {name}, {step}", lambda name=name, step=step: against_plain(name, step), 0.2
             )
+    yield Case("GPU-marked tests", lambda: marked_tests(lab), 2.5)
     yield Case("float32, a growing cache", lambda: growing(lab, model(), graphs), 0.5)
     yield Case(
         "float32, transformers' generate", lambda: against_transformers(lab, model(), expected(1, False)), 0.2
     )
-    yield Case("bfloat16, near-ties", lambda: near_ties(lab, half()), 1.0)
+    yield Case("bfloat16, near-ties", lambda: near_ties(lab, half()), 1.5)
     yield Case("bfloat16, neighbours", lambda: neighbours(lab, half()), 1.0)
-    yield Case("GPU-marked tests", lambda: marked_tests(lab), 2.0)
     for name in HOST_DRAFTERS:
         yield Case(f"float32, {name}, general", lambda name=name: against_plain(name, "general"), 0.3)
 
@@ -758,10 +762,11 @@ def waits_of(lab: Lab, base_of: Callable[[str], CausalLM], shape: str, step: Ste
     options, base = lab.options.sizes, base_of(shape)
     model, tree = stepping_model(lab, base, "eager", step), tree_of(max(options.nodes))
     burst = HOST_SYNC_INTERVALS.get(lab.device.type, 8)
-    num_steps = 4 * burst if lab.device.type == "cuda" else 2
+    num_steps = 2 * burst if lab.device.type == "cuda" else 2
     counted = DecodingStatistics()
-    prompts = random_prompts(base, 1, options.context_lengths[0])
-    budget = 2 + 6 * num_steps * (tree.depth + 1)
+    # Just past a whole number of slots, so that the cache has room for most of what is traced.
+    prompts = random_prompts(base, 1, rounded_slots(options.context_lengths[0]) + 8)
+    budget = 2 + 8 * num_steps * (tree.depth + 1)
     stream = model.stream(**prompts, tree=tree, max_new_tokens=budget, do_sample=False, statistics=counted)
 
     def run() -> int:
@@ -772,6 +777,7 @@ def waits_of(lab: Lab, base_of: Callable[[str], CausalLM], shape: str, step: Ste
         return counted.num_passes - before
 
     run()  # compiles, captures
+    set_up = counted.setup_seconds
     lab.folder.mkdir(parents=True, exist_ok=True)
     trace = lab.folder / f"{shape}-{step}.trace.json.gz" if lab.device.type == "cuda" else None
     found = host_waits(run, lab.device, trace)
@@ -780,6 +786,7 @@ def waits_of(lab: Lab, base_of: Callable[[str], CausalLM], shape: str, step: Ste
     stream.close()
     return {
         "waits": found,
+        "setup_seconds": counted.setup_seconds - set_up,
         "traffic": {name: count / traffic_steps for name, count in traffic.found.items()},
         "shape": shape,
         "step": step,
@@ -859,15 +866,17 @@ CONTENDERS = ("transformers", "transformers-static", "plain", "heads", "dynamic-
 def speed_cases(lab: Lab) -> Iterator[Case]:
     fitted = functools.cache(lambda dtype: fitted_model(lab, dtype))
 
-    def measured(dtype: Dtype, rows: int, names: Sequence[str]) -> Results:
+    first, other = lab.scale.speed_minutes
+
+    def measured(dtype: Dtype, rows: int, names: Sequence[str], minutes: float) -> Results:
         model, chosen = fitted(dtype)
-        return {**chosen, "benchmark": speed(lab, model, rows, names)}
+        return {**chosen, "benchmark": speed(lab, model, rows, names, minutes)}
 
     without = [name for name in CONTENDERS if name != "transformers-static"]
     names = list(CONTENDERS) if lab.device.type == "cuda" else without
-    yield Case("bfloat16, 1 row", lambda: measured("bfloat16", 1, names), 3.5)
-    yield Case("float32, 1 row", lambda: measured("float32", 1, without), 2.0)
-    yield Case("bfloat16, 8 rows", lambda: measured("bfloat16", 8, without), 2.0)
+    yield Case("bfloat16, 1 row", lambda: measured("bfloat16", 1, names, first), 5.0)
+    yield Case("float32, 1 row", lambda: measured("float32", 1, without, other), 2.0)
+    yield Case("bfloat16, 8 rows", lambda: measured("bfloat16", 8, without, other), 1.8)
 
 
 def fitted_model(lab: Lab, dtype: Dtype) -> tuple[MedusaModel, Results]:
@@ -897,7 +906,7 @@ def fitted_model(lab: Lab, dtype: Dtype) -> tuple[MedusaModel, Results]:
     }
 
 
-def speed(lab: Lab, model: MedusaModel, rows: int, names: Sequence[str]) -> Results:
+def speed(lab: Lab, model: MedusaModel, rows: int, names: Sequence[str], minutes: float) -> Results:
     """The report of ``medusa benchmark`` on this model."""
     options = benchmark_job.BenchmarkOptions(
         prompts=PromptOptions(speed_prompts(lab), lab.scale.num_speed),
@@ -905,7 +914,7 @@ def speed(lab: Lab, model: MedusaModel, rows: int, names: Sequence[str]) -> Resu
         contenders=tuple(names),
         llama_cpp=(),
         batch_sizes=(rows,),
-        max_minutes=min(lab.scale.speed_minutes, max(0.05, lab.minutes_left)),
+        max_minutes=max(0.05, min(minutes, lab.minutes_left)),
     )
     contenders, skipped = benchmark_job.chosen_contenders(model, options)
     rates = lab.rates(model.base.dtype)
@@ -1028,15 +1037,8 @@ def trained_large(lab: Lab, base: CausalLM, is_stored: bool) -> Results:
     run = functools.partial(run_training, lab, base, data)
     entries, storing = run(large_configuration(lab, lab.folder / name, is_stored, scale.trained_steps))
     one = TrainingData(documents.subset(range(DOCUMENTS_OF_A_STEP)), data.held_out, data.counts)
-    with FlopCounterMode(display=False) as counter:
-        run_training(lab, base, one, large_configuration(lab, lab.folder / f"{name}-once", False, 1))
-    operations = counter.get_total_flops()
-    if is_stored:  # the base's pass is not a part of a step then
-        with FlopCounterMode(display=False) as of_base:
-            trainer_on(
-                lab, base, one, large_configuration(lab, lab.folder / f"{name}-base", False, 1)
-            ).recipe.live.of(one_batch(one.training))
-        operations -= of_base.get_total_flops()
+    operations = operations_of_a_step(lab, base, one, is_stored)
+    shutil.rmtree(lab.folder / name)  # heads and states of random weights, gigabytes of them
     speed = median(entry["tokens_per_second"] for entry in entries[1:])
     rate = lab.rates(torch.bfloat16).operations_per_second
     per_token = operations / one.training.num_tokens
@@ -1054,11 +1056,18 @@ def trained_large(lab: Lab, base: CausalLM, is_stored: bool) -> Results:
     }
 
 
-def one_batch(documents: Documents) -> Any:
-    """All of them as one padded batch."""
-    from medusa.training.data.batching import collate
-
-    return collate(documents, [[index] for index in range(len(documents))])
+def operations_of_a_step(lab: Lab, base: CausalLM, one: TrainingData, is_stored: bool) -> float:
+    """What a step on all documents of ``one`` computes, counted; without the base's pass if ``is_stored``."""
+    directory, documents = lab.folder / "counted", one.training
+    with FlopCounterMode(display=False) as counter:
+        run_training(lab, base, one, large_configuration(lab, directory, False, 1))
+    operations = counter.get_total_flops()
+    if is_stored:
+        with FlopCounterMode(display=False) as of_base:
+            LiveStates(base).of(collate(documents, [[index] for index in range(len(documents))]))
+        operations -= of_base.get_total_flops()
+    shutil.rmtree(directory)
+    return float(operations)
 
 
 def trainer_on(lab: Lab, base: CausalLM, data: TrainingData, configuration: TrainingConfiguration) -> Trainer:
@@ -1072,8 +1081,6 @@ def run_training(
     lab: Lab, base: CausalLM, data: TrainingData, configuration: TrainingConfiguration
 ) -> tuple[list[Results], float]:
     """The log entries of a run, and the seconds that storing states took."""
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(True)  # it keeps the precision of the first run of a process
     trainer = trainer_on(lab, base, data, configuration)
     if lab.device.type == "cuda":
@@ -1201,17 +1208,18 @@ def more_answers(lab: Lab, path: Path) -> Results:
     if not prompts.exists():
         lab.command("write-prompts", number=lab.scale.written_prompts, seed=11, output=prompts)
     began = time.monotonic()
-    lab.command(
-        "distill",
-        prompts=prompts,
-        output=path,
-        temperatures=[0, 0, 0.8],
-        max_new_tokens=lab.scale.longest_answer,
-        batch_size=lab.scale.answers_at_once,
-        max_minutes=minutes,
-        base=lab.options.base,
-        device=lab.device,
-    )
+    if not RunDirectory(lab.folder / "run").config.exists():  # a run that has begun keeps its data
+        lab.command(
+            "distill",
+            prompts=prompts,
+            output=path,
+            temperatures=[0, 0, 0.8],
+            max_new_tokens=lab.scale.longest_answer,
+            batch_size=lab.scale.answers_at_once,
+            max_minutes=minutes,
+            base=lab.options.base,
+            device=lab.device,
+        )
     with path.open(encoding="utf-8") as lines:
         count = sum(1 for _ in lines)
     return {"answers": {"conversations": count, "minutes": (time.monotonic() - began) / 60}}
@@ -1222,7 +1230,7 @@ def longer_run(lab: Lab, data: Sequence[Path]) -> Results:
     run = RunDirectory(lab.folder / "run")
     logged = run.logged_metrics() if run.metrics.exists() else []
     before = max((entry.get("minutes", 0.0) for entry in logged), default=0.0)
-    minutes = before + min(lab.scale.most_longer_minutes, max(0.1, lab.minutes_left - 2.0))
+    minutes = before + min(lab.scale.most_longer_minutes, max(0.1, lab.minutes_left - 3.0))
     heads = load_heads(lab.options.heads).heads.config
     lab.command(
         "train",
@@ -1308,10 +1316,10 @@ def longer_tables(cases: Mapping[str, Results], console: Console) -> None:
 
 
 PARTS = (
-    Part(1, "exactness", 8.0, exactness_cases, exactness_tables),
+    Part(1, "exactness", 9.5, exactness_cases, exactness_tables),
     Part(2, "steps", 9.5, steps_cases, steps_tables),
-    Part(3, "speed", 8.0, speed_cases, speed_tables),
-    Part(4, "training", 8.0, training_cases, training_tables),
+    Part(3, "speed", 9.5, speed_cases, speed_tables),
+    Part(4, "training", 9.5, training_cases, training_tables),
     Part(5, "longer", 9.5, longer_cases, longer_tables, is_open_ended=True),
 )
 

@@ -68,4 +68,4 @@ def test_on_a_card_waiting_is_counted_by_the_line_that_waits():
         there.sum().item()
         there + 1
     (line,) = found
-    assert line.startswith("measurement/test_host_waits.py:") and found[line] == 1
+    assert line.startswith("measurement/test_host_waits.py:") and found[line] >= 1

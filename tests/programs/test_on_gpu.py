@@ -47,6 +47,7 @@ def test_steps_are_timed_for_every_engine_and_kind_that_runs_here(script, tmp_pa
     assert 0 < parts["forward"] < parts["step"] and parts["num_nodes"] == 6
     waits = record["cases"]["tiny, what the host waits for, general"]
     assert waits["traffic"]["aten._local_scalar_dense.default"] > 0
+    assert waits["setup_seconds"] == 0
     assert record["complete"] and record["about"]["device"].startswith("cpu")
     table = (tmp_path / "2-steps.txt").read_text()
     assert "Decode steps: " in table and "around the forward" in table
