@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -10,6 +11,11 @@ from safetensors.torch import save_file
 from tiny_chat import chat_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
+
+from medusa.cli.main import main
+
+REMEDY = re.compile(r"\b(add|copy|download|get|give|leave|mend|save|take|train|use|write) |: --\w")
+"""A message says what to do, in one of these words."""
 
 
 class ResBlock(nn.Module):
@@ -174,3 +180,17 @@ def write_vllm_heads(directory: Path, heads: VllmMedusa, config: dict) -> Path:
     write_json(directory / "config.json", config)
     write_tensors(directory / "model.safetensors", heads.state_dict())
     return directory
+
+
+class Unwelcome:
+    """What a pickle may hold beside tensors."""
+
+
+def refused(words: list[str], tmp_path: Path, capsys, message: str) -> None:
+    """Hold a command to: status 1, one line that matches and says what to do, no output."""
+    before = sorted(tmp_path.iterdir())
+    assert main([*words, "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(message, error), error
+    assert REMEDY.search(error), error
+    assert sorted(tmp_path.iterdir()) == before

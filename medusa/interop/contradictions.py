@@ -1,10 +1,12 @@
-"""Where a config.json says otherwise than the tensors beside it."""
+"""Where a config.json, or the base, says otherwise than the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 
 
 def checked_against_config(
@@ -38,6 +40,19 @@ def checked_against_config(
             )
         notes.append(f"{text}: the tensors are right")
     return tuple(notes)
+
+
+def check_fits(where: Path | str, size: int, vocabulary: int | None, base: CausalLM) -> None:
+    """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows."""
+    for name, theirs, ours in (
+        ("hidden_size", size, hidden_size(base)),
+        ("vocab_size", vocabulary, vocab_size(base)),
+    ):
+        if theirs is not None and theirs != ours:
+            raise ValueError(
+                f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
+                "give the base that they were trained on: --base"
+            )
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

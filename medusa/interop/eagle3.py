@@ -31,15 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding, vocab_size
 from medusa.files import read_json
 from medusa.heads.causal_layer import DEFAULT_THETA
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.limits import MAX_DEPTH
-from medusa.heads.medusa_heads import check_heads_fit
 from medusa.heads.token_map import checked_token_map
-from medusa.interop.contradictions import checked_against_config, listed
+from medusa.interop.contradictions import check_fits, checked_against_config, listed
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes, vllm_command
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
@@ -344,7 +343,7 @@ def _head_of(
         )
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error}; mend it, or get the directory again") from error
-    check_heads_fit(ours, hidden_size(base), vocab_size(base), base.name_or_path)
+    check_fits(where, size, vocabulary, base)
     _check_embeddings(tensors.pop("embed_tokens.weight", None), base, where)
     dtypes = {each.dtype for name, each in tensors.items() if name not in MAPS}
     head = _loaded(ours, tensors, layer_name, token_map, where, path)
@@ -376,8 +375,8 @@ def _shape(tensors: Mapping[str, Tensor], name: str, where: Path) -> tuple[int, 
         )
     if tensors[name].dim() != 2:
         raise ValueError(
-            f"{where}: tensor {name!r} must have 2 dimensions, got {tuple(tensors[name].shape)}; the file is "
-            "of another kind"
+            f"{where}: tensor {name!r} must have 2 dimensions, got {tuple(tensors[name].shape)}; get the "
+            "file again"
         )
     return tuple(tensors[name].shape)
 
@@ -399,7 +398,10 @@ def _layers_of(
     """The fused layers, as vLLM takes them from config.json, and what was decided."""
     said: Any = list(request.fused_layers) or config.get(LAYERS_KEY) or nested.get(LAYERS_KEY)
     if not said:
-        layers = default_layers(request.base)
+        try:
+            layers = default_layers(request.base)
+        except ValueError as error:
+            raise ValueError(f"{path} names no layers: {error}, or give another base: --base") from error
         return layers, (f"{path.name} names no layers: {' '.join(map(str, layers))} are taken, as by vLLM",)
     where = "--fused-layers" if request.fused_layers else f"{path}: {LAYERS_KEY}"
     count = request.base.config.get_text_config(decoder=True).num_hidden_layers
@@ -444,7 +446,9 @@ def _token_map(tensors: dict[str, Tensor], vocabulary: int, where: Path) -> Tens
             )
         return None
     if d2t.dim() != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool:
-        raise ValueError(f"{where}: d2t must be one row of ints, got {d2t.dtype} {tuple(d2t.shape)}")
+        raise ValueError(
+            f"{where}: d2t must be one row of ints, got {d2t.dtype} {tuple(d2t.shape)}; get the file again"
+        )
     token_map = d2t.long() + torch.arange(len(d2t))
     if rows is None or len(rows) != len(d2t):
         held = "no lm_head.weight" if rows is None else f"an lm_head.weight of {len(rows)} rows"
@@ -452,10 +456,14 @@ def _token_map(tensors: dict[str, Tensor], vocabulary: int, where: Path) -> Tens
     try:
         checked_token_map(vocabulary, len(d2t), token_map)
     except ValueError as error:
-        raise ValueError(f"{where}: d2t does not map to tokens of the base: {error}") from error
+        raise ValueError(
+            f"{where}: d2t does not map to tokens of the base: {error}; give the base that the head was "
+            "trained on: --base, or get the file again"
+        ) from error
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), token_map.sort().values):
         raise ValueError(
-            f"{where}: d2t and t2d name different tokens; the file is damaged, or holds 't2d' of another run"
+            f"{where}: d2t and t2d name different tokens; the file is damaged, or holds another run's t2d; "
+            "get it again"
         )
     is_everything = len(token_map) == vocabulary and torch.equal(token_map, torch.arange(vocabulary))
     return None if is_everything else token_map

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import embedding_weight, output_embedding
-from medusa.heads.medusa_heads import MedusaHeads, check_heads_fit
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.interop.contradictions import check_fits
 from medusa.interop.protocol import ToExport
 
 
@@ -52,9 +53,8 @@ def check_belongs(request: ToExport, consumer: str) -> None:
             f"{source} was trained with a LoRA adapter on the base (joint training), and {consumer} would "
             "run the base without it: other text, and fewer right guesses. Train heads without --joint"
         )
-    base = request.base
-    sizes = embedding_weight(output_embedding(base)).shape
-    check_heads_fit(checkpoint.heads.config, sizes[1], sizes[0], request.base_name)
+    base, config = request.base, checkpoint.heads.config
+    check_fits(source, config.hidden_size, config.vocab_size, base)
     fingerprint = checkpoint.fingerprint
     if fingerprint is not None and (difference := fingerprint.difference(base)) is not None:
         raise ValueError(

@@ -20,7 +20,7 @@ from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, outpu
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
-from medusa.interop.contradictions import listed
+from medusa.interop.contradictions import check_fits, listed
 
 PARTS = ("weight", "bias")
 
@@ -125,7 +125,7 @@ def collected(
     if not 1 <= num_heads <= MAX_DEPTH:
         raise ValueError(
             f"{where} holds {num_heads or 'no'} Medusa heads, which are 1 to {MAX_DEPTH}, each of tensors "
-            f"such as {names.block_name(0, 0, 'weight')}; is it the file of the heads?"
+            f"such as {names.block_name(0, 0, 'weight')}; give the directory of the heads"
         )
     num_layers = _num_layers(blocks, own, where)
     notes: tuple[str, ...] = ()
@@ -185,7 +185,7 @@ def _by_place(
     if extra:
         raise ValueError(
             f"{where} holds tensors that are no part of plain Medusa heads: {listed(extra)}; they would be "
-            "left out. Is it a checkpoint of another kind?"
+            "left out. Get the file of such heads, or use the engine that this one is for"
         )
     if own and shared is not None:
         raise ValueError(
@@ -218,17 +218,15 @@ def _num_layers(blocks: Blocks, own: OwnRows, where: Path) -> int:
     """L: the place of the rows in the reference code's sequence of layers, else one after the last block."""
     places = {layer for layer, _ in own.values() if layer is not None}
     if (most := max([*places, *(layer for _, layer, _ in blocks)], default=0)) > MAX_LAYERS:
-        raise ValueError(
-            f"{where} speaks of layer {most}, and heads have at most {MAX_LAYERS}; it is damaged"
-        )
+        raise ValueError(f"{where} speaks of layer {most}, and heads have at most {MAX_LAYERS}; get it again")
     if len(places) > 1:
         found = " and ".join(map(str, sorted(places)))
-        raise ValueError(f"{where} holds heads of {found} layers; all heads must have as many")
+        raise ValueError(f"{where} holds heads of {found} layers; all heads must have as many, get it again")
     last = 1 + max((layer for _, layer, _ in blocks), default=-1)
     if places and last > min(places):
         raise ValueError(
             f"{where} holds a block at layer {last - 1}, where the rows of the vocabulary say that heads "
-            f"have {min(places)} layers; the file is of another kind"
+            f"have {min(places)} layers; the file is of another kind, get it again"
         )
     return places.pop() if places else last
 
@@ -256,7 +254,7 @@ def _check_shapes(plain: PlainHeads, names: TensorNames, where: Path) -> None:
         if tensor.dim() != num_dims[part]:
             raise ValueError(
                 f"{where}: tensor {name!r} must have {num_dims[part]} dimensions, got {tuple(tensor.shape)}; "
-                "the file is of another kind"
+                "the file is of another kind, get it again"
             )
     size = plain.hidden_size
     shapes = {"weight": (size, size), "bias": (size,), "rows": (plain.vocab_size, size)}
@@ -264,24 +262,11 @@ def _check_shapes(plain: PlainHeads, names: TensorNames, where: Path) -> None:
         if tuple(tensor.shape) != shapes[part]:
             raise ValueError(
                 f"{where}: tensor {name!r} must have shape {shapes[part]}, as the first tensors say, got "
-                f"{tuple(tensor.shape)}; the file is damaged or of another kind"
+                f"{tuple(tensor.shape)}; the file is damaged or of another kind, get it again"
             )
 
 
 # ------------------------------------------------------------------ our module and back
-
-
-def check_fits(plain: PlainHeads, base: CausalLM, where: Path) -> None:
-    """Raise ValueError unless heads of these sizes can sit on ``base``."""
-    for name, theirs, ours in (
-        ("hidden_size", plain.hidden_size, hidden_size(base)),
-        ("vocab_size", plain.vocab_size, vocab_size(base)),
-    ):
-        if theirs is not None and theirs != ours:
-            raise ValueError(
-                f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
-                "give the base that they were trained on: --base"
-            )
 
 
 def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHeads:
@@ -294,7 +279,7 @@ def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHea
         ValueError: the sizes are not the base's; or rows that all heads share are not the base's: the heads
             belong to another base.
     """
-    check_fits(plain, base, where)
+    check_fits(where, plain.hidden_size, plain.vocab_size, base)
     kind, token_map = _unembedding_of(plain, base, where)
     num_layers = max(1, plain.num_layers)
     config = HeadsConfig(

@@ -99,7 +99,7 @@ def model_files(directory: Path) -> dict[Path, list[str] | None]:
         if (directory / name).exists():
             return {directory / name: None}
     raise FileNotFoundError(
-        f"{directory} holds none of {', '.join((*INDEXES, *WHOLE_FILES))}; the directory is incomplete"
+        f"{directory} holds none of {', '.join((*INDEXES, *WHOLE_FILES))}; download it again"
     )
 
 
@@ -110,7 +110,9 @@ def _indexed_files(index: Path) -> dict[Path, list[str] | None]:
     files: dict[Path, list[str] | None] = {}
     for shard in dict.fromkeys(said.values()):
         if Path(shard).name != shard:
-            raise ValueError(f"{index} names the file {shard!r}, which must stand in the same directory")
+            raise ValueError(
+                f"{index} names the file {shard!r}, which must stand in the same directory; download it again"
+            )
         files[index.parent / shard] = [name for name, file in said.items() if file == shard]
     return files
 
@@ -149,7 +151,9 @@ def _read_pickle(path: Path, wanted: Wanted) -> dict[str, Tensor]:
     except UNPICKLING_ERRORS as error:
         raise _damaged(path, error) from error
     if not isinstance(held, Mapping):
-        raise ValueError(f"{path} must hold tensors by name, got {type(held).__name__}")
+        raise ValueError(
+            f"{path} must hold tensors by name, got {type(held).__name__}; save the state_dict of the heads"
+        )
     for name, value in held.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(

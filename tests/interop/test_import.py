@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import BUSHY, left_padded
 from foreign_heads import (
+    Unwelcome,
     edit_config,
     reference_heads,
     reference_logits,
+    refused,
     use_base_rows,
     vllm_heads,
     write_heads,
@@ -186,10 +187,6 @@ def test_counts_are_read_from_the_tensors_and_a_contradiction_is_refused_unless_
     assert load_heads(tmp_path / "heads").heads.num_heads == 3
 
 
-class Unwelcome:
-    """What a pickle may hold beside tensors."""
-
-
 def pickled_objects(directory):
     torch.save({"0.0.linear.weight": Unwelcome()}, directory / PICKLE)
 
@@ -205,14 +202,23 @@ def cut_short(name):
     return cut
 
 
-def changed(**tensors):
-    """Tensors of the .pt file replaced, or taken out where the value is None."""
+def tensors_of(name, changes):
+    """Tensors of a file replaced, or taken out where the value is None."""
 
     def change(directory):
-        held = torch.load(directory / PICKLE) | tensors
-        torch.save({name: each for name, each in held.items() if each is not None}, directory / PICKLE)
+        path = directory / name
+        held = (load_file(path) if name == SAFE else torch.load(path)) | changes
+        write_tensors(path, {name: each for name, each in held.items() if each is not None})
 
     return change
+
+
+def changed(**tensors):
+    return tensors_of(PICKLE, tensors)
+
+
+def config_says(**keys):
+    return lambda directory: edit_config(directory, **keys)
 
 
 def written(value, name=PICKLE):
@@ -267,11 +273,11 @@ BAD_HEADS = {
     "no config": (lambda directory: (directory / "config.json").unlink(), "config.json does not exist"),
     "a broken config": (written("{", "config.json"), "config.json is not valid JSON"),
     "wrong layers": (
-        lambda directory: edit_config(directory, medusa_num_layers=2),
+        config_says(medusa_num_layers=2),
         "config.json says medusa_num_layers=2, and medusa_lm_head.pt holds 1; .*--trust-tensors",
     ),
     "a wrong size": (
-        lambda directory: edit_config(directory, hidden_size=64),
+        config_says(hidden_size=64),
         "config.json says hidden_size=64, and medusa_lm_head.pt holds 32",
     ),
 }
@@ -287,13 +293,38 @@ def test_bad_heads_are_refused_in_one_line_that_names_the_file_and_nothing_is_wr
     refused(["import", str(directory), "--base", base], tmp_path, capsys, f"error: {directory}.*{message}")
 
 
-def refused(words, tmp_path, capsys, message):
-    """Hold a command to: status 1, one line that matches, no output."""
-    before = sorted(tmp_path.iterdir())
-    assert main([*words, "--output", str(tmp_path / "heads")]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(message, error), error
-    assert sorted(tmp_path.iterdir()) == before
+BAD_TGI = {
+    "pickled objects": (
+        lambda directory: ((directory / SAFE).unlink(), pickled_objects(directory)),
+        f"{PICKLE} holds pickled Python objects beside tensors",
+    ),
+    "cut short": (cut_short(SAFE), f"{SAFE} is damaged or cut short"),
+    "a missing block": (tensors_of(SAFE, {"1.0.linear.weight": None}), f"{SAFE} lacks 1.0.linear.weight"),
+    "a missing bias": (tensors_of(SAFE, {"1.0.linear.bias": None}), f"{SAFE} lacks 1.0.linear.bias"),
+    "rows of one head": (
+        tensors_of(SAFE, {"0.1.weight": torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)}),
+        f"{SAFE} lacks 1.1.weight, 2.1.weight",
+    ),
+    "an extra tensor": (
+        tensors_of(SAFE, {"fc.weight": torch.zeros(2)}),
+        f"{SAFE} holds tensors that are no part .*: fc.weight",
+    ),
+    "a wrong shape": (
+        tensors_of(SAFE, {"1.0.linear.bias": torch.zeros(31)}),
+        r"'1.0.linear.bias' must have shape \(32,\)",
+    ),
+    "wrong heads": (config_says(medusa_num_heads=4), f"says medusa_num_heads=4, and {SAFE} holds 3"),
+    "wrong layers": (config_says(medusa_num_layers=2), f"says medusa_num_layers=2, and {SAFE} holds 1"),
+    "a wrong size": (config_says(hidden_size=64), f"says hidden_size=64, and {SAFE} holds 32"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_TGI)
+def test_bad_heads_for_tgi_are_refused(what, base, tmp_path, capsys):
+    spoil, message = BAD_TGI[what]
+    directory, _ = tgi(tmp_path / "theirs", base)
+    spoil(directory)
+    refused(["import", str(directory), "--base", base], tmp_path, capsys, f"error: {directory}.*{message}")
 
 
 @pytest.mark.parametrize(("size", "vocab"), [(64, VOCAB_SIZE), (HIDDEN_SIZE, VOCAB_SIZE + 1)])
