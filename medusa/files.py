@@ -116,12 +116,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist; a heads directory holds config.json and model.safetensors"
+            f"{path} does not exist; get the directory again: it holds config.json and model.safetensors"
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}; mend it, or get it again") from error
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply to be read; write it again") from error
     if not isinstance(value, dict):

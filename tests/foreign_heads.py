@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from medusa.cli.main import main
 
-REMEDY = re.compile(r"\b(add|copy|download|get|give|leave|mend|save|take|train|use|write) |: --\w")
+REMEDY = re.compile(r"(?i)\b(add|copy|download|get|give|leave|mend|save|take|train|use|write) |: --\w")
 """A message says what to do, in one of these words."""
 
 

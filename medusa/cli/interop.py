@@ -82,7 +82,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
     if options.base_output is not None and not foreign.holds_base:
         raise ValueError(
             f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
-            "holds heads alone"
+            "holds heads alone; leave --base-output out"
         )
     name = options.base or foreign.base_of(directory)
     if name is None:

@@ -222,7 +222,7 @@ def read_plain(request: ReadRequest) -> ForeignHeads:
     if not isinstance(said, list) or len(said) != 1 or said[0] not in READ_ARCHITECTURES:
         raise ValueError(
             f"{path} says architectures={said!r}, and EAGLE-3 heads of a Llama layer say [{ARCHITECTURE!r}]; "
-            "other architectures are not read"
+            "other architectures are not read: use the engine that this one is for"
         )
     flags = {name: config.get(name, False) for name in FLAGS}
     said, notes = config.get(DEPTH_KEY), []
@@ -248,7 +248,7 @@ def read_speculators(request: ReadRequest) -> ForeignHeads:
     if config.get(SPECULATORS_TYPE) != "eagle3" or not isinstance(layer, dict):
         raise ValueError(
             f"{path} must say {SPECULATORS_TYPE}='eagle3' and hold {SPECULATORS_LAYER}, an object; got "
-            f"{config.get(SPECULATORS_TYPE)!r} and {type(layer).__name__}"
+            f"{config.get(SPECULATORS_TYPE)!r} and {type(layer).__name__}; mend it, or get it again"
         )
     notes: list[str] = []
     if "norm_before_residual" not in config:
@@ -300,7 +300,7 @@ def _head_of(
     if nested.get("use_aux_hidden_state", True) is not True:
         raise ValueError(
             f"{path} says use_aux_hidden_state={nested['use_aux_hidden_state']!r}: such a head reads the "
-            "last state alone and is no EAGLE-3 head; it is not read"
+            "last state alone and is no EAGLE-3 head; use the engine that it is for"
         )
     flags = {**flags, "norm_before_fc": bool(nested.get("norm_before_fc", flags["norm_before_fc"]))}
     layers, more = _layers_of(request, config, nested, path)

@@ -40,5 +40,5 @@ def format_of(directory: Path) -> ForeignFormat:
         f"{directory} holds no heads of a known format. Known are medusa_lm_head.pt and "
         "medusa_lm_head.safetensors (FasterDecoding/Medusa, Text Generation Inference), a config.json that "
         "says model_type 'medusa' (vLLM), draft_vocab_size (EAGLE-3) or speculators_model_type, and a model "
-        f"with medusa_head.* among its weights; it holds {held}"
+        f"with medusa_head.* among its weights; it holds {held}. Give the directory that holds the heads"
     )
