@@ -116,7 +116,7 @@ class MedusaModel:
         check_step(self.step, self.runner)
         layers = () if heads is None else heads.reads_layers
         self._runners, self._drafters = StepRunners(self.runner, layers=layers), DraftersByName(self)
-        self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and, roughly, rows
+        self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and rows
         taken = [] if self.runner is base else [base]
         self.drafting_heads: Heads | None = None
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
@@ -548,7 +548,7 @@ class MedusaModel:
         """The same, of so many rows of exact requests that name neither."""
         if self.base.dtype != torch.float32 or drafter.max_depth == 0:
             return None
-        cost = self._draft_costs.setdefault((step, num_rows.bit_length()), DraftCost())
+        cost = self._draft_costs.setdefault((step, num_rows), DraftCost())
         return Pausing(cost, SuffixDrafter(min_match=RESTING_MATCH) if step == "general" else None)
 
     def _heads_in(self, tree: CandidateTree) -> Drafter:

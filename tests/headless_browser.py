@@ -41,6 +41,7 @@ class Browser:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.send(f"{domain}.enable")
+        self.send("Page.setLifecycleEventsEnabled", enabled=True)
 
     def send(self, method: str, **params: Any) -> Any:
         self._number += 1
@@ -65,8 +66,9 @@ class Browser:
         return json.loads(message)
 
     def visit(self, url: str) -> None:
-        self.send("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        loader = self.send("Page.navigate", url=url)["loaderId"]
+        while not any(has_loaded(message, loader) for message in self.messages):
+            self.messages.append(self._received())
 
     def value(self, script: str) -> Any:
         """What ``script`` is in the page, a promise waited for."""
@@ -124,3 +126,9 @@ class Browser:
         self._out.close()
         self._in.close()
         self._home.cleanup()
+
+
+def has_loaded(message: dict[str, Any], loader: str) -> bool:
+    """Whether ``message`` says that what ``loader`` loads is there, scripts and all."""
+    told = message.get("params", {})
+    return told.get("name") == "load" and told.get("loaderId") == loader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -42,13 +42,21 @@ def running(model: MedusaModel, access: AccessSettings | None = None, **options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        while not server.started:
-            time.sleep(0.01)
+        wait_until(lambda: server.started)
         yield Running(service, listening.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join()
         service.worker.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Counts its own naps, so that a machine that stood still meanwhile is no failure."""
+    for _ in range(round(seconds / 0.01)):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come to pass")
 
 
 def expected(model: MedusaModel, messages: list[dict], **options) -> tuple[list[int], str]:

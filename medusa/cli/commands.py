@@ -133,8 +133,8 @@ class LoadOptions:
     """Key-value cache of the running answers, in tokens: answers times the longest of them."""
     prefix_mib: int = 256
     """Key-value cache of texts that have ended: a conversation's next turn does not read them again."""
-    chunk: int = 256
-    """Prompt tokens that are read between two steps of the running answers."""
+    chunk: int | None = None
+    """Prompt tokens that are read between two steps of the running answers; none: 64 on a CPU, else 256."""
     max_new_tokens: int = 4096
     """Longest answer, also where a client names none."""
     timeout: float = 600.0

@@ -148,8 +148,7 @@ class ContinuousBatch:
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
-        self._drafters: dict[int, Drafter] = {}
-        self._pausings: dict[int, Pausing | None] = {}
+        self._guides: dict[int, tuple[Drafter, Pausing | None]] = {}  # by the number of rows
         self._guided_by: Drafter | None = None  # the drafter that knows the rows as they are
         self._context = common_context(base)
 
@@ -228,9 +227,7 @@ class ContinuousBatch:
     def _read_prompts(self) -> list[Progress]:
         progress: list[Progress] = []
         budget = self.limits.chunk
-        while budget > 0 and self._next_reading() is not None:
-            reading = self._next_reading()
-            assert reading is not None
+        while budget > 0 and (reading := self._next_reading()) is not None:
             try:
                 missing = len(reading.ids) - reading.prefix.cache.longest
                 if missing > budget:
@@ -358,12 +355,11 @@ class ContinuousBatch:
 
     def _guide(self, num_rows: int) -> tuple[Drafter, Pausing | None, bool]:
         """Who guesses for so many rows, what pauses it, and whether the rows are new to it."""
-        if num_rows not in self._drafters:
-            self._drafters[num_rows] = self._drafter_for(num_rows)
-        drafter, size = self._drafters[num_rows], num_rows.bit_length()
-        if size not in self._pausings:
-            self._pausings[size] = self._pausing_for(num_rows, drafter)
-        pausing, has_changed = self._pausings[size], drafter is not self._guided_by
+        if num_rows not in self._guides:
+            drafter = self._drafter_for(num_rows)
+            self._guides[num_rows] = drafter, self._pausing_for(num_rows, drafter)
+        drafter, pausing = self._guides[num_rows]
+        has_changed = drafter is not self._guided_by
         if has_changed:
             drafter.begin(num_rows)
             self._guided_by = drafter

@@ -34,7 +34,7 @@ from medusa.engine.libraries import (
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import TreeTopology
 
-VERSION = 5
+VERSION = 6
 """Of what is compiled: raise it with every change of what a draft computes."""
 MIN_COLUMNS = 16
 """Columns of tokens that a library wants at least."""

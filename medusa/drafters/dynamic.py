@@ -45,8 +45,6 @@ match in SmolLM2-135M-Instruct's greedy answers to 24 prompts of twelve kinds, M
 continuation alone is right more often (23 % after one token, 52 after two, 56 after three, 68 after four,
 98 after 16 or more), but some of that the heads know as well. A token that was right makes the match longer
 by one; the weights hold for such matches too."""
-TOKENS_PER_NODE = 4
-"""A suffix match adds nodes to the tree, one for so many of its tokens."""
 
 
 class DynamicDrafter(LevelDrafter):
@@ -55,11 +53,10 @@ class DynamicDrafter(LevelDrafter):
     A part of a class with a drafter of fixed trees, which says what its heads think of each node.
 
     With ``suffix_length`` above 0 a suffix match of so many tokens takes part
-    (:func:`medusa.drafters.suffix.longest_match`), and there is a node more for every
-    :data:`TOKENS_PER_NODE` of them. After a match of c tokens the next one is taken to be the continuation
-    with probability :data:`MATCH_WEIGHTS` [c], and what the heads say otherwise: a mixture of two
-    distributions (pointer-generator networks, arXiv 1704.04368, equation 9). So a token that both expect is
-    one node, worth more than either alone would have it, and the heads also guess what follows the tokens
+    (:func:`medusa.drafters.suffix.longest_match`). After a match of c tokens the next one is taken to be the
+    continuation with probability :data:`MATCH_WEIGHTS` [c], and what the heads say otherwise: a mixture of
+    two distributions (pointer-generator networks, arXiv 1704.04368, equation 9). So a token that both expect
+    is one node, worth more than either alone would have it, and the heads also guess what follows the tokens
     of the match. Below the deepest head the match goes on alone.
 
     For rules that compare two distributions candidates are drawn in ``tree`` itself. With a suffix match they
@@ -72,8 +69,8 @@ class DynamicDrafter(LevelDrafter):
     def _size(self, num_columns: int, suffix_length: int) -> None:
         """Decide how large drafts are, with heads that score ``num_columns`` tokens."""
         tree, self.suffix_length = self.tree, suffix_length
-        num_nodes, device = tree.num_nodes + suffix_length // TOKENS_PER_NODE, self._ranks.device
-        wanted, self.beam = num_nodes - 1, min(max(MIN_BEAM, num_nodes // 2), MAX_BEAM)
+        wanted, device = tree.num_nodes - 1, self._ranks.device
+        self.beam = min(max(MIN_BEAM, tree.num_nodes // 2), MAX_BEAM)
         parents = 1 + (tree.depth - 1) * self.beam  # at most, over all levels
         self._fanout = min(max(self.beam, -(-wanted // parents)), num_columns)
         sizes: list[int] = []  # candidates of each level

@@ -32,6 +32,8 @@ def test_flags_reach_the_server(directories, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(server, "run_server", lambda *given: started.append(given))
     monkeypatch.setenv("MEDUSA_API_KEY", "second,third")
+    assert main(flags_of(directories)) == 0
+    assert started.pop()[0].worker.batches[False].limits.chunk == 64
     flags = ["--api-key", "first", "--max-rows", "3", "--prefix-mib", "1", "--chunk", "7", "--timeout", "9"]
     assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", "--model-name", "mine"]) == 0
     ((service, access, host, port, grace),) = started

@@ -337,3 +337,12 @@ def test_the_tree_follows_the_number_of_rows():
     rows = [row_of(model, [seed], max_new_tokens=4 + 6 * seed, do_sample=False) for seed in (4, 5, 6)]
     answer_all(model.continuous_batch(BatchLimits()), rows)
     assert {1, 2, 3} <= set(asked)
+
+
+def test_what_guessing_costs_is_learnt_for_each_number_of_rows():
+    """Three rows are decoded plainly here, which says nothing of two."""
+    model = model_of("llama")
+    model.tree_for = lambda num_rows, step=None: CandidateTree.chain(0) if num_rows == 3 else BUSHY
+    rows = [row_of(model, [seed], max_new_tokens=4 + 8 * seed, do_sample=False) for seed in (4, 5, 6)]
+    answer_all(model.continuous_batch(BatchLimits()), rows)
+    assert set(model._draft_costs) == {("general", 1), ("general", 2)}

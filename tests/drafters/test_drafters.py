@@ -145,7 +145,6 @@ def test_a_dynamic_tree_holds_the_paths_that_are_likeliest(make, suffix_length, 
     sized = CandidateTree.from_paths([*((rank,) for rank in range(num_nodes - 3)), (0, 0), (0, 0, 0)])
     monkeypatch.setattr("medusa.drafters.dynamic.MIN_BEAM", VOCAB_SIZE)
     monkeypatch.setattr("medusa.drafters.dynamic.MAX_BEAM", VOCAB_SIZE)
-    monkeypatch.setattr("medusa.drafters.dynamic.TOKENS_PER_NODE", 1000)
     drafter = dynamic(make(base, sized)).with_suffix(suffix_length)
     torch.manual_seed(8)
     for parameter in drafter.heads.parameters():

@@ -17,12 +17,11 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from tiny_chat import TOOL_TEMPLATE, chat_model
-from tiny_server import Running, expected, running
+from tiny_server import Running, expected, running, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
@@ -63,13 +62,6 @@ def found_by(variable: str, program: str, server: Running) -> dict:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def nothing_runs(server: Running) -> bool:
-    deadline = time.monotonic() + 10
-    while server.num_active and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return server.num_active == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("variable", "major"), [("OPENAI2_PYTHON", "2."), ("OPENAI3_PYTHON", "3.")])
 def test_openai_streamed_or_not_async_or_not_and_cancelled_midway(server, answer, variable, major):
@@ -80,7 +72,7 @@ def test_openai_streamed_or_not_async_or_not_and_cancelled_midway(server, answer
     assert found["tokens"] == found["streamed_tokens"] == len(tokens)
     assert found["was_cancelled"] and found["refused"] == "temperature"
     assert found["called"] == "weather" and json.loads(found["formed"]) in ("yes", "no")
-    assert nothing_runs(server)
+    wait_until(lambda: server.num_active == 0)
 
 
 @pytest.mark.slow
@@ -111,4 +103,4 @@ def test_curl_streamed_or_not_and_cut_off(server, answer):
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == answer[1]
     curl({**asked, "max_tokens": 1500, "ignore_eos": True, "stream": True}, "--max-time", "0.3")
-    assert nothing_runs(server)
+    wait_until(lambda: server.num_active == 0)

@@ -24,15 +24,17 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_chat import chat_model, save_chat_model
-from tiny_server import Running, expected, running
+from tiny_server import Running, expected, running, wait_until
 
 from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.decoding import continuous_batch
+from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving import application
 from medusa.serving.application import AccessSettings, create_application
 from medusa.serving.service import Service, ServiceSettings
 
 HELLO = [{"role": "user", "content": "Hello"}]
+LONG = [{"role": "user", "content": "long " * 50}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
 
 
@@ -53,13 +55,6 @@ def client_of(server: Running) -> openai.OpenAI:
 
 def whole(server: Running, **more) -> str:
     return client_of(server).chat.completions.create(**{**ASKED, **more}).choices[0].message.content
-
-
-def wait_until(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 def post(server: Running, body: dict) -> socket.socket:
@@ -97,17 +92,22 @@ def test_half_a_body_is_given_up(server, text, monkeypatch):
     assert whole(server) == text and server.num_active == 0
 
 
+def assert_lost_alone(server: Running, text: str, **asked) -> None:
+    """What is ``asked`` gets an error; who asks meanwhile gets the ``text``."""
+    with ThreadPoolExecutor(4) as pool:
+        fine = [pool.submit(whole, server) for _ in range(3)]
+        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
+            whole(server, **asked)
+        assert [each.result() for each in fine] == [text] * 3
+
+
 def fails(*_args, **_options):
     raise ArithmeticError("secret")
 
 
 def test_a_processor_that_raises_loses_its_own_request(server, text, monkeypatch):
     monkeypatch.setattr(OccurrencePenalty, "__call__", fails)
-    with ThreadPoolExecutor(4) as pool:
-        fine = [pool.submit(whole, server) for _ in range(3)]
-        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
-            whole(server, presence_penalty=1)
-        assert [each.result() for each in fine] == [text] * 3
+    assert_lost_alone(server, text, presence_penalty=1)
 
 
 def test_a_prompt_that_runs_out_of_memory_loses_its_own_request(server, text, monkeypatch):
@@ -119,11 +119,7 @@ def test_a_prompt_that_runs_out_of_memory_loses_its_own_request(server, text, mo
         return fill(base, request, *given, **options)
 
     monkeypatch.setattr(continuous_batch, "begin", begin)
-    with ThreadPoolExecutor(4) as pool:
-        fine = [pool.submit(whole, server) for _ in range(3)]
-        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
-            whole(server, messages=[{"role": "user", "content": "long " * 50}])
-        assert [each.result() for each in fine] == [text] * 3
+    assert_lost_alone(server, text, messages=LONG)
 
 
 def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeypatch):
@@ -137,11 +133,7 @@ def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeyp
         return state, advance
 
     monkeypatch.setattr(continuous_batch, "begin", begin)
-    with ThreadPoolExecutor(4) as pool:
-        fine = [pool.submit(whole, server) for _ in range(3)]
-        with pytest.raises(openai.InternalServerError, match="the server failed on this answer"):
-            whole(server, messages=[{"role": "user", "content": "long " * 50}])
-        assert [each.result() for each in fine] == [text] * 3
+    assert_lost_alone(server, text, messages=LONG)
 
 
 @pytest.mark.slow  # a race: an answer that ends before the kill arrives loses nothing
@@ -201,7 +193,8 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     """MEDUSA_CHURN_SECONDS=600 is two hours of users who ask every five seconds."""
     seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
     chance, seen, num_asked = random.Random(0), [], 0
-    with running(chat_model()) as server:
+    limits = BatchLimits(max_rows=4, chunk=32, prefix_bytes=2**20)  # full within seconds
+    with running(chat_model(), limits=limits) as server:
         url = f"{server.url}/v1/chat/completions"
 
         async def visit(client: httpx.AsyncClient) -> None:
@@ -216,7 +209,7 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
                         break
 
         async def churn(until: float) -> int:
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx.AsyncClient(timeout=600) as client:
                 number = 0
                 while time.monotonic() < until:
                     await asyncio.gather(*(visit(client) for _ in range(6)))

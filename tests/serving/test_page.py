@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 
 import httpx
 import pytest
@@ -46,14 +47,12 @@ def server():
 
 @pytest.fixture
 def browser(server):
-    opened = Browser()
-    opened.visit(server.url)
-    yield opened
-    assert opened.complaints == []
-    assert {url.split("/")[2] for url in opened.requested if url.startswith("http")} == {
-        server.url.split("/")[2]
-    }
-    opened.close()
+    with closing(Browser()) as opened:
+        opened.visit(server.url)
+        yield opened
+        assert opened.complaints == []
+        asked = {url.split("/")[2] for url in opened.requested if url.startswith("http")}
+        assert asked == {server.url.split("/")[2]}
 
 
 def answered(browser: Browser, number: int) -> None:
