@@ -222,7 +222,7 @@ class StepRunners:
             return drafter, 0.0
         with self._compile_lock:
             made = self._drafter_to_compile(drafter)
-            return made, sum(map(made.prepare, are_sampled))
+            return made.over(drafter), sum(map(made.prepare, are_sampled))
 
     def compiled_draft_paths(self, drafter: Drafter) -> list[Path]:
         """Where the libraries of :meth:`compiled_drafter` are, or will be."""

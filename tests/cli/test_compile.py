@@ -63,6 +63,6 @@ def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys):
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
     assert "compiled, ready after 321.0 s" in capsys.readouterr().err
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
-    assert names == ["llama-int8", "draft", "draft"] and len(set(compiling)) == 3
+    assert set(names) == {"llama-int8", "draft"} and len(set(compiling)) == 1 + 2 * 2, "two trees"
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
     assert "was there" in capsys.readouterr().err

@@ -125,3 +125,15 @@ def test_drawn_candidates_are_drafted_as_before():
     kind = drafter.sampled_kind(DraftKind.WITHOUT_REPLACEMENT)
     given = replace(context([9], False, drafter), sampled=kind, seeds=torch.tensor([3]))
     assert torch.equal(compiled.draft(given).tokens, drafter.draft(given).tokens)
+
+
+def test_two_calls_that_read_the_text_keep_apart_what_they_have_read():
+    first, second = (heads_drafter("dynamic", context=LayerConfig.of_base(BASE)) for _ in range(2))
+    made = CompiledDrafter(first, "a base")
+    mine, theirs = made.over(first), made.over(second)
+    mine.begin(3)
+    theirs.begin(1)
+    assert mine.draft(context([9, 4, 7], False, first)).tokens.shape[0] == 3
+    assert theirs.draft(context([9], False, second)).tokens.shape[0] == 1
+    mine.keep_rows(torch.tensor([0, 2]))
+    assert mine.draft(context([9, 7], False, first)).tokens.shape[0] == 2
