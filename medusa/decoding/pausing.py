@@ -61,18 +61,14 @@ class DraftCost:
     def __init__(self) -> None:
         self._ratios: tuple[tuple[int, float], ...] = ()  # nodes of a drafted step, its time in plain steps
         self._node_costs: tuple[float, ...] = ()
+        self.node: float | None = None
+        """What a node adds to a drafted step that verifies the root alone, as a part of it; None before it is
+        known."""
         self._tokens, self._time = 1.0, 1.0  # of the last drafted steps
         self.num_drafted = 0
         """Drafted steps since a ratio was taken."""
         self.num_since_node = 0
         """Drafted steps since the cost of a node was taken."""
-
-    @property
-    def node(self) -> float | None:
-        """What a node adds to a drafted step that verifies the root alone, as a part of it; None before it is
-        known."""
-        known = self._node_costs
-        return max(0.0, statistics.median(known)) if len(known) >= ENOUGH_NODE_COSTS else None
 
     @property
     def least_worth(self) -> float | None:
@@ -112,6 +108,8 @@ class DraftCost:
         if alone > 0:
             self._node_costs = (*self._node_costs[1 - NUM_NODE_COSTS :], node / alone)
             self.num_since_node = 0
+            if len(self._node_costs) >= ENOUGH_NODE_COSTS:
+                self.node = max(0.0, statistics.median(self._node_costs))
 
     def count(self, tokens_per_row: float, num_nodes: int) -> None:
         """A drafted step of so many nodes has given so many tokens."""
@@ -181,7 +179,7 @@ class Pausing:
         """
         before, self._drafted_step = self._drafted_step, None
         if rested:
-            self._settle(tokens_per_row, num_steps, num_nodes)
+            self._settle(tokens_per_row, num_steps, self.cost.plain_steps(num_nodes))
             self._rests = self._balance > -STAKE
             if self._rests:
                 self._num_plain = 0
@@ -197,9 +195,8 @@ class Pausing:
             if seconds is not None and before is not None:
                 self.cost.learn(before[1], seconds / num_steps, before[0])
 
-    def _settle(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
+    def _settle(self, tokens_per_row: float, num_steps: int, price: float | None) -> None:
         """Add the tokens of ``num_steps`` steps that drafted to the balance, and take away what they cost."""
-        price = self.cost.plain_steps(num_nodes)
         if price is not None and not self._is_learning:
             balance = self._balance + tokens_per_row - price * num_steps
             self._balance = min(max(balance, -STAKE), RESERVE)
@@ -210,7 +207,7 @@ class Pausing:
         cost, price, self._rests = self.cost, self.cost.plain_steps(num_nodes), True
         cost.count(tokens_per_row / num_steps, num_nodes)
         if price is not None:
-            self._settle(tokens_per_row, num_steps, num_nodes)
+            self._settle(tokens_per_row, num_steps, price)
             if self._balance == -STAKE:
                 self._num_plain = max(1, round(self._interval * (price - 1)))
                 self._interval = min(2 * self._interval, LAST_INTERVAL)
