@@ -1,5 +1,5 @@
-"""train/train_heads.py as the tests launch it: killed at a step, told that a CPU is a device to shard on, or
-with small shards of states.
+"""train/train_heads.py as the tests launch it: sent a signal at a step, told that a CPU is a device to shard
+on, or with small shards of states.
 
 accelerate turns FSDP on for types of devices only. PyTorch's FSDP2 itself runs on CPUs, so with
 PRETEND_DEVICES the launch is taken for one of several devices, which are CPUs.
@@ -38,7 +38,7 @@ if "KILL_AT_STEP" in os.environ:
             torch.distributed.is_initialized() and torch.distributed.barrier()
             if once:
                 Path(once).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("KILL_BY", "SIGKILL")))
         do_step(self, *arguments)
 
     Trainer._step = mortal

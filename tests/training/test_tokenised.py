@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import tracemalloc
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from medusa.training.config.options import DataOptions
 from medusa.training.data import loading
 from medusa.training.data.loading import load_data, tokenised
 from medusa.training.data.reading import expanded
-from medusa.training.data.tokenised import name_of, read_set
+from medusa.training.data.tokenised import name_of, read_set, write_set
 
 
 @pytest.fixture
@@ -42,6 +43,21 @@ def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path
     assert counts["training labels"] == training.num_labels
     assert counts["held-out labels"] == held_out.num_labels
     assert len(training) + len(held_out) == 40
+
+
+def test_a_full_disk_is_an_error_in_words_and_no_signal(tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", counting_rows(99))
+    documents = load_data(DataOptions(data=[str(tmp_path / "rows.jsonl")]), chat_tokenizer()).training
+    why = "where a file is mapped, a full disk ends the process by SIGBUS"
+    monkeypatch.setattr(np, "memmap", lambda *_, **__: pytest.fail(why))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"set could not be written, and .* GiB are free there; make room"):
+            write_set(tmp_path / "set", documents, np.zeros(len(documents), bool), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_the_name_follows_data_tokenizer_template_and_version_and_nothing_else(

@@ -326,7 +326,8 @@ class RunOptions:
     keep_checkpoints: int = 2
     """Checkpoints kept."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Experiment tracker that gets every log entry."""
+    """Experiment tracker that gets every log entry; a resumed run goes on there as the same run. After a
+    SIGKILL wandb may lack what it was told in the last seconds; metrics.jsonl has it."""
     project: str = "medusa-heads"
     """Project name for the tracker."""
     states_dir: str | None = None

@@ -6,6 +6,9 @@ Depths are taken one by one and targets block by block: forward, loss and backwa
 (C, V) happen before the next block exists, and only the gradients stay. To autograd (and to whatever wraps
 the module: DDP, accelerate) it is one function of the hidden states and the parameters.
 
+Where processes split the heads among them, all blocks of one depth come before those of the next, so that one
+head is whole at a time. The teacher then sees each block once for each depth.
+
 ``num_scored`` is given from outside, so that micro-batches and processes add up to exactly the gradient
 of the joined batch.
 """
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from medusa.training.losses.alignment import Alignment
 from medusa.training.losses.objectives import Objective, ObjectiveName, needs_teacher
+from medusa.training.losses.split_heads import SplitHeads
 from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import Teacher, TeacherRows
 
@@ -58,6 +62,8 @@ class FusedLoss:
     teacher: Teacher | None = None
     teacher_states: Callable[[slice], Tensor] | None = None
     """A block of targets -> the states (C, D) from which the base itself predicts them."""
+    split: SplitHeads | None = None
+    """Whose parameters ``logits_of`` reads, where processes share them out."""
     observe: Callable[[Tensor, TargetBlock], None] | None = None
     """Sees log q (C, V') and the targets of every block."""
     sums: LossSums = field(init=False)
@@ -75,12 +81,27 @@ class FusedLoss:
 
     def run(self, states: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
         """The loss of states (P, D); adds to ``gradients``, a tensor for each input that wants one."""
+        depths = range(len(self.sources))
+        if self.split is None:
+            self._add(depths, states, gradients)
+        else:
+            for index in depths:
+                self._add_alone(self.split, index, states, gradients)
+        return self.sums.objective(self.num_scored)
+
+    def _add_alone(
+        self, split: SplitHeads, index: int, states: Tensor, gradients: dict[Tensor, Tensor]
+    ) -> None:
+        """What :meth:`_add` does, for one depth of heads that are split; nothing whole outlives the call."""
+        with split.whole(index, gradients) as inside:
+            self._add(range(index, index + 1), states, inside)
+
+    def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:
         for start in range(0, len(self.columns), self._block_size):
             block = slice(start, start + self._block_size)
             teacher_rows = self._teacher_rows(block)
-            for index in range(len(self.sources)):
+            for index in depths:
                 self._add_block(index, block, states, teacher_rows, gradients)
-        return self.sums.objective(self.num_scored)
 
     def _add_block(
         self,

@@ -8,6 +8,7 @@ which is eq. 1 of arXiv 2401.10774, averaged over targets.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.heads.causal_layer import document_mask
@@ -18,6 +19,7 @@ from medusa.training.data.documents import Documents, trained_on
 from medusa.training.losses.alignment import Alignment
 from medusa.training.losses.fused import FusedLoss, checked_teacher, decay_weights
 from medusa.training.losses.objectives import objective_named
+from medusa.training.losses.split_heads import SplitHeads
 from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import Teacher
 from medusa.training.recipes.new_heads import built_heads, sampled_states, start_from
@@ -39,7 +41,12 @@ class MedusaRecipe(Recipe):
         live: LiveStates | None = None,
     ):
         heads = new_heads(configuration, base, training, stored, live)
+        self.loss: HeadsLoss
         super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss), live)
+
+    def split(self, mesh: DeviceMesh) -> list[nn.Parameter]:
+        self.loss.split = SplitHeads(self.loss.heads, mesh)
+        return self.loss.split.parameters
 
     def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
         heads, feed = self.heads, FeatureFeed if self.heads.reads_text else StateFeed
@@ -82,6 +89,7 @@ class HeadsLoss(nn.Module):
         super().__init__()
         self.heads = heads
         self.options = options
+        self.split: SplitHeads | None = None
 
     def forward(
         self,
@@ -127,6 +135,7 @@ class HeadsLoss(nn.Module):
             parameters_of=heads.parameters_of,
             teacher=checked_teacher(options.objective, teacher),
             teacher_states=lambda block: last[alignment.sources[0, block]],
+            split=self.split,
         )
         loss = work(read, list(heads.parameters()))
         return loss, work.sums._replace(num_labels=work.sums.num_scored + alignment.num_unmapped)

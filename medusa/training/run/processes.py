@@ -5,7 +5,8 @@ process holds all of it.
 
 A head's loss reads all parameters in one autograd function, past the forward passes of the modules that own
 them. Whatever gathers sharded parameters must therefore gather those of the whole loss when its forward pass
-begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss is a leaf to it.
+begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss is a leaf to it. FSDP2 is not
+given what belongs to one head alone: the loss splits and gathers that itself, head by head.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -169,6 +171,13 @@ def check_launch() -> None:
             "accelerate launch --cpu starts a single process, whatever --num_processes says; for N processes "
             f"on a CPU launch with: {ON_CPU}"
         )
+
+
+def split(accelerator: Accelerator, split: Callable[[DeviceMesh], list[nn.Parameter]]) -> None:
+    """Under FSDP2 let ``split`` share out what FSDP2 is then to leave alone; before there is an optimiser."""
+    if accelerator.is_fsdp2:
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        accelerator.state.fsdp_plugin.ignored_modules = [nn.ParameterList(split(mesh))]
 
 
 def prepare(

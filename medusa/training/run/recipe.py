@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.adapter import Adapter
@@ -87,6 +88,13 @@ class Recipe(ABC):
     def check_launch(self, accelerator: Accelerator) -> None:
         """Raise ConfigurationError when this kind of training cannot run as it was launched."""
         return None
+
+    def split(self, mesh: DeviceMesh) -> list[nn.Parameter]:
+        """Split those parameters of the loss among the processes that it needs a part of at a time; which.
+
+        To be called before an optimiser knows them.
+        """
+        return []
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each learning rate."""

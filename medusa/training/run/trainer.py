@@ -41,6 +41,7 @@ from medusa.training.run.processes import (
     on_main_process,
     prepare,
     share_of,
+    split,
     whole_number,
 )
 from medusa.training.run.recipe import Feed, Recipe
@@ -88,6 +89,7 @@ class Trainer:
             remedies={key: values[key] for key in REMEDIES},
         )
         self.agreement = Agreement(accelerator, configuration.run.timeout_minutes)
+        split(accelerator, recipe.split)
         optimiser = new_optimiser(recipe.parameter_groups(), configuration.optimisation)
         self.module, self.optimiser = prepare(
             accelerator, self.loss, optimiser, configuration.optimisation.max_grad_norm
