@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
+from accelerate import DistributedType, InitProcessGroupKwargs
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.training.config.options import ConfigurationError, LossOptions
@@ -72,13 +73,25 @@ def test_sharding_that_accelerate_leaves_out_is_refused(launch_of, monkeypatch):
         new_accelerator(monkeypatch)
 
 
-def new_accelerator(monkeypatch) -> None:
-    """Start a run where accelerate finds one process on a CPU."""
+def test_processes_wait_for_each_other_as_long_as_the_run_says(launch_of, monkeypatch):
+    launch_of(0)
+    assert [each.timeout for each in new_accelerator(monkeypatch)] == [timedelta(minutes=77)]
+
+
+def new_accelerator(monkeypatch) -> list[InitProcessGroupKwargs]:
+    """Start a run where accelerate finds one process on a CPU; how it was to let processes meet."""
     alone = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1, device=torch.device("cpu"))
-    monkeypatch.setattr(processes, "Accelerator", lambda **_: alone)
-    run = SimpleNamespace(tracker="none", output_dir="out", timeout_minutes=1)
+    given: list[InitProcessGroupKwargs] = []
+
+    def accelerator(kwargs_handlers, **_):
+        given.extend(kwargs_handlers)
+        return alone
+
+    monkeypatch.setattr(processes, "Accelerator", accelerator)
+    run = SimpleNamespace(tracker="none", output_dir="out", timeout_minutes=77)
     options: Any = (SimpleNamespace(precision="fp32"), run)
     processes.new_accelerator(*options)
+    return given
 
 
 class Sharding:

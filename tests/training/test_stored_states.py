@@ -19,7 +19,15 @@ import pytest
 import torch
 from conftest import VOCAB_SIZE, tiny_model
 from rich.console import Console
-from tiny_training import save_tiny_base
+from tiny_training import (
+    CHAT_TEMPLATE,
+    SYSTEM,
+    chat_tokenizer,
+    counting_rows,
+    save_tiny_base,
+    tiny_base,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads
@@ -28,6 +36,7 @@ from medusa.progress import ProgressReporter
 from medusa.training.config.options import ConfigurationError, DataOptions, LossOptions
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.documents import Document, Documents
+from medusa.training.data.loading import load_data
 from medusa.training.losses.teacher import teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss
 from medusa.training.states import format as states_format
@@ -183,6 +192,20 @@ def test_other_weights_at_the_same_path_are_noticed(tmp_path):
     before.save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigurationError, match="is of other states: weights was 'files "):
         stored(tmp_path / "states", documents_of(), base=loaded())
+
+
+@pytest.mark.parametrize("change", ["tokenizer", "template"])
+def test_states_of_another_tokenizer_or_chat_template_are_refused(tmp_path, change):
+    """Their fingerprint is that of the tokens and labels that they made."""
+    options = DataOptions(data=[str(write_rows(tmp_path / "rows.jsonl", counting_rows(5)))])
+    other = chat_tokenizer(CHAT_TEMPLATE.replace(SYSTEM, "Be brief"))
+    if change == "tokenizer":
+        other = chat_tokenizer()
+        other.add_tokens(["ab"])
+    base = tiny_base(300)
+    stored(tmp_path / "states", load_data(options, chat_tokenizer()).training, base=base)
+    with pytest.raises(ConfigurationError, match="is of other states: documents was "):
+        stored(tmp_path / "states", load_data(options, other).training, base=base)
 
 
 def test_states_of_another_precision_are_refused(tmp_path):

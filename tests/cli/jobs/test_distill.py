@@ -1,6 +1,7 @@
 import json
 import threading
 import time
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from medusa.cli.main import main
 from medusa.engine.int8 import missing_for_int8
 from medusa.files import read_json
 from medusa.prompts import read_prompts
+from medusa.training.distillation import answering
 from medusa.training.distillation.answer_file import AnswerFile, configuration_path
 from medusa.training.distillation.answering import (
     Conversation,
@@ -358,6 +360,27 @@ def test_a_time_limit_waits_for_no_answer_and_keeps_those_that_have_arrived(serv
     assert [row["index"] for row in rows] == [0]
     assert seconds < 4
     assert report.num_unasked == 0
+
+
+def test_what_has_arrived_when_the_time_is_up_is_not_thrown_away(serve, tmp_path, monkeypatch):
+    queues = []
+
+    class Noted(SimpleQueue):
+        def __init__(self):
+            queues.append(self)
+
+    monkeypatch.setattr(answering, "SimpleQueue", Noted)
+    prompts = read_prompts(prompts_file(tmp_path, 3))
+    with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
+        waiting = iter(unanswered(prompts, answers, (0.0,), 0))
+    answerer, is_up = EndpointAnswerer([ChatEndpoint(serve().url, "tiny")], 3, MAX_NEW_TOKENS), [False]
+    replies = answerer.replies(lambda: next(waiting, None), lambda _: None, lambda: is_up[0])
+    next(replies)
+    until = time.monotonic() + 60
+    while queues[0].qsize() < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    is_up[0] = True
+    assert len(list(replies)) == 2
 
 
 def test_an_answer_with_reasoning_and_tool_calls_is_written_as_it_came(serve, tmp_path):
