@@ -28,6 +28,9 @@ from medusa.training.losses.split_heads import SplitHeads
 from medusa.training.losses.sums import LossSums
 from medusa.training.losses.teacher import Teacher, TeacherRows
 
+TILE_ELEMENTS = 2**18
+"""Logits that a CPU counts at a time: what it makes of them stays in its caches."""
+
 
 class TargetBlock(NamedTuple):
     """C of the targets, as one depth sees them."""
@@ -36,6 +39,11 @@ class TargetBlock(NamedTuple):
     is_scored: Tensor  # (C,) bool; false where the depth has no state to predict the target from
     weights: Tensor  # (C,)
     teacher_rows: TeacherRows | None
+
+    def part(self, rows: slice) -> TargetBlock:
+        """Some of them."""
+        teacher_rows = None if self.teacher_rows is None else self.teacher_rows.part(rows)
+        return TargetBlock(self.columns[rows], self.is_scored[rows], self.weights[rows], teacher_rows)
 
 
 @dataclass(kw_only=True)
@@ -121,23 +129,30 @@ class FusedLoss:
         gradient = self._count(index, logits.detach(), targets)
         if not gradients:
             return
-        gradient.mul_((weights / self.num_scored[index].clamp(min=1))[:, None])
         wanted: list[Tensor] = [each for each in self.parameters_of(index) if each in gradients]
         inputs = [*wanted, read] if read.requires_grad else wanted
-        found = torch.autograd.grad(logits, inputs, gradient.to(logits.dtype))
+        found = torch.autograd.grad(logits, inputs, gradient)
         for each, part in zip(wanted, found, strict=False):
             gradients[each] += part
         if read.requires_grad:
             gradients[states].index_add_(0, sources, found[-1].to(states.dtype))
 
     def _count(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
-        """Count a block of logits (C, V'); the unweighted gradient of its losses to the logits, (C, V').
+        """Count a block of logits (C, V'); the gradient of what is minimised to them, (C, V').
 
         Targets that are not scored are not counted.
         """
-        log_q = logits.float().log_softmax(-1)
-        is_as_good = log_q >= log_q.gather(1, targets.columns[:, None])  # (C, V'); a tie counts as a miss
+        num_rows = len(logits) if logits.is_cuda else max(1, TILE_ELEMENTS // self.num_columns)
+        gradient = torch.empty_like(logits)
+        for start in range(0, len(logits), num_rows):
+            rows = slice(start, start + num_rows)
+            gradient[rows] = self._count_tile(index, logits[rows], targets.part(rows))
+        return gradient
+
+    def _count_tile(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
+        is_as_good = logits >= logits.gather(1, targets.columns[:, None])  # (C, V'); a tie counts as a miss
         num_better = is_as_good.sum(-1, dtype=torch.int32) - 1  # int64 sums of booleans are ten times slower
+        log_q = logits.log_softmax(-1, dtype=torch.float32)
         if self.observe is not None:
             self.observe(log_q, targets)
         loss, gradient = self.objective(log_q, targets.columns, targets.teacher_rows)
@@ -148,7 +163,7 @@ class FusedLoss:
         sums.top1[index] += (targets.is_scored & (num_better < 1)).sum()
         sums.top5[index] += (targets.is_scored & (num_better < 5)).sum()
         sums.num_scored[index] += targets.is_scored.sum()
-        return gradient
+        return gradient.mul_((targets.weights / self.num_scored[index].clamp(min=1))[:, None])
 
     def _teacher_rows(self, block: slice) -> TeacherRows | None:
         """The base's own distribution for a block of targets: the same at every depth."""

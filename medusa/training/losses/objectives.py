@@ -1,6 +1,6 @@
 """Losses on one block of logits, each with its gradient written out.
 
-Every objective takes log q (C, V), the target columns (C,) long and the teacher's log p (C, V), and
+Every objective takes log q (C, V), the target columns (C,) long and the rows of the teacher, and
 returns the loss of each row (C,) and its gradient with respect to the logits (C, V). The gradient may
 overwrite log q: a block is the largest thing training holds, so it is held once.
 """
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
-from medusa.training.losses.teacher import TeacherRows
+from medusa.training.losses.teacher import TeacherRows, expected
 
 ObjectiveName = Literal["ce", "kl", "blend"]
 Objective = Callable[[Tensor, Tensor, TeacherRows | None], tuple[Tensor, Tensor]]
@@ -35,12 +34,6 @@ def needs_teacher(name: ObjectiveName) -> bool:
     return name != "ce"
 
 
-def expected(probabilities: Tensor, values: Tensor) -> Tensor:
-    """(C,): the mean of values (C, V) under each row of probabilities (C, V); autocast does not round it."""
-    with torch.autocast(probabilities.device.type, enabled=False):
-        return torch.einsum("cv,cv->c", probabilities, values)
-
-
 def _cross_entropy(log_q: Tensor, columns: Tensor, _teacher: TeacherRows | None) -> tuple[Tensor, Tensor]:
     loss = -log_q.gather(1, columns[:, None])[:, 0]
     gradient = log_q.exp_()
@@ -52,7 +45,7 @@ def _divergence(log_q: Tensor, _columns: Tensor, teacher: TeacherRows | None) ->
     """KL(p || q) to the base's distribution p."""
     assert teacher is not None
     p = teacher.probabilities
-    loss = expected(p, teacher.log_probabilities - log_q)
+    loss = -teacher.entropy - expected(p, log_q)
     return loss, log_q.exp_().sub_(p)
 
 
@@ -63,7 +56,7 @@ def _blend(
     assert teacher is not None
     p, hard_weight = teacher.probabilities, 1 - kl_weight
     hard = -log_q.gather(1, columns[:, None])[:, 0]
-    soft = expected(p, teacher.log_probabilities - log_q)
+    soft = -teacher.entropy - expected(p, log_q)
     gradient = log_q.exp_().sub_(p, alpha=kl_weight)
     gradient.scatter_add_(1, columns[:, None], gradient.new_full((len(columns), 1), -hard_weight))
     return kl_weight * soft + hard_weight * hard, gradient

@@ -17,15 +17,30 @@ Teacher = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """The base model's own distribution for C targets: p and log p, (C, V') each."""
+    """The base model's own distribution p for C targets."""
 
     probabilities: Tensor
+    """(C, V')."""
     log_probabilities: Tensor
+    """(C, V')."""
+    entropy: Tensor
+    """(C,): -sum p log p."""
 
     @classmethod
     def of_logits(cls, logits: Tensor) -> TeacherRows:
-        log_probabilities = logits.float().log_softmax(-1)
-        return cls(log_probabilities.exp(), log_probabilities)
+        log_p = logits.log_softmax(-1, dtype=torch.float32)
+        p = log_p.exp()
+        return cls(p, log_p, -expected(p, log_p))
+
+    def part(self, rows: slice) -> TeacherRows:
+        """Of some of the targets."""
+        return TeacherRows(self.probabilities[rows], self.log_probabilities[rows], self.entropy[rows])
+
+
+def expected(probabilities: Tensor, values: Tensor) -> Tensor:
+    """(C,): the mean of values (C, V) under each row of probabilities (C, V); autocast does not round it."""
+    with torch.autocast(probabilities.device.type, enabled=False):
+        return torch.einsum("cv,cv->c", probabilities, values)
 
 
 def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:

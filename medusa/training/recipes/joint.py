@@ -32,9 +32,9 @@ from medusa.training.data.batching import MicroBatch, collate, one_token
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import Alignment
 from medusa.training.losses.fused import FusedLoss, TargetBlock
-from medusa.training.losses.objectives import ObjectiveName, expected, objective_named
+from medusa.training.losses.objectives import ObjectiveName, objective_named
 from medusa.training.losses.sums import LossSums, added
-from medusa.training.losses.teacher import Teacher, teacher_of
+from medusa.training.losses.teacher import Teacher, expected, teacher_of
 from medusa.training.recipes.lora import TrainedAdapter
 from medusa.training.recipes.medusa_heads import HeadsLoss, new_heads
 from medusa.training.run.metrics import metrics_of
@@ -218,11 +218,11 @@ def _compared(log_q: Tensor, targets: TargetBlock) -> BaseSums:
     sums = sums._replace(cross_entropy=-log_q.gather(1, columns).sum(), num_targets=count)
     if targets.teacher_rows is None:
         return sums
-    log_p = targets.teacher_rows.log_probabilities
+    before = targets.teacher_rows
     return sums._replace(
-        reference_cross_entropy=-log_p.gather(1, columns).sum(),
-        divergence=expected(targets.teacher_rows.probabilities, log_p - log_q).sum(),
-        num_agreeing=(log_p.argmax(-1) == log_q.argmax(-1)).sum(),
+        reference_cross_entropy=-before.log_probabilities.gather(1, columns).sum(),
+        divergence=-(before.entropy + expected(before.probabilities, log_q)).sum(),
+        num_agreeing=(before.probabilities.argmax(-1) == log_q.argmax(-1)).sum(),
         num_compared=count,
     )
 
