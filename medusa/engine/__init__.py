@@ -64,11 +64,8 @@ QUANTISED_BYTES: dict[str, float] = {"int8": 1.0, "int8_weights": 1.0, "int4_wei
 """Engine that quantises, and so changes the text -> bytes of a weight in its linear layers."""
 
 
-def prepared_base(base: CausalLM, engine: Engine, is_exact: bool = True) -> CausalLM:
+def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
     """The model to decode with: ``base`` itself, or a view of it that shares its parameters.
-
-    Without ``is_exact`` int8 gives up that a row's text is the same whatever it is decoded with, for speed in
-    large batches; see :func:`medusa.engine.int8.int8_view`.
 
     Raises:
         ValueError: unknown engine, or one that cannot run this model; the message says what is missing.
@@ -79,7 +76,7 @@ def prepared_base(base: CausalLM, engine: Engine, is_exact: bool = True) -> Caus
     missing, view_of = _BUILDERS[engine]
     if (lacks := missing(base)) is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
-    return view_of(base) if is_exact or engine != "int8" else int8_view(base, is_exact=False)
+    return view_of(base)
 
 
 def resolved_engine(base: CausalLM, engine: Engine) -> Engine:

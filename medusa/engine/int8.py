@@ -69,19 +69,15 @@ def has_int8_products() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
 
 
-def int8_view(base: CausalLM, is_exact: bool = True) -> CausalLM:
+def int8_view(base: CausalLM) -> CausalLM:
     """A model that shares every parameter with ``base`` and whose linear layers compute in int8.
 
     ``base`` is left as it is. The int8 weights take a quarter of the linear layers' memory on top of it; they
     are taken when this is called and do not follow later changes of the parameters. Layers that are no
     ``nn.Linear`` stay float32.
-
-    Without ``is_exact`` attention stays float32: several times faster in large batches of long rows, and what
-    a row says then depends, where two tokens nearly tie, on the rows beside it.
     """
     view = view_of(base, Int8Linear, Int8Product)
-    if is_exact:
-        view.set_attn_implementation(FLOAT64_ATTENTION)
+    view.set_attn_implementation(FLOAT64_ATTENTION)
     return view
 
 

@@ -5,6 +5,7 @@ from collections import deque
 import torch
 from tiny_chat import chat_base, chat_tokenizer
 
+from medusa.model import MedusaModel
 from medusa.training.distillation.answering import Conversation, LocalAnswerer
 from medusa.training.distillation.repetition import repeated_tail
 
@@ -26,8 +27,10 @@ def test_stopping_loops_can_be_turned_off():
         base.lm_head.weight[65] = 1.0
         base.model.norm.weight.zero_()
 
+    model = MedusaModel(base, tokenizer=chat_tokenizer())
+
     def answer(stop_loops):
-        answerer = LocalAnswerer(base, chat_tokenizer(), 1, max_new_tokens=80, stop_loops=stop_loops)
+        answerer = LocalAnswerer(model, 1, max_new_tokens=80, stop_loops=stop_loops)
         waiting = deque([Conversation(0, [{"role": "user", "content": "Hello"}])])
         ((_, reply),) = answerer.replies(
             lambda: waiting.popleft() if waiting else None, lambda _: None, lambda: False

@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 from medusa.base.position_limits import common_context
 from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, Row
 from medusa.decoding.state import DecodeRequest
-from medusa.drafters.plain import PlainDrafter
+from medusa.model import MedusaModel
 from medusa.prompts import Message, encode_messages
 from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
 from medusa.training.distillation.repetition import repeated_tail
@@ -115,25 +115,18 @@ class Answerer(Protocol):
 
 
 class LocalAnswerer:
-    """The base model itself, ``batch_size`` conversations at once."""
+    """The base of ``model`` itself, ``batch_size`` conversations at once."""
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        tokenizer: Any,
-        batch_size: int,
-        max_new_tokens: int,
-        stop_loops: bool = True,
-    ):
-        self.base, self.tokenizer = base, tokenizer
+    def __init__(self, model: MedusaModel, batch_size: int, max_new_tokens: int, stop_loops: bool = True):
+        self.model, self.tokenizer = model, model.tokenizer
         self.batch_size, self.max_new_tokens, self.stop_loops = batch_size, max_new_tokens, stop_loops
-        self.stop_ids = end_of_turn_ids(base, tokenizer)
+        self.stop_ids = end_of_turn_ids(model.base, self.tokenizer)
 
     def replies(
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
     ) -> Iterator[Outcome]:
         limits = BatchLimits(max_rows=self.batch_size, max_slots=sys.maxsize, chunk=512, prefix_bytes=0)
-        batch = ContinuousBatch(self.base, limits, lambda _: PlainDrafter(), lambda *_: None)
+        batch = self.model.continuous_batch(limits, plain=True)
         under_way: list[Row] = []
         while True:
             if is_time_up():
@@ -173,7 +166,7 @@ class LocalAnswerer:
         else:
             prompt, stop = question_frame(self.tokenizer)
             stops, temperature = self.stop_ids | {stop}, QUESTION_TEMPERATURE
-        device, is_sampled = self.base.device, temperature > 0
+        device, is_sampled = self.model.device, temperature > 0
         request = DecodeRequest(
             torch.tensor([prompt], device=device),
             torch.tensor([len(prompt)], device=device),
@@ -186,7 +179,7 @@ class LocalAnswerer:
         return Row(request, conversation)
 
     def _refusal(self, row: Row) -> Refusal | None:
-        context, length = common_context(self.base), len(row.prompt)
+        context, length = common_context(self.model.base), len(row.prompt)
         if context is None or length + self.max_new_tokens <= context:
             return None
         return Refusal(

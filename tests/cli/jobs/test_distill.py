@@ -1,4 +1,5 @@
 import json
+import shutil
 import threading
 import time
 from queue import SimpleQueue
@@ -51,6 +52,10 @@ def prompts_file(tmp_path, num_prompts=7):
     return write_rows(tmp_path / "prompts.jsonl", *rows)
 
 
+def chat_model(base):
+    return MedusaModel(base, tokenizer=chat_tokenizer())
+
+
 def brief_base():
     """A base that often ends its turn."""
     base = chat_base()
@@ -61,7 +66,7 @@ def brief_base():
 
 def answer_all(tmp_path, name, prompts, batch_size=3, temperatures=(0.0, 0.9), seed=5, **options):
     """Rows by index, as a run over ``prompts`` writes them."""
-    answerer = LocalAnswerer(chat_base(), chat_tokenizer(), batch_size, MAX_NEW_TOKENS, **options)
+    answerer = LocalAnswerer(chat_model(chat_base()), batch_size, MAX_NEW_TOKENS, **options)
     path = tmp_path / name
     with AnswerFile(path, {}) as answers:
         waiting = unanswered(prompts, answers, temperatures, seed)
@@ -95,7 +100,7 @@ def test_an_answer_is_what_the_model_generates_at_that_temperature_and_seed(tmp_
 def test_later_turns_are_asked_after_the_model_has_answered(tmp_path):
     turns = [f"question {letter}" for letter in "abcd"]
     file = write_rows(tmp_path / "p.jsonl", *({"turns": turns[i:]} for i in range(4)))
-    answerer = LocalAnswerer(brief_base(), chat_tokenizer(), 2, max_new_tokens=60)
+    answerer = LocalAnswerer(chat_model(brief_base()), 2, max_new_tokens=60)
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         distill(unanswered(read_prompts(file), answers, [0.7], 3), answerer, answers, TimeLimit(None))
     rows = read_rows(tmp_path / "rows.jsonl")
@@ -143,7 +148,7 @@ def test_the_model_asks_its_own_questions_when_there_are_no_prompts(tmp_path):
     prefix, stop = question_frame(chat_tokenizer())
     assert chat_tokenizer().decode(prefix) == "<|user|>"
     assert chat_tokenizer().decode([stop]) == "<|end|>"
-    answerer = LocalAnswerer(brief_base(), chat_tokenizer(), 4, max_new_tokens=40)
+    answerer = LocalAnswerer(chat_model(brief_base()), 4, max_new_tokens=40)
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         waiting = unanswered(prompt_free(12), answers, [0.7], seed=0)
         report = distill(waiting, answerer, answers, TimeLimit(None))
@@ -189,7 +194,7 @@ def test_the_time_limit_keeps_what_is_there_and_marks_it_as_cut(tmp_path):
             return self.checks > 20
 
     prompts = read_prompts(prompts_file(tmp_path))
-    answerer = LocalAnswerer(chat_base(), chat_tokenizer(), 2, max_new_tokens=300)
+    answerer = LocalAnswerer(chat_model(chat_base()), 2, max_new_tokens=300)
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         report = distill(unanswered(prompts, answers, [0.0], 0), answerer, answers, Limit(None))
     rows = read_rows(tmp_path / "rows.jsonl")
@@ -275,6 +280,17 @@ def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path,
     assert "was made with engine='int8' (now None)" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="nothing to compile with")
+def test_compiled_steps_give_the_same_answers(tmp_path):
+    base, _ = save_chat_model(tmp_path)
+    prompts = str(prompts_file(tmp_path))
+    for step in ("general", "compiled"):
+        command = ["--base", base, "--prompts", prompts, "--output", str(tmp_path / f"{step}.jsonl")]
+        assert main(["distill", *command, "--max-new-tokens", "24", "--device", "cpu", "--step", step]) == 0
+    assert read_rows(tmp_path / "compiled.jsonl") == read_rows(tmp_path / "general.jsonl")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -284,6 +300,10 @@ def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path,
         (
             ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y", "--engine", "int8"],
             "--engine int8 is for a base in this process",
+        ),
+        (
+            ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y", "--step", "compiled"],
+            "--step compiled is for a base in this process",
         ),
         (["--prompt-free", "3", "--endpoint", "http://x", "--model", "y"], "--prompt-free needs the model"),
         (["--prompts", "fine.jsonl", "--max-minutes", "0"], "nothing was answered; give more time"),
