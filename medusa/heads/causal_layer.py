@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,9 @@ class LayerConfig:
         _check_rope(self.rope_parameters)
 
     @classmethod
-    def of_base(cls, base: CausalLM, intermediate_size: int = 0) -> LayerConfig:
+    def of_base(cls, base: CausalLM, intermediate_size: int = 0, **options: Any) -> Self:
         """The layer with ``base``'s attention heads, rotary embedding and feed-forward size, or another one
-        where ``intermediate_size`` is not 0."""
+        where ``intermediate_size`` is not 0; ``options`` are other fields."""
         text, size = base.config.get_text_config(decoder=True), hidden_size(base)
         heads = text.num_attention_heads
         wide = intermediate_size or getattr(text, "intermediate_size", None)
@@ -83,6 +83,7 @@ class LayerConfig:
             rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
             rope_parameters=_rope_of(text),
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+            **options,
         )
 
 

@@ -11,16 +11,16 @@ Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.heads.causal_layer import DEFAULT_ROPE, CausalLayer, LayerConfig, document_pairs
+from medusa.heads.causal_layer import CausalLayer, LayerConfig, document_pairs
 from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS, MAX_SIZE, ascends, check_counts
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.token_map import TokenMapped
@@ -29,28 +29,15 @@ MIN_LAYERS_OF_DEFAULT = 7
 """Bases with fewer layers have no three different ones at :func:`default_layers`."""
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """What defines an EAGLE-3 head, apart from its weights."""
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    """What defines an EAGLE-3 head, apart from its weights: the sizes of its layer, which are the base's as a
+    rule, and what stands around it."""
 
-    hidden_size: int
-    """D of the base model, and of the head."""
     vocab_size: int
     """V of the base model's output embedding."""
     fused_layers: tuple[int, ...]
     """The base's states after that many of its decoder layers are read, 1 the first."""
-    num_attention_heads: int
-    num_key_value_heads: int
-    """A divisor of num_attention_heads."""
-    head_dim: int
-    intermediate_size: int
-    """Size of the feed-forward part."""
-    rms_norm_eps: float = 1e-5
-    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
-    """Of the rotary embedding, as in ``transformers``; rope_type is one of
-    :data:`medusa.heads.causal_layer.ROPE_TYPES`."""
-    max_position_embeddings: int = 2048
-    """Positions that the base was made for."""
     max_depth: int = 5
     """How far ahead it is made to draft."""
     token_map_size: int | None = None
@@ -67,8 +54,8 @@ class Eagle3Config:
     """The layer's residual is the normed feature, and not the feature."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_counts(vocab_size=(self.vocab_size, MAX_SIZE), max_depth=(self.max_depth, MAX_DEPTH))
-        _ = self.layer  # whose sizes are checked
         if self.token_map_size is not None:
             check_counts(token_map_size=(self.token_map_size, self.vocab_size))
         layers = self.fused_layers
@@ -82,25 +69,16 @@ class Eagle3Config:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
 
-    @property
-    def layer(self) -> LayerConfig:
-        """The layer's part of this."""
-        return LayerConfig(**{each.name: getattr(self, each.name) for each in fields(LayerConfig)})
-
     @classmethod
     def of_base(
         cls,
         base: CausalLM,
-        fused_layers: Sequence[int] | None = None,
         intermediate_size: int = 0,
+        *,
+        fused_layers: Sequence[int] | None = None,
         **options: Any,
-    ) -> Eagle3Config:
-        """The head for ``base``: its attention heads, rotary embedding and feed-forward size.
-
-        Args:
-            fused_layers: None: :func:`default_layers`.
-            intermediate_size: 0: the base's own.
-            options: other fields.
+    ) -> Self:
+        """The head for ``base``, with its layer; the default of ``fused_layers`` is :func:`default_layers`.
 
         Raises:
             ValueError: the base has too few layers for the default, or its token embeddings have another size
@@ -112,11 +90,9 @@ class Eagle3Config:
                 f"an EAGLE-3 head needs token embeddings of the size of the hidden states, {size}; those of "
                 f"{base.name_or_path!r} have {embedded}: train head_kind=medusa"
             )
-        return cls(
-            vocab_size=vocab_size(base),
-            fused_layers=tuple(fused_layers or default_layers(base)),
-            **vars(LayerConfig.of_base(base, intermediate_size)),
-            **options,
+        layers = tuple(fused_layers or default_layers(base))
+        return super().of_base(
+            base, intermediate_size, vocab_size=vocab_size(base), fused_layers=layers, **options
         )
 
 
@@ -163,7 +139,7 @@ class Eagle3Head(TokenMapped):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm() for _ in range(num_layers))
         self.fc = nn.Linear(num_layers * size, size, bias=False)
-        self.midlayer = CausalLayer(config.layer, config.norm_before_residual)
+        self.midlayer = CausalLayer(config, config.norm_before_residual)
         self.norm = norm()
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.token_map_size or config.vocab_size, bias=False)

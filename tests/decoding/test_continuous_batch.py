@@ -36,7 +36,7 @@ def eagle3_model() -> MedusaModel:
     base = tiny_model("llama")
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        head = Eagle3Head(Eagle3Config.of_base(base, (1, 2)))
+        head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2)))
     return MedusaModel(base, head, CandidateTree.chain(3))
 
 

@@ -219,7 +219,7 @@ def random_heads(**config) -> MedusaHeads:
 
 def eagle3(base) -> Eagle3Drafter:
     torch.manual_seed(3)
-    head = Eagle3Head(Eagle3Config.of_base(base, (1, 2), max_depth=3)).eval()
+    head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2), max_depth=3)).eval()
     return Eagle3Drafter(head, base, CHAIN)
 
 

@@ -50,7 +50,7 @@ def noisy_copy(base, scale: float):
 def eagle3_drafter(base, tree=BUSHY, token_map_size=None, **options):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = Eagle3Config.of_base(base, (1, 2), token_map_size=token_map_size, **options)
+        config = Eagle3Config.of_base(base, fused_layers=(1, 2), token_map_size=token_map_size, **options)
         head = Eagle3Head(config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None)
     return Eagle3Drafter(head.eval(), base, tree)
 

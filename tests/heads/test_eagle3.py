@@ -38,13 +38,16 @@ LAYERS = (1, 2)
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
+def new_config(hidden_size: int = 32, vocab_size: int = VOCAB_SIZE, **options) -> Eagle3Config:
+    given = {"vocab_size": vocab_size, "fused_layers": LAYERS, "max_depth": DEPTH, **options}
+    return Eagle3Config(hidden_size, 4, 2, 8, 48, **given)
+
+
 def new_head(hidden_size: int = 32, vocab_size: int = VOCAB_SIZE, **options) -> Eagle3Head:
     """A head with random weights, norms included."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        head = Eagle3Head(
-            Eagle3Config(hidden_size, vocab_size, LAYERS, 4, 2, 8, 48, max_depth=DEPTH, **options)
-        )
+        head = Eagle3Head(new_config(hidden_size, vocab_size, **options))
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         return head.eval()
@@ -242,7 +245,7 @@ def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
 def test_a_base_gives_the_head_its_attention_and_rotary_embedding():
     base = tiny_model("gemma3")
     text = base.config
-    config = Eagle3Config.of_base(base, LAYERS)
+    config = Eagle3Config.of_base(base, fused_layers=LAYERS)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
         text.num_attention_heads,
         text.num_key_value_heads,
@@ -268,8 +271,7 @@ def test_the_default_layers_are_those_that_engines_take():
 def test_rotary_scaling_of_the_base_is_kept_and_what_depends_on_the_length_is_not():
     head = new_head()
     scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    config = Eagle3Config(32, VOCAB_SIZE, LAYERS, 4, 2, 8, 48, rope_parameters=scaled, max_depth=DEPTH)
-    stretched = Eagle3Head(config)
+    stretched = Eagle3Head(new_config(rope_parameters=scaled))
     stretched.load_state_dict(head.state_dict())
     features, following = torch.randn(2, 1, 5, 32, generator=torch.Generator().manual_seed(0))
     at = torch.arange(5)[None]
@@ -279,7 +281,7 @@ def test_rotary_scaling_of_the_base_is_kept_and_what_depends_on_the_length_is_no
     text = LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 2.0})
     given, base.config.rope_parameters = base.config.rope_parameters, text.rope_parameters
     try:
-        kept = Eagle3Config.of_base(base, LAYERS).rope_parameters
+        kept = Eagle3Config.of_base(base, fused_layers=LAYERS).rope_parameters
     finally:
         base.config.rope_parameters = given
     assert kept == {"rope_type": "default", "rope_theta": 5000.0}

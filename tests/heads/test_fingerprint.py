@@ -84,7 +84,7 @@ def test_old_heads_and_bases_that_cannot_be_read_pass(saved, tmp_path):
 
 
 def test_an_eagle3_head_of_another_base_is_warned_of(tmp_path):
-    head = Eagle3Head(Eagle3Config.of_base(chat_base(), (1,)))
+    head = Eagle3Head(Eagle3Config.of_base(chat_base(), fused_layers=(1,)))
     fingerprint = BaseFingerprint.of(chat_base(seed=1))
     path = save_heads(HeadsCheckpoint(head, "tiny", fingerprint=fingerprint), tmp_path / "eagle3")
     with pytest.warns(UserWarning, match=ANOTHER):

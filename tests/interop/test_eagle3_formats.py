@@ -452,7 +452,7 @@ def our_head(**options) -> Eagle3Head:
     torch.manual_seed(4)
     token_map = [200, 3, 97, 41, 255, 12] if "token_map_size" in options else None
     layers = options.pop("fused_layers", None)
-    head = Eagle3Head(Eagle3Config.of_base(BASE, layers, max_depth=3, **options), token_map)
+    head = Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=layers, max_depth=3, **options), token_map)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return head.eval()

@@ -192,7 +192,7 @@ def test_heads_that_read_more_than_the_last_state_are_refused(config, message, b
 
 
 def test_an_eagle3_head_and_an_adapter_are_refused(base, tmp_path, capsys):
-    eagle3 = saved(tmp_path, base, Eagle3Head(Eagle3Config.of_base(BASE, (1,))))
+    eagle3 = saved(tmp_path, base, Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=(1,))))
     refused(eagle3, tmp_path, capsys, "is an EAGLE-3 head, .*--to vllm-eagle3, .*--head-kind medusa")
     adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
     joint = str(save_heads(HeadsCheckpoint(plain_heads(), base, adapter=adapter), tmp_path / "joint"))

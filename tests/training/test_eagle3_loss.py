@@ -47,7 +47,8 @@ class Problem:
     def __init__(self, with_norms: bool = False):
         torch.manual_seed(1)
         norms = {"fc_norm": True, "norm_output": True} if with_norms else {}
-        self.head = Eagle3Head(Eagle3Config(HIDDEN, VOCAB, LAYERS, 2, 1, 8, 24, max_depth=DEPTH, **norms))
+        sizes = {"vocab_size": VOCAB, "fused_layers": LAYERS, "max_depth": DEPTH, **norms}
+        self.head = Eagle3Head(Eagle3Config(HIDDEN, 2, 1, 8, 24, **sizes))
         for parameter in self.head.parameters():
             nn.init.normal_(parameter, std=0.3)
         self.embedding = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
@@ -243,7 +244,7 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
 
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
-    head = Eagle3Head(Eagle3Config.of_base(base, LAYERS[:1], max_depth=DEPTH))
+    head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=LAYERS[:1], max_depth=DEPTH))
     source = FeatureFeed(base, Documents.of([]), DEPTH, layers=head.reads_layers)
     module = Eagle3Loss(head, LossOptions("ce"), base.get_input_embeddings())
     loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)

@@ -145,8 +145,8 @@ class Eagle3Options:
         """The head for ``base``."""
         return Eagle3Config.of_base(
             base,
-            heads.fused_layers,
             self.intermediate_size,
+            fused_layers=heads.fused_layers,
             max_depth=heads.num_heads,
             token_map_size=heads.token_map_size,
             fc_norm=self.fc_norm,

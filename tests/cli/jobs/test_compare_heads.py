@@ -106,7 +106,7 @@ def test_one_pass_of_the_base_serves_every_set_of_heads():
     sets = [
         chat_heads(),
         perfect_heads(2),
-        Eagle3Head(Eagle3Config(HIDDEN_SIZE, VOCAB_SIZE, (1,), 4, 2, 8, 32)).eval(),
+        Eagle3Head(Eagle3Config(HIDDEN_SIZE, 4, 2, 8, 32, vocab_size=VOCAB_SIZE, fused_layers=(1,))).eval(),
     ]
     for layers in ((1,), (2,)):
         fusing = MedusaHeads(HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, 2, fused_layers=layers)).eval()
