@@ -13,6 +13,7 @@ from conftest import VOCAB_SIZE, left_padded, program, random_prompts, tiny_mode
 from tiny_chat import chat_base, chat_heads, wide_tree
 
 import medusa.hardware
+from gpu_parts.lab import GpuOptions
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.cli.options import parse
 from medusa.drafters.self_draft import SelfDrafter, early_exit
@@ -161,7 +162,7 @@ def test_the_program_for_gpus_times_int8_weights_and_says_why_int4_cannot_run(mo
     flags = ["--device", "cpu", "--shapes", "tiny", "--dtype", "float32", "--rounds", "1", "--steps", "1"]
     flags += ["--engines", "int8_weights", "int4_weights", "--step", "general", "--nodes", "2"]
     flags += ["--batch-sizes", "1", "--context-lengths", "16", "--part", "steps", "--output", str(tmp_path)]
-    assert script.run_inside(parse(script.GpuOptions, flags), watch=False) == 0
+    assert script.run_inside(parse(GpuOptions, flags), watch=False) == 0
     record = json.loads((tmp_path / "2-steps.json").read_text())
     rows = [row for each in record["cases"].values() for row in each.get("steps", ())]
     assert {row["engine"] for row in rows} == {"int8_weights"}

@@ -11,6 +11,8 @@ from conftest import program
 from tiny_chat import chat_base, chat_heads, chat_tokenizer, wide_tree
 
 import medusa.hardware
+from gpu_parts import exactness, steps
+from gpu_parts.lab import TINY_SIZES, GpuOptions, Lab
 from medusa import HeadsCheckpoint, save_heads
 from medusa.cli.options import parse
 from medusa.engine import resolved_engine
@@ -18,9 +20,13 @@ from medusa.measurement.parts import Record
 
 
 @pytest.fixture
-def script(monkeypatch):
+def small_probes(monkeypatch):
     monkeypatch.setitem(medusa.hardware.PROBE_BYTES, "cpu", 2**20)
     monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
+
+
+@pytest.fixture
+def script(small_probes):
     return program("scripts/on_gpu.py")
 
 
@@ -28,7 +34,7 @@ def inside(script, part: str, output: Path, *flags: str) -> dict:
     """The record of a part that ran in this process."""
     words = ["--part", part, "--output", str(output), "--device", "cpu", *flags, "--inside"]
     output.mkdir(exist_ok=True)
-    assert script.run_inside(parse(script.GpuOptions, words), watch=False) == 0
+    assert script.run_inside(parse(GpuOptions, words), watch=False) == 0
     return json.loads(next(output.glob(f"*-{part}.json")).read_text())
 
 
@@ -53,17 +59,15 @@ def test_steps_are_timed_for_every_engine_and_kind_that_runs_here(script, tmp_pa
     assert "Decode steps: " in table and "around the forward" in table
 
 
-def test_grouped_attention_is_timed_in_captured_steps_and_put_back(script, tmp_path):
-    options = parse(script.GpuOptions, ["--device", "cpu", *SMALL, "--output", str(tmp_path)])
-    lab = script.Lab(options, script.PARTS[1])
-    names = [case.name for case in script.steps_cases(lab)]
+def test_grouped_attention_is_timed_in_captured_steps_and_put_back(small_probes, tmp_path):
+    lab = Lab(parse(GpuOptions, ["--device", "cpu", *SMALL, "--output", str(tmp_path)]), steps.PART)
+    names = [case.name for case in steps.cases(lab)]
     grouped = [name for name in names if "grouped" in name]
     assert grouped == ["tiny, eager, captured, grouped, 1, 16"]
     assert names.index("tiny, eager, compiled, sdpa, 1, 16") == len(names) - 1, "compiling takes minutes"
-    base = script.shaped_base(lab, "tiny")
-    found = script.steps_of(lab, lambda shape: base, "tiny", "eager", "general", "grouped", 1, 16)
+    found = steps.steps_of(lab, steps.Setting("tiny", "eager", "general", "grouped", 1, 16))
     assert {row["attention"] for row in found["steps"]} == {"grouped"}
-    assert base.config._attn_implementation == "sdpa"
+    assert steps.base_of(lab, "tiny").config._attn_implementation == "sdpa"
 
 
 def test_parts_are_named_or_numbered_and_run_in_their_order(script):
@@ -76,8 +80,8 @@ def test_parts_are_named_or_numbered_and_run_in_their_order(script):
 
 def test_a_part_gets_a_process_with_the_flags_of_the_program(script):
     given = ["--part", "speed", "2", "--minutes", "25", "--dtype", "float32"]
-    line = script.command_for(script.PARTS[1], given, 90.0)
-    options = parse(script.GpuOptions, line[line.index("--part") :])
+    line = script.command_for(steps.PART, given, 90.0)
+    options = parse(GpuOptions, line[line.index("--part") :])
     assert (options.part, options.minutes, options.inside) == (("steps",), 1.5, True)
     assert options.sizes.dtype == "float32"
 
@@ -92,7 +96,7 @@ def test_without_a_graphics_card_it_says_so_and_how_to_try_it_out(script, tmp_pa
 
 
 def test_finished_parts_are_skipped_and_failures_end_with_status_1(script, tmp_path, capsys, monkeypatch):
-    finished = Record(script.PARTS[0], tmp_path, complete=True, cases={})
+    finished = Record(exactness.PART, tmp_path, complete=True, cases={})
     finished.write()
 
     def fail(record, command, ends):
@@ -107,10 +111,9 @@ def test_finished_parts_are_skipped_and_failures_end_with_status_1(script, tmp_p
     assert report["parts"]["exactness"]["complete"] is True
 
 
-def test_auto_is_one_of_the_engines_that_can_be_timed(script):
-    options = script.GpuOptions(device="cpu", dry_run=True, sizes=script.TINY_SIZES)
-    base = script.shaped_base(script.Lab(options, script.PARTS[1]), "tiny")
-    assert resolved_engine(base, "auto") == "packed"
+def test_auto_is_one_of_the_engines_that_can_be_timed():
+    lab = Lab(GpuOptions(device="cpu", dry_run=True, sizes=TINY_SIZES), steps.PART)
+    assert resolved_engine(steps.base_of(lab, "tiny"), "auto") == "packed"
 
 
 @pytest.mark.slow
@@ -130,7 +133,7 @@ def test_a_dry_run_measures_every_part_and_a_second_one_finds_it_done(script, tm
         record = Record.of(part, output)
         assert record.cases and not record.left_out and record.log.exists()
         assert (output / f"{part.file}.txt").read_text().count("\n") > 4
-    exact = Record.of(script.PARTS[0], output).cases
+    exact = Record.of(exactness.PART, output).cases
     rows = [row for each in exact.values() for row in each.get("rows", ())]
     assert len(rows) > 50 and all(row["num_answers"] == row["of_answers"] for row in rows)
     assert (output / "5-longer" / "run" / "heads" / "model.safetensors").exists()
