@@ -69,6 +69,7 @@ from medusa.measurement.parts import (
 )
 from medusa.progress import log_console
 
+# Each module has the cases, the measurements and the tables of its part.
 PARTS = (exactness.PART, steps.PART, speed.PART, training.PART, longer.PART)
 
 

@@ -117,7 +117,7 @@ class Questions:
         """
         model, found = self.model, dict[int, Tokens]()
         for start in range(0, len(self.prompts), rows):
-            inputs = padded_batch(self.prompts[start : start + rows])
+            inputs: Mapping[str, Any] = padded_batch(self.prompts[start : start + rows])
             count, width = inputs["input_ids"].shape
             made = new_drafter(drafter, model)
             if step != "general" and host_bound_parts(made):
@@ -272,6 +272,7 @@ def tables(measured: Mapping[str, Results], console: Console) -> None:
 
 
 def print_against_plain(measured: Mapping[str, Results], console: Console) -> None:
+    """Every drafter in every kind of step, alone and as a batch, greedy and sampled."""
     rows = [
         [
             each["drafter"],
@@ -291,6 +292,7 @@ def print_against_plain(measured: Mapping[str, Results], console: Console) -> No
 
 
 def print_near_ties(found: Mapping[str, Results], console: Console) -> None:
+    """How often lower precision strays, and by how much."""
     rows = [
         [
             name,

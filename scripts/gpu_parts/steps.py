@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -152,7 +152,9 @@ def waits_of(lab: Lab, shape: str, step: StepKind) -> Results:
     # Just past a whole number of slots, so that the cache has room for most of what is traced.
     prompts = random_prompts(base, 1, rounded_slots(options.context_lengths[0]) + 8)
     budget = 2 + 8 * num_steps * (tree.depth + 1)
-    stream = model.stream(**prompts, tree=tree, max_new_tokens=budget, do_sample=False, statistics=counted)
+    stream: Any = model.stream(
+        **prompts, tree=tree, max_new_tokens=budget, do_sample=False, statistics=counted
+    )
 
     def run() -> int:
         """So many steps; those that come in a burst count when the first of them is there."""

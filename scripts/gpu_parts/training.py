@@ -60,12 +60,11 @@ def cases(lab: Lab) -> Iterator[Case]:
     def small() -> CausalLM:
         return load_base_on(lab.device, lab.options.base, "float32").requires_grad_(False).eval()
 
-    for name, is_stored in (("live states", False), ("stored states", True)):
-        yield Case(
-            f"{shape}, {name}",
-            lambda is_stored=is_stored: trained_large(lab, lab.only_base(shape, large), is_stored),
-            1.5,
-        )
+    def rates(is_stored: bool) -> Results:
+        return trained_large(lab, lab.only_base(shape, large), is_stored)
+
+    yield Case(f"{shape}, live states", lambda: rates(is_stored=False), 1.5)
+    yield Case(f"{shape}, stored states", lambda: rates(is_stored=True), 1.5)
     yield Case("SmolLM2, bf16 against fp32", lambda: precisions(lab, lab.only_base("SmolLM2", small)), 1.5)
     yield Case("SmolLM2, DeepSpeed ZeRO-2", lambda: sharded(lab), 1.5)
 
