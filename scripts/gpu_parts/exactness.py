@@ -150,7 +150,8 @@ def new_drafter(name: str, model: MedusaModel) -> Drafter:
     if name == "eagle3":
         torch.manual_seed(0)
         layers = sorted({1, max(1, num_layers // 2), num_layers})
-        head = Eagle3Head(Eagle3Config.of_base(model.base, layers, intermediate_size=576)).to(model.device)
+        config = Eagle3Config.of_base(model.base, intermediate_size=576, fused_layers=layers)
+        head = Eagle3Head(config).to(model.device)
         settings = replace(settings, eagle3=HeadsCheckpoint(head, "the same base"))
     try:
         return drafter_named(name, model, settings)
