@@ -174,8 +174,12 @@ def check_launch() -> None:
 
 
 def split(accelerator: Accelerator, split: Callable[[DeviceMesh], list[nn.Parameter]]) -> None:
-    """Under FSDP2 let ``split`` share out what FSDP2 is then to leave alone; before there is an optimiser."""
+    """Under FSDP2 let ``split`` share out what FSDP2 is then to leave alone; before there is an optimiser.
+
+    FSDP2 then keeps from changing types too: what it does not gather would be of another type.
+    """
     if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = None
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         accelerator.state.fsdp_plugin.ignored_modules = [nn.ParameterList(split(mesh))]
 

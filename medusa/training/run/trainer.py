@@ -296,9 +296,9 @@ class Trainer:
         began = time.monotonic()
         has_come = read()
         self.seconds_waiting += time.monotonic() - began
-        with self.accelerator.autocast():  # the base computes in the run's precision too
+        with self.accelerator.autocast():  # base and loss, whatever wraps the loss
             given = feed.given(has_come)
-        return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
+            return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
 
     def _ahead(self, feed: Feed) -> Iterator[tuple[Position, list[Callable[[], Any]]]]:
         """The groups that remain until the schedule is over, and this process's part of each."""

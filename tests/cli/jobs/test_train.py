@@ -295,6 +295,20 @@ def test_two_processes_store_their_own_shards_and_one_command_starts_and_resumes
 
 
 @pytest.mark.slow
+def test_two_processes_share_out_heads_in_bfloat16_products_like_one(workplace):
+    arguments = ("--objective", "kl", "--precision", "bf16", "--fused_layers", "1", "--logging_steps", "1")
+    one = launch(workplace, "--output_dir", "bf16_one", *arguments, "--gradient_accumulation_steps", "2")
+    assert one.returncode == 0, one.stderr
+    options = {"launcher": accelerated("fsdp2"), "program": (MORTAL,), "PRETEND_DEVICES": "1"}
+    two = launch(workplace, "--output_dir", "bf16_two", *arguments, **options)
+    assert two.returncode == 0, two.stderr
+    assert "bf16 products, 2 x cpu" in two.stderr
+    assert losses(workplace / "bf16_two") == pytest.approx(losses(workplace / "bf16_one"), rel=1e-3)
+    weights = load_heads(workplace / "bf16_two" / "heads").heads.parameters()
+    assert all(each.dtype == torch.float32 for each in weights)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
 def test_a_sharded_run_that_was_killed_goes_on_to_the_result_of_one_process(workplace, alone, name):
     environment = {"PRETEND_DEVICES": "1"} if name == "fsdp2" else {"DS_ACCELERATOR": "cpu"}
