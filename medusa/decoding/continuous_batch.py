@@ -149,7 +149,8 @@ class ContinuousBatch:
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
         self._guides: dict[int, tuple[Drafter, Pausing | None]] = {}  # by the number of rows
-        self._guided_by: Drafter | None = None  # the drafter that knows the rows as they are
+        self._guided_by: Drafter | None = None  # the drafter that knows the rows, but for those that joined
+        self._has_joined = False
         self._context = common_context(base)
 
     @property
@@ -321,7 +322,7 @@ class ContinuousBatch:
         return progress
 
     def _join(self, state: DecodeState) -> None:
-        self._guided_by = None
+        self._has_joined = True
         if self._state is None:
             self._state = state
             return
@@ -359,10 +360,10 @@ class ContinuousBatch:
             drafter = self._drafter_for(num_rows)
             self._guides[num_rows] = drafter, self._pausing_for(num_rows, drafter)
         drafter, pausing = self._guides[num_rows]
-        has_changed = drafter is not self._guided_by
+        has_changed = self._has_joined or drafter is not self._guided_by
         if has_changed:
-            drafter.begin(num_rows)
-            self._guided_by = drafter
+            drafter.begin(num_rows, self._guided_by)
+            self._guided_by, self._has_joined = drafter, False
         return drafter, pausing, has_changed
 
     def _emit(self, rows: list[Row], advance: Advance) -> list[Progress]:

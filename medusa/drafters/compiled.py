@@ -22,7 +22,7 @@ from medusa.acceptance.protocol import DraftKind
 from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
 from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.engine.int8 import Int8Linear
 from medusa.engine.libraries import (
     compile_library,
@@ -66,8 +66,8 @@ class CompiledDrafter(StatelessDrafter):
         other.drafter = drafter
         return other
 
-    def begin(self, num_rows: int) -> None:
-        self.drafter.begin(num_rows)
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        self.drafter.begin(num_rows, after.drafter if isinstance(after, CompiledDrafter) else after)
 
     def keep_rows(self, rows: Tensor) -> None:
         self.drafter.keep_rows(rows)

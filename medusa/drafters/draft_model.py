@@ -13,7 +13,7 @@ from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_si
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import DraftContext
+from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.engine import prepared_base
 from medusa.trees.candidate_tree import CandidateTree
@@ -41,7 +41,7 @@ class DraftModelDrafter(LevelDrafter):
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def begin(self, num_rows: int) -> None:
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         self.cache = new_cache(self.draft_model, num_rows)
 
     def keep_rows(self, rows: Tensor) -> None:

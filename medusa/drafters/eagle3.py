@@ -7,7 +7,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import DraftContext
+from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
 from medusa.drafters.text_entries import TextEntries
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
@@ -39,8 +39,8 @@ class Eagle3Drafter(LevelDrafter):
     def vocab_size(self) -> int:
         return vocab_size(self.base)
 
-    def begin(self, num_rows: int) -> None:
-        self._entries.begin(num_rows)
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        self._entries.begin(num_rows, after._entries if isinstance(after, Eagle3Drafter) else None)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._entries.keep_rows(rows)

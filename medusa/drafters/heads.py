@@ -65,8 +65,8 @@ class HeadsDrafter(LevelDrafter):
     def tensors(self) -> list[Tensor]:
         return list(self.heads.parameters())
 
-    def begin(self, num_rows: int) -> None:
-        self._entries.begin(num_rows)
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        self._entries.begin(num_rows, after._entries if isinstance(after, HeadsDrafter) else None)
 
     def keep_rows(self, rows: Tensor) -> None:
         if self.needs_features:

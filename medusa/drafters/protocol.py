@@ -96,8 +96,12 @@ class Drafter(Protocol):
     def max_depth(self) -> int:
         """Depth of the deepest node that :meth:`draft` ever returns; 0 proposes nothing."""
 
-    def begin(self, num_rows: int) -> None:
-        """A new batch of ``num_rows`` rows starts; whatever was kept of the last one is dropped."""
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        """``num_rows`` rows follow, and whatever was kept of earlier ones is dropped.
+
+        ``after`` has drafted for the first of them so far and will not go on: what it has read of their
+        texts may be taken over.
+        """
 
     def draft(self, context: DraftContext) -> Draft:
         """A tree below each row's root token."""
@@ -144,7 +148,7 @@ class StatelessDrafter:
     needs_features = False
     reads_layers: tuple[int, ...] = ()
 
-    def begin(self, num_rows: int) -> None:
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         """Nothing is kept."""
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -8,6 +8,7 @@ the last step accepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,13 +35,21 @@ class TextEntries:
         self._device = device
         self.begin(0)
 
-    def begin(self, num_rows: int) -> None:
-        """Forget everything; ``num_rows`` rows follow."""
+    def begin(self, num_rows: int, after: TextEntries | None = None) -> None:
+        """``num_rows`` rows follow: those that ``after`` has read, and behind them others, which are read one
+        by one. Without ``after`` all are new, and are read together."""
         self.cache = TreeCache(num_rows, 1, self._device)
+        if after is not None and after.cache.longest:
+            self.cache = after.cache
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but ``rows`` (B',) long, in that order."""
-        self.cache.keep_rows(rows)
+        is_read = rows < self.cache.num_rows
+        num_read = int(is_read.sum())
+        if bool(is_read[:num_read].all()):
+            self.cache.keep_rows(rows[:num_read])
+        else:  # a row that nothing was read of has moved between the others
+            self.begin(0)
 
     def read(self, context: DraftContext, run: RunEntries) -> list[Tensor]:
         """What ``run`` gives at each row's newest entry, (B, 1, D) each; it is run on the entries that are
@@ -49,6 +58,18 @@ class TextEntries:
         The newest entry is read again by the next draft: it is node 0 of whatever is run below the root, and
         a draft from the same text is the same draft.
         """
+        known = self.cache
+        for row in range(known.num_rows, len(context.lengths)):
+            self.cache = TreeCache(1, 1, self._device)
+            self._read(_of_row(context, row), run)
+            if known.num_rows:
+                known.join(self.cache)
+            else:
+                known = self.cache
+        self.cache = known
+        return self._read(context, run)
+
+    def _read(self, context: DraftContext, run: RunEntries) -> list[Tensor]:
         assert context.features is not None, "a drafter with TextEntries needs_features"
         missing = context.lengths - 1 - self.cache.lengths
         newest: list[Tensor] = []
@@ -79,3 +100,12 @@ class TextEntries:
         mask = tree_attention_masks(lengths, num_slots, topology, FULL_ATTENTION, nodes=nodes)
         assert isinstance(mask, Tensor)  # one layer type, one mask
         return mask, node_positions(lengths, topology, nodes=nodes)
+
+
+def _of_row(context: DraftContext, row: int) -> DraftContext:
+    """The text of one row."""
+    assert context.features is not None, "a drafter with TextEntries needs_features"
+    tokens, lengths, features = (
+        each[row : row + 1] for each in (context.tokens, context.lengths, context.features)
+    )
+    return replace(context, tokens=tokens, lengths=lengths, features=features)

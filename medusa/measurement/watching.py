@@ -48,8 +48,8 @@ class WatchedDrafter:
     def max_depth(self) -> int:
         return self.drafter.max_depth
 
-    def begin(self, num_rows: int) -> None:
-        self.drafter.begin(num_rows)
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        self.drafter.begin(num_rows, after)
 
     def keep_rows(self, rows: Tensor) -> None:
         self.drafter.keep_rows(rows)
