@@ -181,20 +181,30 @@ async def run(options: LoadTestOptions, url: str, num_clients: int, messages: li
 
 
 def named_server(given: str, api_key: str) -> tuple[str, str, str]:
-    """Name, URL and model of a server."""
+    """Name, URL and model of a server.
+
+    Raises:
+        ValueError: it names no model, and is not told which.
+    """
     name, _, rest = given.partition("=")
     url, _, model = rest.partition(",")
     if not model:
-        reply = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"})
-        model = reply.raise_for_status().json()["data"][0]["id"]
+        try:
+            reply = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"})
+            model = reply.raise_for_status().json()["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise ValueError(
+                f"--servers: {name} tells no model at {url}/v1/models ({error}); start it first, or name the "
+                f"model: {name}={url},MODEL"
+            ) from error
     return name, url, model
 
 
 def load_server(options: LoadTestOptions) -> None:
     """Run, print a table, and report."""
+    servers = [named_server(each, options.api_key) for each in options.servers]
     messages = [list(prompt.messages) for prompt in load_prompts(options.prompts)]
     tokenizer = load_tokenizer(options.tokenizer)
-    servers = [named_server(each, options.api_key) for each in options.servers]
     report: dict[str, Any] = {"servers": servers, "seconds": options.seconds}
     rows = []
     for num_clients in options.clients:

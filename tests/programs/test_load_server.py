@@ -58,10 +58,16 @@ def test_an_answer_under_way_counts_as_far_as_it_has_come(load):
 def test_refusals_are_counted_and_failures_are_said(load):
     with running(chat_model(), limits=BatchLimits(max_rows=1, max_waiting=0)) as server:
         server.service.is_draining = True
-        given = parse(load.LoadTestOptions, ["--seconds", "0.5"])
-        assert asyncio.run(load.run(given, server.url, 2, MESSAGES, "tiny")).refused == 2
+        given = parse(load.LoadTestOptions, ["--seconds", "2"])  # each comes back later, as it is told
+        assert asyncio.run(load.run(given, server.url, 2, MESSAGES, "tiny")).refused in range(2, 5)
         with pytest.raises(ValueError, match="the server answered 404"):
             asyncio.run(load.run(given, server.url, 1, MESSAGES, "gpt"))
+
+
+def test_a_server_that_is_not_there_is_named(load):
+    complaint = r"one tells no model at http://127.0.0.1:9/v1/models \(.*\); start it first"
+    with pytest.raises(ValueError, match=complaint):
+        load.load_server(parse(load.LoadTestOptions, ["--servers", "one=http://127.0.0.1:9"]))
 
 
 def test_percentiles_lie_between_the_values(load):
