@@ -11,10 +11,10 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 import medusa
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_tokenizer
 from medusa.choices import Dtype, Engine
 from medusa.cli.options import check_at_least
-from medusa.cli.program import chosen_device
+from medusa.cli.program import chosen_device, load_base_on
 from medusa.cli.reporting import command
 from medusa.engine import QUANTISED_BYTES
 from medusa.model import MedusaModel
@@ -165,10 +165,9 @@ def load_answerer(options: DistillOptions, log: Console) -> Answerer:
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     transformers_logging.disable_progress_bar()
     device = chosen_device(options.device)
-    dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
-    base: Any = load_base(options.base, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    base = load_base_on(device, options.base, options.dtype, options.trust_remote_code)
     tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
-    model = MedusaModel(base.to(device), tokenizer=tokenizer, engine=options.engine, step=options.step)
+    model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine, step=options.step)
     return LocalAnswerer(model, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops)
 
 

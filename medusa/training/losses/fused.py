@@ -142,7 +142,7 @@ class FusedLoss:
 
         Targets that are not scored are not counted.
         """
-        num_rows = len(logits) if logits.is_cuda else max(1, TILE_ELEMENTS // self.num_columns)
+        num_rows = max(1, TILE_ELEMENTS // self.num_columns) if logits.is_cpu else len(logits)
         gradient = torch.empty_like(logits)
         for start in range(0, len(logits), num_rows):
             rows = slice(start, start + num_rows)
