@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_training import CHAT_TEMPLATE, chat_tokenizer, conversation
 
+from medusa.prompts import encode_messages
 from medusa.training.data.reading import parse_row
 from medusa.training.data.rendering import Renderer, tokenise
 
@@ -103,13 +104,31 @@ def test_a_plain_text_is_trained_on_as_a_whole():
     assert written(document) == ["Once upon a time"]
 
 
-def test_conversations_need_a_chat_template():
+def continuing_tokenizer():
+    """Of a model that continues text."""
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = None
+    tokenizer.chat_template, tokenizer.eos_token = None, "<|im_end|>"
+    return tokenizer
+
+
+def test_without_a_chat_template_an_answer_continues_the_text_as_at_inference():
+    tokenizer = continuing_tokenizer()
+    (document,) = documents_of(conversation("Once upon", " a time"), tokenizer)
+    prompt = encode_messages(tokenizer, [{"role": "user", "content": "Once upon"}])["input_ids"][0]
+    assert document.tokens[~document.is_label].tolist() == prompt.tolist()
+    assert written(document, tokenizer) == [" a time<|im_end|>"]
+
+
+def test_a_continuation_cut_at_a_length_limit_has_no_end():
+    row = conversation("Once upon", " a time", finish_reason="length")
+    assert written(documents_of(row, continuing_tokenizer())[0]) == [" a time"]
+
+
+def test_longer_conversations_need_a_chat_template():
     with pytest.raises(
         ValueError, match=r"data row 1 is a conversation and the tokenizer.*has no chat template"
     ):
-        documents_of(TWO_TURNS, tokenizer)
+        documents_of(TWO_TURNS, continuing_tokenizer())
 
 
 def test_a_template_that_refuses_a_conversation_names_the_row():

@@ -8,6 +8,8 @@ have written is left out and counted: an answer without the reasoning that the t
 tool calls that the template does not show.
 Turns of one conversation make one document as long as each prompt continues the text before it;
 where a template rewrites its history, an answer gets a document of its own.
+A tokenizer without a chat template belongs to a model that continues text: a message and its answer are a text
+and how the model went on.
 """
 
 from __future__ import annotations
@@ -49,10 +51,13 @@ class Renderer:
         """The documents of one example; none when no assistant message answers anything.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or the template refuses the conversation.
+            ValueError: the template refuses the conversation, or there is none and it is more than a text
+                with its continuation.
         """
         if example.text is not None:
             return [RenderedText(example.text, ((0, len(example.text)),), example.origin, True)]
+        if not self.tokenizer.chat_template:
+            return self._continued(example)
         documents: list[RenderedText] = []
         text, written = "", list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
@@ -68,6 +73,21 @@ class Renderer:
         if written:
             documents.append(RenderedText(text, tuple(written), example.origin))
         return documents
+
+    def _continued(self, example: Example) -> list[RenderedText]:
+        """The text of the first message and how the model continued it, as :mod:`medusa.prompts` asks a model
+        without a chat template."""
+        if [message["role"] for message in example.messages] != ["user", "assistant"]:
+            raise ValueError(
+                f"{example.origin} is a conversation and the tokenizer of {self.tokenizer.name_or_path!r} has "
+                "no chat template; use a chat model, rows with 'text', or rows of one user message and its answer"
+            )
+        prompt, answer = (message["content"] for message in example.messages)
+        if not answer:
+            self._skip("an empty answer")
+            return []
+        text = prompt + answer + ("" if example.answer_was_cut else self.tokenizer.eos_token or "")
+        return [RenderedText(text, ((len(prompt), len(text)),), example.origin, True)]
 
     def _answered(self, example: Example, index: int, is_cut: bool) -> tuple[str, str]:
         """What inference puts before the answer at ``index``, and what the model then wrote; nothing where
@@ -123,11 +143,6 @@ class Renderer:
         return self._templated(messages, "a question with its answer").rpartition(answer)[2].rstrip()
 
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"{origin} is a conversation and the tokenizer of {self.tokenizer.name_or_path!r} has no "
-                "chat template; use a chat model, or rows with 'text'"
-            )
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
         except jinja2.TemplateError as error:
