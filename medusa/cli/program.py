@@ -235,11 +235,12 @@ def reply_sampling(options: AnsweringOptions) -> dict[str, Any]:
 
 
 def decode_prompt(
-    model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions
+    model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions, drafter: str | None = None
 ) -> tuple[list[int], DecodingStatistics]:
-    """Prompt and answer as one list of tokens, and how its decoding with the heads alone went."""
+    """Prompt and answer as one list of tokens, and how its decoding went: with the drafter of that name, else
+    with the heads alone in their tree."""
     arguments = {**generation_arguments(options), "seed": options.seed, "return_dict_in_generate": True}
-    arguments["tree"] = model.tree
+    arguments |= {"tree": model.tree} if drafter is None else {"drafter": drafter}
     output: Any = model.generate(**inputs, **arguments)
     return output.sequences[0].tolist(), output.statistics
 

@@ -62,7 +62,7 @@ def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict
 
     Args:
         source: what the heads were called; their files are read again.
-        answers: ``temperature``, ``max_new_tokens`` and ``seed``.
+        answers: ``temperature``, ``max_new_tokens``, ``seed`` and ``drafter``.
     """
     program, *words = sys.orig_argv
     runtime = model.runtime

@@ -8,7 +8,7 @@ from tiny_chat import save_chat_model, wide_tree
 
 import medusa
 import medusa.hardware
-from medusa import CandidateTree, load_heads, save_tree
+from medusa import CandidateTree, MedusaModel, load_heads, save_tree
 from medusa.cli.main import COMMANDS, main
 from medusa.cli.reporting import exit_status
 from medusa.heads.checkpoint import weights_digest
@@ -135,6 +135,23 @@ def test_evaluate_heads_takes_a_tree_of_another_size_and_more_temperatures(setti
     with pytest.raises(SystemExit):
         main(["evaluate", *common, "--tree-nodes", "7"])
     assert "tree_nodes and calibrate_on go together" in capsys.readouterr().err
+
+
+def test_evaluate_asks_the_drafter_that_is_named(setting, capsys, monkeypatch, tmp_path):
+    _, flags = setting
+    common = ["evaluate", *flags, "--plot", str(tmp_path / "p.png")]
+    asked, generate = [], MedusaModel.generate
+    monkeypatch.setattr(
+        MedusaModel, "generate", lambda *args, **given: asked.append(given) or generate(*args, **given)
+    )
+    assert main([*common, "--drafter", "dynamic-heads"]) == 0
+    report = closing_json(capsys.readouterr().out)
+    assert report["made"]["drafter"] == "dynamic-heads"
+    assert {given.get("drafter") for given in asked} == {"dynamic-heads"}
+
+    assert main([*common, "--drafter", "guesser"]) != 0
+    assert "drafter 'guesser' is unknown" in capsys.readouterr().err
+    assert len(asked) == report["num_prompts"]
 
 
 def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, capsys, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa.cli.options import AnswerOptions, ProgramOptions, TreeOptions, check_at_least, words_of
+from medusa.cli.options import ProgramOptions, TreeOptions, check_at_least, words_of
 from medusa.cli.program import (
     answered_tokens,
     decode_prompt,
@@ -18,6 +18,7 @@ from medusa.cli.program import (
 )
 from medusa.cli.reporting import command, log_picture, report_json, table_console
 from medusa.decoding.statistics import DecodingStatistics
+from medusa.drafters.registry import drafter_named
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.evaluation import (
     TOP_KS,
@@ -50,9 +51,13 @@ class EvaluationOptions(ProgramOptions):
         medusa evaluate --base BASE --heads HEADS --prompts FILE --max-new-tokens 256
         medusa evaluate --temperature 0.7 --seed 3 --json result.json --plot result.png
         medusa evaluate --prompts FILE --tree-nodes 64 --calibrate-on OTHER_FILE --also-at 1
+        medusa evaluate --drafter dynamic-heads+suffix
     """
 
     tree: TreeOptions = TreeOptions()
+    drafter: str | None = None
+    """Who guesses in live decoding: dynamic-heads, or a union such as dynamic-heads+suffix, drafts as many
+    nodes as the tree has; none is the heads in the tree itself."""
     also_at: tuple[float, ...] = ()
     """Other temperatures to answer every prompt at, with the same tree."""
     plot: Path = Path("runs/plots/evaluate_heads.png")
@@ -65,18 +70,21 @@ class EvaluationOptions(ProgramOptions):
 def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
     model = load_model(options.model)
+    if options.drafter is not None:
+        drafter_named(options.drafter, model)  # refused before anything is answered
     use_tree_asked_for(model, options)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     pairs = list(zip(prompts, encoded, strict=True))
     evaluated = [
-        evaluate_prompt(model, inputs, prompt.category, options.answers)
+        evaluate_prompt(model, inputs, prompt.category, options)
         for prompt, inputs in track(pairs, "answering")
     ]
     others = {
         temperature: decoded_at(model, encoded, temperature, options) for temperature in options.also_at
     }
     answers = {name: getattr(options.answers, name) for name in ("temperature", "max_new_tokens", "seed")}
+    answers["drafter"] = options.drafter or "heads"
     report = {**evaluation_report(evaluated, others), "made": made_by(model, options.model.heads, answers)}
     print_report(report, options.answers.temperature, table_console())
     asked = f"{report['num_prompts']} prompts, temperature {options.answers.temperature:g}"
@@ -89,10 +97,10 @@ def evaluate(options: EvaluationOptions) -> list[str]:
 
 
 def evaluate_prompt(
-    model: MedusaModel, inputs: dict[str, Any], category: str, options: AnswerOptions
+    model: MedusaModel, inputs: dict[str, Any], category: str, options: EvaluationOptions
 ) -> Evaluated:
-    """Answer one prompt with the heads, then rank every token of the answer."""
-    tokens, statistics = decode_prompt(model, inputs, options)
+    """Answer one prompt, then rank every token of the answer."""
+    tokens, statistics = decode_prompt(model, inputs, options.answers, options.drafter)
     row = AnsweredTokens.after_prompt(tokens, prompt_length=inputs["input_ids"].shape[1])
     counts = calibrate(model.base, heads_of(model), [row], max_rank=max(TOP_KS))
     return Evaluated(category, statistics, counts)
@@ -104,7 +112,7 @@ def decoded_at(
     """How decoding of every prompt goes at another temperature."""
     there = replace(options.answers, temperature=temperature)
     label = f"answering at temperature {temperature:g}"
-    return [decode_prompt(model, inputs, there)[1] for inputs in track(encoded, label)]
+    return [decode_prompt(model, inputs, there, options.drafter)[1] for inputs in track(encoded, label)]
 
 
 def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
