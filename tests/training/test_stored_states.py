@@ -208,13 +208,21 @@ def test_states_of_another_tokenizer_or_chat_template_are_refused(tmp_path, chan
         stored(tmp_path / "states", load_data(options, other).training, base=base)
 
 
-def test_states_of_another_precision_are_refused(tmp_path):
-    fill(tmp_path, documents_of())
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ConfigurationError, match=r"arithmetic was 'torch.float32' and is 'torch.bfloat16'"),
-    ):
+def test_states_of_less_precision_are_refused(tmp_path):
+    with torch.autocast("cpu", torch.bfloat16):
         fill(tmp_path, documents_of())
+    with pytest.raises(ConfigurationError, match=r"arithmetic was 'torch.bfloat16' and is 'torch.float32'"):
+        fill(tmp_path, documents_of())
+
+
+def test_states_of_full_precision_serve_runs_of_less_and_are_completed_as_they_began(tmp_path, small_shards):
+    documents = documents_of()
+    states = stored(tmp_path, documents)
+    whole = [states.path(shard).read_bytes() for shard in range(len(states.ends))]
+    states.path(1).unlink()
+    with torch.autocast("cpu", torch.bfloat16):
+        again = stored(tmp_path, documents)
+    assert [again.path(shard).read_bytes() for shard in range(len(again.ends))] == whole
 
 
 def test_a_run_that_died_goes_on_at_the_first_missing_shard(tmp_path, small_shards, monkeypatch):

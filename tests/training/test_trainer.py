@@ -76,6 +76,9 @@ def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_
     if "token_map_size" in kind:
         map_of_new_data = again.data.training.most_frequent_labels(20, 258)
         assert again.heads.token_map.tolist() == map_of_new_data.tolist() != theirs["token_map"].tolist()
+        larger = new_trainer(tmp_path / "larger", rows, start_from=given, **kind | {"token_map_size": 40})
+        assert len(larger.heads.token_map) == 40
+        assert torch.equal(weights(larger)["blocks.0.0.linear.weight"], theirs["blocks.0.0.linear.weight"])
 
 
 def test_heads_that_fuse_layers_begin_as_the_heads_without_that_they_start_from(tmp_path, rows):

@@ -8,8 +8,8 @@ have written is left out and counted: an answer without the reasoning that the t
 tool calls that the template does not show.
 Turns of one conversation make one document as long as each prompt continues the text before it;
 where a template rewrites its history, an answer gets a document of its own.
-A tokenizer without a chat template belongs to a model that continues text: a message and its answer are a text
-and how the model went on.
+A tokenizer without a chat template belongs to a model that continues text: a message and its answer are a
+text and how the model went on.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Renderer:
         without a chat template."""
         if [message["role"] for message in example.messages] != ["user", "assistant"]:
             raise ValueError(
-                f"{example.origin} is a conversation and the tokenizer of {self.tokenizer.name_or_path!r} has "
-                "no chat template; use a chat model, rows with 'text', or rows of one user message and its answer"
+                f"{example.origin} is a conversation and the tokenizer of {self.tokenizer.name_or_path!r} "
+                "has no chat template; use a chat model, rows with 'text', or rows of one user message and "
+                "its answer"
             )
         prompt, answer = (message["content"] for message in example.messages)
         if not answer:

@@ -44,7 +44,7 @@ def built_heads(
 
 
 def start_from(heads: Heads, source: str) -> None:
-    """Copy the weights of the heads in ``source`` into ``heads``, all but the token map.
+    """Copy the weights of the heads in ``source`` into ``heads``, all but the token map, whose size is free.
 
     Heads that fuse layers, or read the text, may start from heads that do not: they begin as those.
 
@@ -58,6 +58,8 @@ def start_from(heads: Heads, source: str) -> None:
             "base that carries it; start from heads of the base itself"
         )
     ours, theirs = asdict(heads.config), asdict(given.heads.config)
+    if ours["token_map_size"] and theirs["token_map_size"]:  # the tokens of a map are rows of the base
+        ours["token_map_size"] = theirs["token_map_size"]
     if isinstance(given.heads, MedusaHeads):
         if not given.heads.reads_layers:
             ours["fused_layers"] = ()

@@ -35,6 +35,7 @@ from torch import Tensor
 from medusa.files import read_json, replaced_file
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+MANIFEST = "manifest.json"
 ROOM = ".room"
 """A file that is as large as the shards to come, and of which nothing was ever written."""
 SHARD_BYTES = 2**28
@@ -68,7 +69,7 @@ class StatesDirectory:
         Raises:
             FileNotFoundError, ValueError: the directory is none of states.
         """
-        header = read_json(directory / "manifest.json")
+        header = read_json(directory / MANIFEST)
         documents = load_file(directory / "documents.safetensors")
         if digest_of_documents(*(documents[name].numpy() for name in DOCUMENTS)) != header["documents"]:
             raise ValueError(

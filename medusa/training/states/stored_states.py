@@ -9,7 +9,8 @@ layers.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import needed_states
 from medusa.training.states.final_norm import final_norm
 from medusa.training.states.format import (
+    MANIFEST,
     ROOM,
     StatesDirectory,
     digest_of_documents,
@@ -72,6 +74,9 @@ class StateFile(StatesDirectory):
             "dtype": dtype,
             "shards": shard_ends(states_before, width * getattr(torch, dtype).itemsize),
         }
+        in_full = {**header, "arithmetic": header["base_dtype"]}
+        if (manifest := directory / MANIFEST).exists() and _difference(manifest, in_full) is None:
+            header = in_full  # such states are there and serve runs of any precision
         super().__init__(directory, header, starts, needed)
 
     def begin(self, replace: bool, line: ProgressReporter) -> list[int]:
@@ -83,8 +88,8 @@ class StateFile(StatesDirectory):
             ConfigurationError: the directory holds the states of something else.
             OSError: the disk has too little room; no shard was written.
         """
-        manifest = self.directory / "manifest.json"
-        if manifest.exists() and (difference := self._difference(manifest)) is not None:
+        manifest = self.directory / MANIFEST
+        if manifest.exists() and (difference := _difference(manifest, self.header)) is not None:
             if not replace:
                 raise ConfigurationError(
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
@@ -132,10 +137,12 @@ class StateFile(StatesDirectory):
         Raises:
             OSError: the disk refused; the shards before are whole.
         """
-        for number, shard in enumerate(shards, start=1):
-            self.write(shard, self._computed(shard, live, options), f"medusa {medusa.__version__}", True)
-            line.show(number / len(shards))
-        live.finish()
+        in_full = self.header["arithmetic"] == self.header["base_dtype"]
+        with torch.autocast(live.base.device.type, enabled=False) if in_full else nullcontext():
+            for number, shard in enumerate(shards, start=1):
+                self.write(shard, self._computed(shard, live, options), f"medusa {medusa.__version__}", True)
+                line.show(number / len(shards))
+            live.finish()
 
     def check(self, shards: Iterable[int]) -> None:
         """Raise ConfigurationError for the first of ``shards`` that is not there or not as it was written."""
@@ -164,16 +171,17 @@ class StateFile(StatesDirectory):
             for states, (index,) in zip(found, rows, strict=True):
                 yield index, states[: self.documents.lengths[index]]
 
-    def _difference(self, manifest: Path) -> str | None:
-        """How the states of ``manifest`` are others, in words."""
-        try:
-            earlier: dict[str, Any] = read_json(manifest)
-        except ValueError as error:
-            return str(error)
-        for key, ours in self.header.items():
-            if key != "base_model" and earlier.get(key) != ours:
-                return f"{key} was {earlier.get(key)!r:.80} and is {ours!r:.80}"
-        return None
+
+def _difference(manifest: Path, header: Mapping[str, Any]) -> str | None:
+    """How the states of ``manifest`` are others than those of ``header``, in words."""
+    try:
+        earlier: dict[str, Any] = read_json(manifest)
+    except ValueError as error:
+        return str(error)
+    for key, ours in header.items():
+        if key != "base_model" and earlier.get(key) != ours:
+            return f"{key} was {earlier.get(key)!r:.80} and is {ours!r:.80}"
+    return None
 
 
 def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarray:
