@@ -21,11 +21,14 @@ from transformers import (
 )
 
 from medusa import load_heads
+from medusa.base.causal_lm import hidden_size
 from medusa.training.config.options import BaseOptions, ConfigurationError
 from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents
+from medusa.training.losses.teacher import logit_scale, teacher_of
 from medusa.training.run import job
 from medusa.training.run.base import check_causal, load_base
+from medusa.training.run.storing import load_without_layers
 from medusa.training.states.live import LiveStates
 
 BASES = {
@@ -119,3 +122,15 @@ def test_a_quantised_base_without_its_library_is_refused_with_the_reason(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises((ImportError, ConfigurationError), match=r"(?i)hqq"):
         load_base(BaseOptions(str(tmp_path)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_base_without_its_layers_teaches_as_the_whole_one(tmp_path, architecture):
+    whole = tiny_model(architecture)
+    whole.save_pretrained(tmp_path)
+    bare = load_without_layers(BaseOptions(str(tmp_path)), torch.device("cpu"))
+    states = torch.randn(5, hidden_size(whole), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(teacher_of(bare)(states), teacher_of(whole)(states))
+    assert logit_scale(bare) == logit_scale(whole)
+    ours, theirs = (each.config.get_text_config(decoder=True) for each in (bare, whole))
+    assert ours.num_hidden_layers == theirs.num_hidden_layers

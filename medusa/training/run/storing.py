@@ -107,6 +107,7 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
             f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; leave "
             "cache_hidden_states and base_placement out"
         )
+    base.config = copy.deepcopy(base.config)  # its modules keep theirs, which knows of no layers
     kept = base.config.get_text_config(decoder=True)
     for key, value in whole.items():  # the model is still called what it is
         if not key.startswith("_"):
