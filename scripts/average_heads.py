@@ -123,8 +123,7 @@ def with_frequent_tokens(
     documents = Documents.of(tokenise(tokenizer, texts))
     token_map = documents.most_frequent_labels(size, heads.config.vocab_size)
     mapped = MedusaHeads(replace(heads.config, token_map_size=size), token_map.tolist())
-    kept = {name: weight for name, weight in heads.state_dict().items() if name != "token_map"}
-    mapped.load_state_dict(kept, strict=False)
+    mapped.copy_weights(heads)
     return replace(checkpoint, heads=mapped)
 
 

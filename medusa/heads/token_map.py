@@ -59,6 +59,12 @@ class TokenMapped(nn.Module):
         """Token ids of logits columns, any shape, long."""
         return columns if self.token_map is None else self.token_map[columns]
 
+    def copy_weights(self, other: TokenMapped) -> None:
+        """Take the weights of ``other``, all but its token map: the rows that it scores are the base's."""
+        weights = other.state_dict()
+        kept = {name: weight for name, weight in weights.items() if name != "token_map"}
+        self.load_state_dict(kept, strict=False)
+
     def unembedded(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
         """Features (..., D) as the base's own output embedding scores them: logits (..., V')."""
         weight = embedding_weight(output_embedding)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -37,8 +39,7 @@ def run_server(
     Raises:
         OSError: the address cannot be listened on.
     """
-    log_to_standard_error()
-    with listening_socket(host, port) as listening:
+    with log_to_standard_error(), listening_socket(host, port) as listening:
         service.start()
         try:
             config = uvicorn.Config(
@@ -72,9 +73,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-def log_to_standard_error() -> None:
-    """One line a record, JSON where the record is a request."""
+@contextmanager
+def log_to_standard_error() -> Iterator[None]:
+    """One line a record, JSON where the record is a request; the logger is as it was when the block ends."""
+    before = log.handlers, log.propagate, log.level
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])

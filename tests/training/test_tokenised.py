@@ -18,6 +18,7 @@ from medusa.training.config.options import DataOptions
 from medusa.training.data import loading
 from medusa.training.data.loading import load_data, tokenised
 from medusa.training.data.reading import expanded
+from medusa.training.data.rendering import tokenise
 from medusa.training.data.tokenised import name_of, read_set, write_set
 
 
@@ -43,6 +44,22 @@ def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path
     assert counts["training labels"] == training.num_labels
     assert counts["held-out labels"] == held_out.num_labels
     assert len(training) + len(held_out) == 40
+
+
+def test_two_runs_may_tokenise_the_same_data_at_once(options, tmp_path, monkeypatch):
+    others = []
+
+    def tokenise_while_another_run_does(*arguments):
+        monkeypatch.undo()
+        others.append(tokenised(options, chat_tokenizer(), tmp_path / "documents"))
+        return tokenise(*arguments)
+
+    monkeypatch.setattr(loading, "tokenise", tokenise_while_another_run_does)
+    directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
+    assert others == [directory]
+    alone = load_data(options, chat_tokenizer())
+    assert read_set(directory)[0].digest() == alone.training.digest()
+    assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name], "nothing is left"
 
 
 def test_a_full_disk_is_an_error_in_words_and_no_signal(tmp_path, monkeypatch):

@@ -98,11 +98,24 @@ def test_heads_that_fuse_layers_begin_as_the_heads_without_that_they_start_from(
     assert torch.equal(third.heads.layer_scale, again.heads.layer_scale)
 
 
+def test_heads_with_more_blocks_begin_as_the_heads_with_fewer_that_they_start_from(tmp_path, rows):
+    first = new_trainer(tmp_path, rows, max_steps=20)
+    metrics = first.train()
+    given = tmp_path / "given"
+    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
+    again = new_trainer(tmp_path / "again", rows, start_from=given, num_layers=3)
+    again.run.begin(again.configuration)
+    before = again.evaluate(again.feed(again.data.held_out, "held-out"))
+    assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
+    again.train()
+    assert all(block.linear.weight.abs().max() > 0 for blocks in again.heads.blocks for block in blocks)
+
+
 def test_heads_of_other_options_are_no_start(tmp_path, rows):
     given = tmp_path / "given"
-    save_heads(HeadsCheckpoint(new_trainer(tmp_path, rows).heads, base_model="tiny"), given)
-    with pytest.raises(ConfigurationError, match=r"start_from: .*num_layers is 1, not 2"):
-        new_trainer(tmp_path, rows, start_from=given, num_layers=2)
+    save_heads(HeadsCheckpoint(new_trainer(tmp_path, rows, num_layers=2).heads, base_model="tiny"), given)
+    with pytest.raises(ConfigurationError, match=r"start_from: .*num_layers is 2, not 1"):
+        new_trainer(tmp_path, rows, start_from=given)
 
 
 def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):

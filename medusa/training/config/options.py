@@ -85,7 +85,8 @@ class HeadOptions:
     L - 3 of L, which other engines expect."""
     start_from: str | None = None
     """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
-    map is taken from the new data all the same, of any size; fused_layers and context_layers may be added."""
+    map is taken from the new data all the same, of any size; fused_layers, context_layers and more num_layers
+    may be added."""
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,11 @@ def read_documents(directory: Path) -> Documents:
 def write_set(
     directory: Path, documents: Documents, is_held_out: np.ndarray, counts: dict[str, int]
 ) -> dict[str, int]:
-    """Write both sets and what became of the rows, whole or not at all; the counts come back."""
-    with replaced_directory(directory) as partial:
+    """Write both sets and what became of the rows, whole or not at all; the counts come back.
+
+    A run that began at the same time may have written them: the same, since the data is in the name.
+    """
+    with replaced_directory(directory, overwrite=True) as partial:
         for name, chosen in (("training", ~is_held_out), ("held-out", is_held_out)):
             write_documents(partial / name, documents, chosen.nonzero()[0])
         write_json(partial / "counts.json", counts)

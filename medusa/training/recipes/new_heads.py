@@ -46,7 +46,8 @@ def built_heads(
 def start_from(heads: Heads, source: str) -> None:
     """Copy the weights of the heads in ``source`` into ``heads``, all but the token map, whose size is free.
 
-    Heads that fuse layers, or read the text, may start from heads that do not: they begin as those.
+    Heads that fuse layers, read the text or have more residual blocks may start from heads that do not: they
+    begin as those, since all of that begins as the identity.
 
     Raises:
         ConfigurationError: those heads are of another configuration, or belong to an adapted base.
@@ -60,19 +61,19 @@ def start_from(heads: Heads, source: str) -> None:
     ours, theirs = asdict(heads.config), asdict(given.heads.config)
     if ours["token_map_size"] and theirs["token_map_size"]:  # the tokens of a map are rows of the base
         ours["token_map_size"] = theirs["token_map_size"]
-    if isinstance(given.heads, MedusaHeads):
+    if isinstance(heads, MedusaHeads) and isinstance(given.heads, MedusaHeads):
         if not given.heads.reads_layers:
             ours["fused_layers"] = ()
         if not given.heads.reads_text:
             ours["context"] = None
+        ours["num_layers"] = min(ours["num_layers"], theirs["num_layers"])
     if ours != theirs:
         differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         raise ConfigurationError(
             f"start_from: the heads in {source!r} are others than asked for: "
             + ", ".join(f"{name} is {theirs.get(name)}, not {ours.get(name)}" for name in differing)
         )
-    weights = given.heads.state_dict()
-    heads.load_state_dict({name: kept for name, kept in weights.items() if name != "token_map"}, strict=False)
+    heads.copy_weights(given.heads)
 
 
 def sampled_states(
