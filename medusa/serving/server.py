@@ -76,7 +76,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 @contextmanager
 def log_to_standard_error() -> Iterator[None]:
     """One line a record, JSON where the record is a request; the logger is as it was when the block ends."""
-    before = log.handlers, log.propagate, log.level
+    handlers, propagate, level = log.handlers, log.propagate, log.level
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [handler], False
@@ -84,5 +84,5 @@ def log_to_standard_error() -> Iterator[None]:
     try:
         yield
     finally:
-        log.handlers, log.propagate = before[:2]
-        log.setLevel(before[2])
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)

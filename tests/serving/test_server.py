@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import random
 import signal
 import socket
@@ -19,6 +20,7 @@ from tiny_server import TOKENIZER, Running, expected, running, wait_until
 
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings
+from medusa.serving.server import log, log_to_standard_error
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ALONE = {"max_new_tokens": 24, "do_sample": True, "top_k": 0}
@@ -414,3 +416,14 @@ def test_requests_of_random_lengths_that_come_and_go_leave_nothing_behind(server
     asyncio.run(everybody())
     wait_until(lambda: server.num_active == 0)
     assert not any(batch.is_busy for batch in server.service.worker.batches.values())
+
+
+def test_the_log_is_as_it_was_when_serving_ends():
+    def state():
+        return list(log.handlers), log.propagate, log.level
+
+    before = state()
+    with log_to_standard_error():
+        assert state() != before
+        assert log.isEnabledFor(logging.INFO)
+    assert state() == before

@@ -86,7 +86,7 @@ class HeadOptions:
     start_from: str | None = None
     """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
     map is taken from the new data all the same, of any size; fused_layers, context_layers and more num_layers
-    may be added. Give it a lower learning_rate, such as 2e-4, or they forget more than they learn."""
+    may be added. Lower the learning_rate too, to 2e-4 or so: else the heads forget more than they learn."""
 
 
 @dataclass(frozen=True)
