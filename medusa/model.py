@@ -42,7 +42,7 @@ from medusa.drafters.registry import DEFAULT_DRAFTER, DraftersByName
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
-from medusa.engine.views import TakenWeights
+from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.hardware import device_name
 from medusa.heads.adapter import apply_adapter, check_carries, folded
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
@@ -117,14 +117,12 @@ class MedusaModel:
         layers = () if heads is None else heads.reads_layers
         self._runners, self._drafters = StepRunners(self.runner, layers=layers), DraftersByName(self)
         self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and rows
-        taken = [] if self.runner is base else [base]
         self.drafting_heads: Heads | None = None
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         if heads is not None:
             heads.to(device=embedding_weight(output_embedding(base)).device).eval()
             self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
-            taken += [] if self.drafting_heads is heads else [heads, output_embedding(base)]
-        self._taken_weights = TakenWeights(*taken)
+        self._snapshot = self._new_snapshot()
         self.tuned = tuned_for(self.tuned, self.runtime)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -404,8 +402,20 @@ class MedusaModel:
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
 
+        self._check_base()
+        runner, snapshot = self.runner, self._snapshot
+
+        def check_base(is_new_request: bool) -> None:
+            is_same = snapshot.is_current if is_new_request else snapshot.is_unwritten
+            if is_same and is_new_request and runner is not self.base:
+                is_same = alteration_of(self.base) is None
+            if not is_same:
+                raise ValueError(
+                    "the base or the heads have changed since this batch was made, and its keys and values "
+                    "are of what they were; make a new one with continuous_batch()"
+                )
+
         def drafter_for(num_rows: int) -> Drafter:
-            self._check_weights()
             drafter = PlainDrafter() if plain else self.drafter_for(num_rows, kind)
             return drafter if compiled is None else self._runners.compiled_drafter(drafter, False, True)[0]
 
@@ -418,6 +428,7 @@ class MedusaModel:
             limits or BatchLimits(),
             drafter_for,
             pausing_for,
+            check_base,
             compiled,
             layers,
             needs_features=heads is not None and heads.reads_text,
@@ -481,9 +492,9 @@ class MedusaModel:
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
         drafter = self._drafter(options, request)
         pausing = self._pausing(options, request, drafter)
-        return decode_in_steps(
-            options.step or self.step, self._runners, drafter, request, statistics, pausing
-        )
+        kind = options.step or self.step
+        steps = decode_in_steps(kind, self._runners, drafter, request, statistics, pausing)
+        return _of_one_model(steps, self._snapshot)
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -509,15 +520,39 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _check_weights(self) -> None:
-        if not self._taken_weights.are_current:
+    def _new_snapshot(self) -> Snapshot:
+        return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)
+
+    def _check_base(self) -> None:
+        """Have the base run as it is now; ``auto`` gives way to hooks and patches by itself.
+
+        Raises:
+            ValueError: the engine has taken weights or modules that have changed; or the base is in training
+                mode.
+        """
+        if self.base.training:
             raise ValueError(
-                f"the weights of the base or the heads have changed (written to, cast or moved) since "
-                f"engine={self.engine!r} took them; call refresh() on this MedusaModel first"
+                "the base is in training mode, in which dropout may change its answers; call eval() on it"
             )
+        if not self._snapshot.is_current:
+            if self.runner is self.base and self.drafting_heads is self.heads:  # nothing was made of them
+                self._snapshot = self._new_snapshot()
+                return
+            raise ValueError(
+                f"the weights of the base or the heads have changed (written to, cast, moved or replaced, or "
+                f"an adapter was switched) since engine={self.engine!r} took them; call refresh() on this "
+                "MedusaModel first"
+            )
+        if self.runner is not self.base and (alteration := alteration_of(self.base)) is not None:
+            if self.engine != "auto":
+                raise ValueError(
+                    f"the base has got {alteration}, which engine={self.engine!r} would not run; remove it, "
+                    "or use engine='eager'"
+                )
+            self.refresh()
 
     def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
-        self._check_weights()
+        self._check_base()
         tree, drafter, num_rows = options.tree, options.drafter, len(request.tokens)
         if drafter is not None:
             if tree is not None:
@@ -562,3 +597,14 @@ class MedusaModel:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
         check_tree_fits(tree, self.heads)
         return tree
+
+
+def _of_one_model(steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
+    """``steps``, for as long as the weights are those that the answer was begun with."""
+    for result in steps:
+        if not snapshot.is_unwritten:
+            raise ValueError(
+                "the weights of the base or the heads have changed while an answer was written, and its keys "
+                "and values are those of the old ones; ask again"
+            )
+        yield result

@@ -41,7 +41,7 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
             f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
             "tree verification needs a model whose layers are all attention"
         )
-    parameters = inspect.signature(base.forward).parameters
+    parameters = inspect.signature(type(base).forward).parameters
     if "past_key_values" not in parameters and is_code_of_transformers(base):
         raise ValueError(
             f"{name}.forward takes no past_key_values, so it keeps no keys and values of a prompt; "

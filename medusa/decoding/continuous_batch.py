@@ -117,6 +117,8 @@ class ContinuousBatch:
         base: the base model as its engine runs it.
         drafter_for: the drafter for so many rows. Called once for each number.
         pausing_for: what pauses guessing among so many rows with this drafter; None never pauses.
+        check_base: raises ValueError where base or heads are no longer those that the batch was made for.
+            Called with True for each new request, with False before each step.
         compiled: the pass of ``base`` that was compiled, to be run in the place of its modules.
         layers: those that drafters read.
         needs_features: whether drafters want the states of the whole text.
@@ -129,6 +131,7 @@ class ContinuousBatch:
         limits: BatchLimits,
         drafter_for: Callable[[int], Drafter],
         pausing_for: Callable[[int, Drafter], Pausing | None],
+        check_base: Callable[[bool], None],
         compiled: CompiledPass | None = None,
         layers: tuple[int, ...] = (),
         needs_features: bool = False,
@@ -141,6 +144,7 @@ class ContinuousBatch:
         self.prefixes = PrefixStore(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
         self._drafter_for, self._pausing_for, self._compiled = drafter_for, pausing_for, compiled
+        self._check_base = check_base
         self._run = partial(compiled.verify if compiled else verify, layers=layers)
         self._layers, self._needs_features, self._max_nodes = layers, needs_features, max_nodes
         self._clock = PhaseClock(self.statistics)
@@ -174,8 +178,10 @@ class ContinuousBatch:
 
         Raises:
             QueueFull: too many wait already.
-            ValueError: it cannot share passes with others, or can never fit.
+            ValueError: it cannot share passes with others, or can never fit; or base or heads have changed
+                since the batch was made.
         """
+        self._check_base(True)
         self.check(row.request)
         if self.num_vacant < 1:
             raise QueueFull(f"{len(self.waiting)} requests wait already")
@@ -219,7 +225,12 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def step(self) -> list[Progress]:
-        """Read at most a chunk of prompts, then one pass of all rows; what each row got, first tokens too."""
+        """Read at most a chunk of prompts, then one pass of all rows; what each row got, first tokens too.
+
+        Raises:
+            ValueError: the weights have changed since the batch was made.
+        """
+        self._check_base(False)
         progress = self._read_prompts()
         if self._rows:
             progress += self._decode()

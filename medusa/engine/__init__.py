@@ -18,6 +18,7 @@
     bfloat16 or float16 on a CPU                          eager
     on an accelerator, in any precision                   eager
     quantised already, or sharded over devices            eager
+    given hooks, or a forward of its own, in any module   eager, also where they come after loading
 
 Of those that change the text, a CPU runs ``int8`` fastest. Its bfloat16 instructions gain little on a model
 as small as SmolLM2-135M: on one core, a step of 1 token took 0.93 of the time of ``packed`` in float32, and

@@ -12,6 +12,7 @@ from medusa.base.architecture_check import fault_of, is_tested
 from medusa.base.attention import GROUPED_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.engine.joined_linears import Product, joinable_linears, joined
+from medusa.engine.snapshot import alteration_of
 
 
 def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: Product) -> CausalLM:
@@ -74,28 +75,6 @@ def holds_packed_weights(base: CausalLM) -> bool:
     return any(isinstance(module, PackedProduct) for module in base.modules())
 
 
-class TakenWeights:
-    """What the weights of modules were when something was made of them: tells whether they have changed."""
-
-    def __init__(self, *modules: nn.Module):
-        self._modules = modules
-        self._taken = self._now()
-
-    @property
-    def are_current(self) -> bool:
-        """Whether nothing has moved, been cast or written to since."""
-        return self._taken == self._now()
-
-    def _now(self) -> list[tuple[int, torch.dtype, int]]:
-        weights = [weight for module in self._modules for weight in module.parameters()]
-        return [(each.data_ptr(), each.dtype, _num_writes(each)) for each in weights]
-
-
-def _num_writes(tensor: Tensor) -> int:
-    """Grows with every write; 0 for tensors of inference mode, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def missing_for_plain_float32(base: CausalLM) -> str | None:
     """What a CPU engine that reads float32 weights lacks in ``base``; None when nothing."""
     devices = {parameter.device.type for parameter in base.parameters()}
@@ -110,6 +89,8 @@ def missing_for_plain_weights(base: CausalLM) -> str | None:
         return "plain weights, and this model's are quantised already"
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         return "the whole model in one place, and this one is sharded (device_map)"
+    if (alteration := alteration_of(base)) is not None:
+        return f"modules that run as their classes say, and this model has {alteration}"
     return None
 
 

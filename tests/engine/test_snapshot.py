@@ -1,0 +1,212 @@
+"""An engine runs the base as it is: what is put onto its modules counts, and what it took must be current."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+from conftest import BUSHY, random_prompts, tiny_model
+from torch import nn
+from transformers import GenerationConfig
+
+from medusa import HeadsConfig, MedusaHeads, MedusaModel
+from medusa.decoding.continuous_batch import Row
+from medusa.engine.packed import missing_for_packed
+from medusa.engine.snapshot import Snapshot, alteration_of
+
+pytestmark = pytest.mark.skipif(
+    missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
+)
+PROMPT = random_prompts(1, 9)
+OPTIONS = {"max_new_tokens": 12, "do_sample": False}
+
+
+def half(*args):
+    return args[-1] * 0.5
+
+
+def wrap(module, change=half):
+    """Patch ``module.forward`` as a user does: the old one is called, and its result changed."""
+    old = module.forward
+    module.forward = lambda *args, **kwargs: change(old(*args, **kwargs))
+
+
+def bind_forward(mlp):
+    mlp.forward = MethodType(lambda self, x: self.down_proj(self.up_proj(x)), mlp)
+
+
+def negate_logits(output):
+    output.logits = -output.logits
+    return output
+
+
+ALTERATIONS = {
+    "a hook on a linear layer": lambda base: base.model.layers[0].mlp.down_proj.register_forward_hook(half),
+    "a hook before a linear layer": lambda base: base.model.layers[1].mlp.up_proj.register_forward_pre_hook(
+        lambda module, args: (args[0] * -2,)
+    ),
+    "a hook on a norm": lambda base: base.model.norm.register_forward_hook(lambda m, a, o: o.flip(-1)),
+    "a hook on the output embedding": lambda base: base.lm_head.register_forward_hook(
+        lambda module, args, output: -output
+    ),
+    "a patched linear layer": lambda base: wrap(base.model.layers[0].self_attn.q_proj, lambda x: x.flip(-1)),
+    "a patched norm": lambda base: wrap(base.model.layers[0].input_layernorm, lambda x: x.flip(-1)),
+    "a bound method as forward": lambda base: bind_forward(base.model.layers[0].mlp),
+    "a wrapped decoder layer": lambda base: wrap(base.model.layers[0]),
+    "a wrapped forward of the base": lambda base: wrap(base, negate_logits),
+}
+
+
+def fresh_base():
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def heads():
+    return MedusaHeads(HeadsConfig(32, 61, num_heads=4))
+
+
+def said_by(base):
+    return base.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **OPTIONS).tolist()
+
+
+@pytest.mark.parametrize("is_loaded_before", [True, False])
+@pytest.mark.parametrize("alteration", ALTERATIONS)
+def test_auto_says_what_an_altered_base_says(alteration, is_loaded_before):
+    base = fresh_base()
+    before = said_by(base)
+    model = MedusaModel(base, heads(), BUSHY, engine="auto") if is_loaded_before else None
+    ALTERATIONS[alteration](base)
+    model = model or MedusaModel(base, heads(), BUSHY, engine="auto")
+    reference = said_by(base)
+    assert reference != before  # the alteration counts
+    assert model.generate(PROMPT, **OPTIONS).tolist() == reference
+    assert [token for step in model.stream(PROMPT, **OPTIONS) for token in step.tokens[0]] == reference[0][9:]
+
+
+def test_hooks_of_all_modules_count():
+    base, negated = fresh_base(), lambda module, args, output: -output if type(module) is nn.Linear else None
+    model = MedusaModel(base, heads(), BUSHY, engine="auto")
+    handle = nn.modules.module.register_module_forward_hook(negated)
+    try:
+        assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
+    finally:
+        handle.remove()
+
+
+def test_an_engine_that_was_named_refuses_what_it_would_not_run():
+    base = fresh_base()
+    model = MedusaModel(base, engine="packed")
+    ALTERATIONS["a hook on a linear layer"](base)
+    match = r"a forward hook on model\.layers\.0\.mlp\.down_proj.*engine='eager'"
+    with pytest.raises(ValueError, match=match):
+        model.generate(PROMPT, **OPTIONS)
+    with pytest.raises(ValueError, match=match):
+        MedusaModel(base, engine="packed")
+
+
+def test_hooks_that_only_look_on_for_transformers_or_medusa_change_nothing():
+    base = fresh_base()
+    base(PROMPT, output_hidden_states=True)  # leaves hooks of transformers' own
+    base.enable_input_require_grads()
+    assert alteration_of(base) is None
+
+
+def replace_shared(base):
+    """The same weights in another module."""
+    layer = base.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp, nn.ReLU())
+
+
+UNSEEN_WRITES = {
+    "through .data": lambda base: base.model.layers[1].mlp.up_proj.weight.data.mul_(-3),
+    "another tensor in .data": lambda base: setattr(
+        base.lm_head.weight, "data", -base.lm_head.weight.data.clone()
+    ),
+    "a module replaced around the same weights": replace_shared,
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN_WRITES)
+def test_writes_that_torch_does_not_count_are_refused_until_they_are_refreshed(write):
+    base = fresh_base()
+    model = MedusaModel(base, heads(), BUSHY, engine="packed")
+    UNSEEN_WRITES[write](base)
+    with pytest.raises(ValueError, match=r"have changed .* call refresh\(\)"):
+        model.generate(PROMPT, **OPTIONS)
+    model.refresh()
+    assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
+
+
+def test_an_adapter_that_is_switched_off_after_loading_is_noticed():
+    peft = pytest.importorskip("peft")
+    base = fresh_base()
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, config).eval()
+    model = MedusaModel(base, engine="packed")
+    refused = pytest.raises(ValueError, match=r"an adapter was switched.*refresh\(\)")
+    with adapted.disable_adapter(), refused:
+        model.generate(PROMPT, **OPTIONS)
+    assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
+
+
+WRITES = {
+    "counted": lambda base: base.model.layers[0].mlp.up_proj.weight.mul_(-3),
+    "through .data": UNSEEN_WRITES["through .data"],
+}
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_neither_a_stream_nor_a_batch_goes_on_across_a_change_of_weights(engine, write):
+    base = fresh_base()
+    model = MedusaModel(base, heads(), BUSHY, engine=engine)
+    stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
+    next(stream)
+    batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+    batch.step()
+    WRITES[write](base)
+    with pytest.raises(ValueError, match="have changed while an answer was written"):
+        list(stream)
+    for _ in range(2):  # refreshing the model does not make the batch's keys and values new
+        with pytest.raises(ValueError, match=r"have changed since this batch was made.*continuous_batch\(\)"):
+            batch.step()
+        with pytest.raises(ValueError, match=r"have changed since this batch was made.*continuous_batch\(\)"):
+            batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+        model.refresh()
+    assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
+
+
+def test_a_batch_takes_no_request_after_a_hook_that_its_modules_would_not_run():
+    base = fresh_base()
+    model = MedusaModel(base, engine="packed")
+    batch = model.continuous_batch()
+    row = Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS)))
+    ALTERATIONS["a hook on a linear layer"](base)
+    with pytest.raises(ValueError, match="have changed since this batch was made"):
+        batch.add(row)
+
+
+def test_a_base_in_training_mode_is_refused():
+    base = fresh_base()
+    model = MedusaModel(base, engine="eager")
+    base.train()
+    with pytest.raises(ValueError, match=r"training mode.*eval\(\)"):
+        model.generate(PROMPT, **OPTIONS)
+    with pytest.raises(ValueError, match=r"training mode.*eval\(\)"):
+        model.continuous_batch()
+
+
+def test_a_snapshot_reads_weights_of_any_layout_and_precision():
+    module = nn.Module()
+    module.turned = nn.Parameter(torch.randn(5, 7).T)
+    module.empty = nn.Parameter(torch.empty(0, 3))
+    module.one = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
+    module.spread = nn.Parameter(torch.ones(1).expand(4, 4))
+    module.elsewhere = nn.Parameter(torch.empty(3, device="meta"))
+    snapshot = Snapshot(module)
+    assert snapshot.is_current
+    module.one.data.fill_(3)
+    assert not snapshot.is_current
