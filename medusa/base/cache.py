@@ -80,6 +80,7 @@ class TreeCache(Cache):
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
+        path = path[:, : self.slots.shape[1]]  # a tree said to be deeper than it has nodes has longer paths
         in_order = torch.arange(path.shape[1], device=path.device)
         source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
         for layer in self.tree_layers:

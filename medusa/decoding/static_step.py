@@ -133,7 +133,7 @@ def _checked(
 def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Tensor) -> None:
     """Keep the accepted path as far as its row goes; ``hidden`` (B, N, D) holds the states of all nodes."""
     rows = state.rows
-    new = acceptance.tokens(draft.tokens)  # (B, L)
+    new = acceptance.tokens(draft.tokens)[:, : draft.topology.num_nodes]  # (B, L), L at most N
     num_kept, is_last = _until_end(state, new, acceptance.num_accepted + 1)
     ahead = torch.arange(new.shape[1], device=new.device)
     rows.tokens.scatter_(1, rows.lengths[:, None] + ahead, new)

@@ -68,6 +68,8 @@ def early_exit(base: CausalLM, num_layers: int) -> CausalLM:
     with torch.device("meta"):
         shallow = type(base)(config)
     ours = base.state_dict(keep_vars=True)
+    for name, parameter in shallow.named_parameters():  # loading gives what it assigns this parameter's flag
+        parameter.requires_grad_(ours[name].requires_grad)
     shallow.load_state_dict({name: ours[name] for name in shallow.state_dict()}, assign=True)
     for name, buffer in list(shallow.named_buffers()):
         if buffer.is_meta:  # not saved with the weights, such as rotary frequencies

@@ -290,6 +290,14 @@ def test_an_often_right_draft_model_is_sometimes_accepted():
     assert out.statistics.num_accepted > 0
 
 
+def test_an_early_exit_leaves_frozen_weights_frozen_and_trained_ones_trained():
+    base = copy.deepcopy(tiny_model("llama")).requires_grad_(False)
+    base.lm_head.requires_grad_(True)
+    before = {name: each.requires_grad for name, each in base.named_parameters()}
+    early_exit(base, 1)
+    assert {name: each.requires_grad for name, each in base.named_parameters()} == before
+
+
 def test_an_early_exit_shares_the_weights_and_equals_the_truncated_model():
     base = tiny_model("gemma3")
     shallow = early_exit(base, 1)

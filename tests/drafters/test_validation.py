@@ -247,3 +247,25 @@ def test_a_proposal_that_is_no_distribution_is_refused():
         MedusaModel(tiny_model("llama")).generate(
             random_prompts(1, 9), max_new_tokens=9, drafter=drafter, do_sample=True, acceptance="token"
         )
+
+
+class DeeperThanItsNodes(StaticOracle):
+    """Two guesses beside each other, in a topology that says it is as deep as ``max_depth``."""
+
+    max_depth = 8
+
+    def __init__(self, answers):
+        super().__init__(answers, CandidateTree.from_paths([(0,), (1,)]), always=True)
+        self.ranks = torch.tensor([0, 1, 0])  # the second is right, so its entry moves
+        self.topology = TreeTopology.from_parents(
+            torch.tensor([[0, 0, 0]]), torch.tensor([[0, 1, 1]]), self.max_depth
+        )
+
+
+@pytest.mark.parametrize("step", ["general", "static"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_depth_is_a_bound_also_where_the_cache_is_full_to_its_last_slot(num_rows, step):
+    model, prompts = MedusaModel(tiny_model("llama")), random_prompts(num_rows, 240)
+    options = {"max_new_tokens": 30, "do_sample": False, "step": step}
+    plain = model.generate(prompts, **options).tolist()
+    assert model.generate(prompts, drafter=DeeperThanItsNodes(plain), **options).tolist() == plain
