@@ -500,7 +500,7 @@ class MedusaModel:
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
     ) -> Tensor | MedusaOutput:
         """The steps joined to what ``generate`` returns."""
-        input_ids, config = prepared["input_ids"], prepared["generation_config"]
+        input_ids, config = prepared["input_ids"].long(), prepared["generation_config"]
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
         statistics = DecodingStatistics()
@@ -533,6 +533,11 @@ class MedusaModel:
         if self.base.training:
             raise ValueError(
                 "the base is in training mode, in which dropout may change its answers; call eval() on it"
+            )
+        if self.runner is not self.base and torch.is_autocast_enabled(self.device.type):
+            raise ValueError(
+                f"torch.autocast has the base compute in another precision, and engine={self.engine!r} keeps "
+                "its own; decode outside of autocast, or use engine='eager'"
             )
         if not self._snapshot.is_current:
             if self.runner is self.base and self.drafting_heads is self.heads:  # nothing was made of them

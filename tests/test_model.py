@@ -10,6 +10,7 @@ import torch
 from conftest import VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -530,6 +531,17 @@ CALLS = {
         {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True},
         "output_attentions, output_hidden_states not available: a verified tree has no single row per step",
     ),
+    "fractions": ({"inputs": PROMPT.float()}, r"input_ids must be whole numbers, .* got torch\.float32"),
+    "ids of another tokenizer": (
+        {"inputs": PROMPT + 60},
+        r"input_ids must be token ids from 0 to 60, the rows of the base's embedding, got ids from .* to 118",
+    ),
+    "negative ids": ({"inputs": PROMPT - 90}, r"input_ids must be token ids from 0 to 60, .* got ids from -"),
+    "token healing": ({"token_healing": True}, r"base\.heal_tokens\(input_ids, tokenizer\)"),
+    "token healing in a configuration": (
+        {"generation_config": GenerationConfig(max_new_tokens=4, token_healing=True)},
+        r"base\.heal_tokens\(input_ids, tokenizer\)",
+    ),
     "inputs_embeds": (
         {"inputs": None, "inputs_embeds": torch.randn(1, 4, 32)},
         "inputs_embeds is not supported",
@@ -559,10 +571,44 @@ def test_a_call_that_cannot_be_honoured_is_refused_with_the_reason(model, call):
         model.stream(**options)
 
 
-def test_a_cache_of_the_callers_is_refused(model):
-    cache = model.base(PROMPT, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values must be left out: a tree needs medusa's own cache"):
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_cache_of_the_callers_is_refused_also_where_it_is_there_to_be_filled(model, is_empty):
+    cache = DynamicCache() if is_empty else model.base(PROMPT, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values is not used here; a tree needs medusa's own cache"):
         model.generate(PROMPT, **GREEDY, past_key_values=cache)
+
+
+@pytest.mark.parametrize("step", ["general", "static"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_prompts_of_any_whole_numbers_are_read_as_longs(model, dtype, step):
+    given = model.generate(PROMPT.to(dtype), **GREEDY, step=step)
+    assert given.dtype == torch.long and given.equal(model.generate(PROMPT, **GREEDY, step=step))
+
+
+@pytest.mark.parametrize("setting", ["scores", "logits", "attentions", "hidden_states"])
+def test_outputs_that_only_a_dictionary_has_are_ignored_without_one_as_in_transformers(model, setting):
+    config = GenerationConfig(**GREEDY, **{f"output_{setting}": True})
+    assert model.generate(PROMPT, generation_config=config).equal(model.generate(PROMPT, **GREEDY))
+
+
+@pytest.mark.parametrize("step", ["general", "static"])
+@pytest.mark.parametrize("begins_inside", [True, False])
+def test_a_stream_may_cross_the_bounds_of_inference_mode(model, begins_inside, step):
+    with torch.inference_mode(begins_inside):
+        stream = model.stream(PROMPT, **GREEDY, step=step)
+        tokens = next(stream).tokens[0]
+    with torch.inference_mode(not begins_inside):
+        tokens += [token for result in stream for token in result.tokens[0]]
+    assert tokens == model.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
+
+
+def test_autocast_is_refused_by_an_engine_that_keeps_its_precision_and_heeded_by_the_base(model):
+    packed = MedusaModel(model.base, engine="packed")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match=r"torch\.autocast .* use engine='eager'"):
+            packed.generate(PROMPT, **GREEDY)
+        attending = {"attention_mask": torch.ones_like(PROMPT)}
+        assert model.generate(PROMPT, **GREEDY).equal(model.base.generate(PROMPT, **GREEDY, **attending))
 
 
 class Images(LlamaForCausalLM):

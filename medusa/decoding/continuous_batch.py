@@ -223,6 +223,7 @@ class ContinuousBatch:
         self.waiting.clear()
         self._rows, self._state, self._guided_by, self._reading = {}, None, None, None
 
+    @torch.inference_mode(False)  # as in loop.decode
     @torch.no_grad()
     def step(self) -> list[Progress]:
         """Read at most a chunk of prompts, then one pass of all rows; what each row got, first tokens too.

@@ -69,6 +69,7 @@ class Advance:
     """Row -> one entry for each of its tokens, where its request asked for them."""
 
 
+@torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
 @torch.no_grad()
 def decode(
     base: CausalLM,

@@ -29,13 +29,14 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import CausalLM, home_device
+from medusa.base.causal_lm import CausalLM, embedding_weight, home_device
 from medusa.base.position_limits import check_positions
 from medusa.decoding.state import DecodeRequest, is_exact
 
 DROPPED_ARGUMENTS = {
     "assistant_model": "a model that drafts is a drafter here: pass drafter=",
     "streamer": "stream() yields the tokens itself; generate() takes a streamer",
+    "past_key_values": "a tree needs medusa's own cache, and would leave the caller's as it is",
 }
 """Arguments that ``generate`` would drop without a word on its way to a custom method."""
 UNAVAILABLE_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -65,7 +66,7 @@ def decode_request(
             something a tree cannot honour (beams, a cache of the caller's, per-step outputs).
     """
     _check_supported(generation_config, acceptance, model_inputs)
-    input_ids = input_ids.to(home_device(base))
+    input_ids = _checked_ids(input_ids, base).to(home_device(base))
     tokens, padding = _without_padding(input_ids, attention_mask)
     _check_positions(model_inputs.get("position_ids"), padding, input_ids.shape[1])
     do_sample, ends = generation_config.do_sample, _Ends.of(stopping_criteria)
@@ -93,6 +94,12 @@ def decode_request(
 
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Raise ValueError for an argument that would be ignored, or would have ``generate`` ignore the rest."""
+    config = arguments.get("generation_config")
+    if arguments.get("token_healing", getattr(config, "token_healing", False)):
+        raise ValueError(
+            "token_healing has no tokenizer on its way here; heal the prompt first: pass "
+            "base.heal_tokens(input_ids, tokenizer)"
+        )
     if arguments.get("cache_implementation") == "paged":
         raise ValueError("cache_implementation='paged' has transformers decode by itself; leave it out")
     for name, advice in DROPPED_ARGUMENTS.items():
@@ -140,7 +147,7 @@ def _check_supported(
             f"({', '.join(RULES)}), got {acceptance!r}"
         )
     asked = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
-    if asked:
+    if asked and config.return_dict_in_generate:  # transformers too reads them with it alone
         raise ValueError(f"{', '.join(asked)} not available: a verified tree has no single row per step")
     cache = model_inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
@@ -154,6 +161,22 @@ def _check_supported(
     ]
     if unread:
         raise ValueError(f"{', '.join(unread)} not supported: medusa decodes from input_ids alone")
+
+
+def _checked_ids(input_ids: Tensor, base: CausalLM) -> Tensor:
+    """The same as longs: compiled and captured steps read memory by them unchecked."""
+    num_known = embedding_weight(base.get_input_embeddings()).shape[0]
+    if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
+        raise ValueError(f"input_ids must be whole numbers, torch.long, got {input_ids.dtype}")
+    input_ids = input_ids.long()
+    if input_ids.numel():
+        least, most = input_ids.aminmax()
+        if least < 0 or most >= num_known:
+            raise ValueError(
+                f"input_ids must be token ids from 0 to {num_known - 1}, the rows of the base's embedding, got "
+                f"ids from {int(least)} to {int(most)}; were they made by another tokenizer?"
+            )
+    return input_ids
 
 
 def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
@@ -209,7 +232,7 @@ def _for_rows_alone(
             ignored = processor.prompt_ignore_length
             if isinstance(ignored, Tensor) and ignored.tolist() == padding:
                 processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
-            elif ignored is not None and any(padding):
+            elif isinstance(ignored, Tensor) or (ignored is not None and any(padding)):
                 watching.append(processor)
         if type(processor) not in NODE_PROCESSORS:
             watching.append(processor)

@@ -51,6 +51,7 @@ def decode_static(
     return _decode(step, runners, drafter, request, statistics, host_sync_interval, pausing)
 
 
+@torch.inference_mode(False)  # as in loop.decode
 @torch.no_grad()
 def _decode(
     step: StepKind,
