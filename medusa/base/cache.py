@@ -132,6 +132,16 @@ class TreeCache(Cache):
                 layer.hold([entries[row : row + 1, :, :length].clone() for entries in source.entries])
         return copied
 
+    def clear_uncommitted(self) -> None:
+        """Hold zeros wherever no committed token lies: a masked slot counts 0 times what it holds, and 0 times
+        what is no number is no number."""
+        for layer in self.tree_layers:
+            for entries, buffer in zip(layer.entries, layer.buffers, strict=True):
+                slots = torch.arange(entries.shape[2], device=entries.device)
+                is_free = slots >= self.lengths.to(entries.device)[:, None]  # (B, S)
+                entries.masked_fill_(is_free[:, None, :, None], 0)
+                buffer[len(entries) :] = 0
+
     def trim(self) -> None:
         """Give back the slots that no committed token needs, and the room for further rows."""
         for layer in self.tree_layers:

@@ -355,7 +355,7 @@ class ContinuousBatch:
         except RowsFailed as failed:
             progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
             self._drop_ended()
-            state.cache.trim()  # nothing that is no number stays where masked slots are read
+            state.cache.clear_uncommitted()  # of rows that are no numbers
             return progress
         except Exception as error:
             return self._all_failed(error)

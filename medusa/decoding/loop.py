@@ -129,6 +129,9 @@ def advanced(
         draft = draft.first(pausing.num_nodes(draft.worth))
     clock.lap("draft")
     hidden, logits = run(base, draft.tokens, draft.topology, state.cache)
+    if not bool(hidden.isfinite().all()):  # one such node spreads through masked slots to all others
+        draft = _without_guesses(state, draft)
+        hidden, logits = run(base, draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
     acceptance = acceptance_of(state, draft, logits, context.noise)
     counts = acceptance.num_accepted.tolist()
@@ -142,6 +145,18 @@ def advanced(
     state.append(advance.tokens)
     clock.lap("commit")
     return advance
+
+
+def _without_guesses(state: DecodeState, draft: Draft) -> Draft:
+    """The root of ``draft`` alone, and a cache in which a pass over it meets nothing but numbers."""
+    rule = state.request.rule
+    if state.sampled is not None and rule is not None and rule.context_only_proposal:
+        raise ValueError(
+            f"the base is not finite (NaN or infinite) on a guess, and acceptance={rule.name!r}, which carries "
+            "drafts of one length from step to step, cannot leave one out; use another rule"
+        )
+    state.cache.clear_uncommitted()
+    return draft.root_alone()
 
 
 def begin(

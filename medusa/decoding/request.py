@@ -173,8 +173,8 @@ def _checked_ids(input_ids: Tensor, base: CausalLM) -> Tensor:
         least, most = input_ids.aminmax()
         if least < 0 or most >= num_known:
             raise ValueError(
-                f"input_ids must be token ids from 0 to {num_known - 1}, the rows of the base's embedding, got "
-                f"ids from {int(least)} to {int(most)}; were they made by another tokenizer?"
+                f"input_ids must be token ids from 0 to {num_known - 1}, the rows of the base's embedding, "
+                f"got ids from {int(least)} to {int(most)}; were they made by another tokenizer?"
             )
     return input_ids
 

@@ -87,6 +87,11 @@ def _decode(
             if not is_medusas_own(drafter):
                 raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
             results = view.read(state, num_steps)
+            if bool(state.is_broken):
+                state.cache.clear_uncommitted()
+                state.is_broken.fill_(False)
+                setup_seconds += runner.run(1, False)
+                results += view.read(state, 1)
             clock.lap_whole(setup_seconds)
             tokens_per_row = 0.0
             for result in results:

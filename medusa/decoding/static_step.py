@@ -53,6 +53,8 @@ class StaticState:
     """(W, B) long: drafts that each step accepted, those past the row's end included."""
     num_unread: Tensor
     """(1,) long: steps since the host last read the results."""
+    is_broken: Tensor
+    """(1,) bool: a tree had a node on which the base is not finite; its rows have stood still since."""
     violations: Tensor
     """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
 
@@ -80,6 +82,7 @@ class StaticState:
             num_kept=per_step,
             num_accepted=per_step.clone(),
             num_unread=given.lengths.new_zeros(1),
+            is_broken=torch.zeros(1, dtype=torch.bool, device=device),
             violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
         )
 
@@ -103,6 +106,7 @@ class StaticState:
         self.ends.copy_(given.lengths + num_left)
         self.finished.fill_(False)
         self.num_unread.zero_()
+        self.is_broken.fill_(False)
         self.violations.fill_(False)
 
 
@@ -135,10 +139,15 @@ def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Te
     rows = state.rows
     new = acceptance.tokens(draft.tokens)[:, : draft.topology.num_nodes]  # (B, L), L at most N
     num_kept, is_last = _until_end(state, new, acceptance.num_accepted + 1)
+    if draft.topology.num_nodes > 1:  # the host takes one step without guesses then
+        is_broken = ~hidden.isfinite().flatten(1).all(dim=1)  # (B,)
+        num_kept, is_last = num_kept.masked_fill(is_broken, 0), is_last & ~is_broken
+        state.is_broken.logical_or_(is_broken.any())
     ahead = torch.arange(new.shape[1], device=new.device)
     rows.tokens.scatter_(1, rows.lengths[:, None] + ahead, new)
     deepest = acceptance.path[:, -1:, None].expand(-1, -1, hidden.shape[2])
-    rows.hidden.copy_(hidden.gather(1, deepest).squeeze(1))
+    stands = (num_kept == 0)[:, None]
+    rows.hidden.copy_(torch.where(stands, rows.hidden, hidden.gather(1, deepest).squeeze(1)))
     state.cache.commit(acceptance.path, num_kept, draft.topology.is_chain)
     rows.lengths.add_(num_kept)
     state.finished.logical_or_(is_last)

@@ -80,6 +80,11 @@ class Draft:
             return self
         return Draft(self.tokens[:, :num_nodes], self.topology.first(num_nodes))
 
+    def root_alone(self) -> Draft:
+        """The draft without its guesses."""
+        nothing = None if self.proposal is None else torch.zeros_like(self.proposal[:, :1])
+        return Draft(self.tokens[:, :1], TreeTopology.chain(1, self.tokens.device), nothing)
+
 
 class Drafter(Protocol):
     """Proposes candidate tokens for a step."""

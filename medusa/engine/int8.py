@@ -36,6 +36,10 @@ WEIGHT_STEPS = 127
 _TINY = torch.finfo(torch.float32).tiny
 """Keeps the scale of a row of zeros above zero; it is too small to change any other scale."""
 
+ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
+WHOLE_VECTORS = 32
+"""Numbers that torch's elementwise loops take at a time, at most: two vectors of 16."""
+
 DRAFT_DIGITS = 1
 """Of the activations of heads: what they guess is verified."""
 
@@ -77,8 +81,31 @@ def int8_view(base: CausalLM) -> CausalLM:
     ``nn.Linear`` stay float32.
     """
     view = view_of(base, Int8Linear, Int8Product)
+    for parent in list(view.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__module__ in ACTIVATION_MODULES:
+                setattr(parent, name, RowwiseActivation(child))
     view.set_attn_implementation(FLOAT64_ATTENTION)
     return view
+
+
+class RowwiseActivation(nn.Module):
+    """An activation function that gives a row (..., W) the same bits whatever stands beside it.
+
+    torch computes ``gelu`` by other code where rows do not follow each other, and what is left of all
+    numbers after the last whole vector by other code than the rest. Here rows follow each other and are
+    whole vectors.
+    """
+
+    def __init__(self, function: nn.Module):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = -x.shape[-1] % WHOLE_VECTORS
+        if missing:
+            return self.function(nn.functional.pad(x, (0, missing)))[..., : x.shape[-1]]
+        return self.function(x.contiguous())
 
 
 class Int8Product(PackedProduct):
