@@ -133,8 +133,8 @@ class TreeCache(Cache):
         return copied
 
     def clear_uncommitted(self) -> None:
-        """Hold zeros wherever no committed token lies: a masked slot counts 0 times what it holds, and 0 times
-        what is no number is no number."""
+        """Hold zeros wherever no committed token lies: a masked slot counts 0 times what it holds, and where
+        that is not finite, the product is no number."""
         for layer in self.tree_layers:
             for entries, buffer in zip(layer.entries, layer.buffers, strict=True):
                 slots = torch.arange(entries.shape[2], device=entries.device)

@@ -152,8 +152,8 @@ def _without_guesses(state: DecodeState, draft: Draft) -> Draft:
     rule = state.request.rule
     if state.sampled is not None and rule is not None and rule.context_only_proposal:
         raise ValueError(
-            f"the base is not finite (NaN or infinite) on a guess, and acceptance={rule.name!r}, which carries "
-            "drafts of one length from step to step, cannot leave one out; use another rule"
+            f"the base is not finite (NaN or infinite) on a guess, and acceptance={rule.name!r}, which "
+            "carries drafts of one length from step to step, cannot leave one out; use another rule"
         )
     state.cache.clear_uncommitted()
     return draft.root_alone()

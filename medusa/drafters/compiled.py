@@ -128,8 +128,8 @@ class CompiledDrafter(StatelessDrafter):
         text = f"compiling drafts of {num_nodes} nodes: about a minute, once; kept in {path.parent}"
         trial = self._trial(is_sampled)
 
-        def check(made: Path) -> None:
-            mine, theirs = self._drafted(open_library(made), trial), _draft_after_reading(self.drafter, trial)
+        def check(library: Any) -> None:
+            mine, theirs = self._drafted(library, trial), _draft_after_reading(self.drafter, trial)
             is_equal = mine.tokens.shape == theirs.tokens.shape and mine.tokens == theirs.tokens
             if not torch.as_tensor(is_equal).float().mean() >= LEAST_EQUAL:
                 raise ValueError("the compiled draft is not what the heads draft; use step='general'")

@@ -49,6 +49,7 @@ from medusa.base.causal_lm import (
 from medusa.engine.int8 import Int8Linear
 from medusa.engine.joined_linears import JoinedLinear
 from medusa.engine.libraries import (
+    code_of,
     compile_library,
     digest_of,
     kept_library,
@@ -60,7 +61,7 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LOOP_ATTENTION = "medusa_loop_sdpa"
 """An attention implementation of ``transformers``: :func:`loop_attention`."""
-VERSION = 3
+VERSION = 4
 """Of what is compiled: raise it with every change of what a pass computes."""
 VECTOR = 16
 """Floats in the widest vector of a processor."""
@@ -170,35 +171,37 @@ def compiled_pass(view: CausalLM, layers: Sequence[int] = (), path: Path | None 
         ValueError: the view cannot be exported, or what was compiled computes something else.
     """
     began, path = time.perf_counter(), path or library_path(view, layers)
-    if not path.exists():
-        _compile(view, tuple(layers), path)
-    loaded = _loaded(view, tuple(layers), path)
+    _compile(view, tuple(layers), path)
+    loaded = _loaded(view, tuple(layers), open_library(path))
     return replace(loaded, setup_seconds=time.perf_counter() - began)
 
 
 def library_path(view: CausalLM, layers: Sequence[int] = ()) -> Path:
     """Where the library of a view is kept: the name tells apart all that it depends on."""
     kind = "int8" if _is_int8(view) else "float32"
-    depends_on = (view.config.to_json_string(), type(view).__name__, kind, tuple(layers), VERSION)
+    code = (type(view).__name__, code_of(view))
+    depends_on = (view.config.to_json_string(), *code, kind, tuple(layers), VERSION)
     digest = digest_of(view.state_dict(), view.device, *depends_on)
     return kept_library(f"{view.config.model_type}-{kind}", digest)
 
 
 def _compile(view: CausalLM, layers: tuple[int, ...], path: Path) -> None:
-    """Export, compile, hold against ``view``, and keep as ``path``."""
+    """Export, compile, hold against ``view``, and keep as ``path``, unless it is there."""
+    if path.exists():
+        return
     text = f"compiling {type(view).__name__} for this processor: some minutes, once; kept in {path.parent}"
     compile_library(
         path, text, lambda: _exported(view, layers), lambda made: _check_same(_loaded(view, layers, made))
     )
 
 
-def _loaded(view: CausalLM, layers: tuple[int, ...], path: Path) -> CompiledPass:
+def _loaded(view: CausalLM, layers: tuple[int, ...], library: Any) -> CompiledPass:
     cache = new_cache(view, 1)
     with torch.no_grad():  # one token tells how large the entries of a cache are
         prefill(view, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), cache)
     entries = [each for layer in cache.tree_layers for each in layer.entries]
     sizes = tuple((each.shape[1], each.shape[3]) for each in entries)
-    return CompiledPass(view, layers, open_library(path), sizes)
+    return CompiledPass(view, layers, library, sizes)
 
 
 def _exported(view: CausalLM, layers: tuple[int, ...]) -> torch.export.ExportedProgram:

@@ -13,18 +13,20 @@ import hashlib
 import os
 import platform
 import shutil
-import zipfile
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import transformers
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
+from medusa import files
 from medusa.engine.int8 import Digits, Int8Linear, Int8Product, int8_product, quantised
 from medusa.engine.joined_linears import JoinedLinear
 from medusa.engine.packed import PackedLinear
-from medusa.files import replaced_file
 from medusa.hardware import device_name
 from medusa.places import cache_home
 from medusa.progress import log_console
@@ -56,9 +58,24 @@ def digest_of(tensors: Mapping[str, Tensor], device: torch.device, *depends_on: 
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    runs_on = (device_name(device), platform.machine(), torch.backends.cpu.get_cpu_capability())
-    digest.update(repr((torch.__version__, torch.get_num_threads(), runs_on, depends_on)).encode())
+    versions = torch.__version__, transformers.__version__
+    instructions = (
+        torch.backends.cpu.get_cpu_capability(),
+        *(known() for known in (torch.cpu._is_vnni_supported, torch.cpu._is_amx_tile_supported)),
+    )
+    runs_on = device_name(device), platform.machine(), instructions, torch.get_num_threads()
+    digest.update(repr((versions, runs_on, depends_on)).encode())
     return digest.hexdigest()[:24]
+
+
+def code_of(module: nn.Module) -> str:
+    """A digest of the source files of the classes in ``module`` that are of no installed library."""
+    digest, known = hashlib.sha256(), ("torch.", "transformers.models.", "medusa.")
+    for name in sorted({type(part).__module__ for part in module.modules()}):
+        source = getattr(sys.modules.get(name), "__file__", None)
+        if not name.startswith(known) and source is not None:
+            digest.update(name.encode() + Path(source).read_bytes())
+    return digest.hexdigest()
 
 
 def kept_library(name: str, digest: str) -> Path:
@@ -67,8 +84,30 @@ def kept_library(name: str, digest: str) -> Path:
 
 
 def open_library(path: Path) -> Any:
-    """Torch's runner of a library: its ``run`` takes and gives lists of tensors."""
+    """Torch's runner of a library: its ``run`` takes and gives lists of tensors.
+
+    Raises:
+        ValueError: the file is not what was compiled; loading it would end the process.
+    """
+    if not _seal(path).exists() or files.read_json(_seal(path)) != _sealed(path):
+        raise ValueError(
+            f"the compiled library {path} is damaged: it is not the file that was written; delete it "
+            "(medusa compile then makes it anew), and look whether the disk is full"
+        )
+    return _runner(path)
+
+
+def _runner(path: Path) -> Any:
     return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+
+
+def _seal(path: Path) -> Path:
+    """The file beside a library that says what it holds."""
+    return path.with_suffix(".json")
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": files.digest_of(path)}
 
 
 @torch.no_grad()  # Inductor takes weights for constants in no other mode
@@ -76,33 +115,51 @@ def compile_library(
     path: Path,
     text: str,
     program: Callable[[], torch.export.ExportedProgram],
-    check: Callable[[Path], None],
+    check: Callable[[Any], None],
 ) -> None:
     """Compile a program, hold what came out against what it must compute, and keep it as ``path``.
 
+    Nothing is done where it is there. Another process that compiles the same is waited for.
+
     Args:
         text: tells the user what takes so long.
-        check: raises unless the library that lies at the path it is given computes what it must.
+        check: raises unless the library, as :func:`open_library` gives it, computes what it must.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    console, made = log_console(), path.with_suffix(".partial")
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        console.print(f"another process compiles {path.name}; waiting for it", style="dim", soft_wrap=True)
+        lock.acquire()
+    try:
+        if path.exists():
+            return
+        console.print(text, style="dim", soft_wrap=True)
+        shutil.rmtree(made, ignore_errors=True)  # what a process that was killed has left
+        made.mkdir()
+        with console.status("compiling", spinner="dots"), files.disk_errors(path):
+            library = _compiled(program, made)
+            check(_runner(library))
+            files.write_json(_seal(path), _sealed(library))
+            library.chmod(0o755)
+            files.sync(library)
+            os.replace(library, path)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        lock.release()
+
+
+def _compiled(program: Callable[[], torch.export.ExportedProgram], directory: Path) -> Path:
+    """The shared library of a program, in ``directory``."""
     _let_packing_be_traced()
-    console = log_console()
-    console.print(text, style="dim", soft_wrap=True)
-    with console.status("compiling", spinner="dots"), replaced_file(path) as partial:
-        package = partial.with_suffix(".pt2")
-        try:
-            options = {**INDUCTOR_OPTIONS, **_compiler_options()}
-            torch._inductor.aoti_compile_and_package(
-                program(), package_path=str(package), inductor_configs=options
-            )
-            with zipfile.ZipFile(package) as archive:
-                (name,) = (each for each in archive.namelist() if each.endswith(".so"))
-                with archive.open(name) as source, partial.open("wb") as target:
-                    shutil.copyfileobj(source, target)
-        finally:
-            package.unlink(missing_ok=True)
-        partial.chmod(0o755)
-        check(partial)
+    exported = program()
+    options = {**INDUCTOR_OPTIONS, **_compiler_options(), "aot_inductor.output_path": str(directory)}
+    args, kwargs = exported.example_inputs
+    # without torch's package around it, whose writer ends the process where the disk is full
+    made = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
+    return Path(cast(str, made))
 
 
 def _compiler_options() -> dict[str, str]:

@@ -75,7 +75,7 @@ class PoisonedLevels(LevelDrafter):
 def test_greedy_block_verification_cannot_leave_a_draft_out_and_says_so():
     model = MedusaModel(base_that_is_not_finite_after(POISON))
     options = {**OPTIONS, "do_sample": True, "seed": 1, "acceptance": "greedy_block"}
-    with pytest.raises(ValueError, match="not finite .* acceptance='greedy_block'.* use another rule"):
+    with pytest.raises(ValueError, match=r"not finite .* acceptance='greedy_block'.* use another rule"):
         model.generate(**BATCH, **options, drafter=PoisonedLevels(CandidateTree.chain(3), "cpu"))
 
 
