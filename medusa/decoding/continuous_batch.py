@@ -87,7 +87,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step gave one row; without tokens where the row has only ended."""
+    """What a pass gave one row; without tokens where the row has only failed. A row that joins in a step gets
+    its first token and that step's pass: two of these."""
 
     row: Row
     tokens: list[int] = field(default_factory=list)
@@ -95,6 +96,8 @@ class Progress:
     """The depth of the guess behind each token; 0 for the base model's own."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, where the request asked for them."""
+    finish_reason: str | None = None
+    """That of the row, where this is the last it gets."""
 
 
 @dataclass
@@ -387,7 +390,8 @@ class ContinuousBatch:
                 is_full = len(row.tokens) >= row.request.max_new_tokens
                 is_end = tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
-            progress.append(Progress(row, tokens, advance.depths[index], advance.logprobs.get(index)))
+            given = tokens, advance.depths[index], advance.logprobs.get(index)
+            progress.append(Progress(row, *given, row.finish_reason))
         return progress
 
     def _make_room(self) -> None:
@@ -414,7 +418,7 @@ class ContinuousBatch:
 
     def _failed(self, row: Row, error: Exception) -> Progress:
         row.error, row.finish_reason = error, "error"
-        return Progress(row)
+        return Progress(row, finish_reason="error")
 
     def _drop_ended(self) -> None:
         self._drop([row for row in self._rows.values() if row.finish_reason is not None])

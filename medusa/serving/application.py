@@ -389,7 +389,7 @@ class _Record:
         return usage_of(self.num_prompt, reused, sum(answer.num_tokens for answer in self.answers))
 
     def write(self) -> None:
-        ended = [answer.row.finish_reason for answer in self.answers]
+        ended = [answer.finish_reason or "cancelled" for answer in self.answers]
         counted = {**self.usage, "seconds": round(time.monotonic() - self.began, 4), "ended": ended}
         log.info(json.dumps({**self.said, **counted}, default=str))
 

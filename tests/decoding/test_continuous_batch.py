@@ -193,6 +193,16 @@ def test_a_long_prompt_is_read_between_the_steps_of_the_others():
     assert steps == 10 and len(running.tokens) == before + 10
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_progress_that_ends_a_row_is_the_last_one_and_says_so(length):
+    model, told = model_of("llama"), []
+    batch = model.continuous_batch(BatchLimits(), plain=True)
+    batch.add(row_of(model, [5, 6], max_new_tokens=length, do_sample=False))
+    while batch.is_busy:
+        told += batch.step()
+    assert [progress.finish_reason for progress in told] == [None] * (length - 1) + ["length"]
+
+
 def test_a_cancelled_row_is_gone_at_once_wherever_it_was():
     model = model_of("llama")
     batch = model.continuous_batch(BatchLimits(max_rows=1, chunk=4))

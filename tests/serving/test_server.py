@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import random
+import re
 import signal
 import socket
 import sys
@@ -80,6 +81,45 @@ def test_choices_draw_from_seeds_that_follow_each_other(server, tiny_chat_model)
     ]
     assert [choice.message.content for choice in reply.choices] == texts
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 4])
+def test_short_answers_are_whole_and_are_those_of_generate(server, tiny_chat_model, num_choices):
+    client = client_of(server)
+    for length in range(1, 9):
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": length, "n": num_choices, "seed": length}
+        alone = [
+            expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": length}, seed=length + index)
+            for index in range(num_choices)
+        ]
+        before = num_ended(server)
+        reply = client.chat.completions.create(**asked)
+        assert [choice.message.content for choice in reply.choices] == [text for _, text in alone]
+        reasons = ["stop" if tokens[-1] == TOKENIZER.eos_token_id else "length" for tokens, _ in alone]
+        assert [choice.finish_reason for choice in reply.choices] == reasons
+        assert reply.usage.completion_tokens == sum(len(tokens) for tokens, _ in alone)
+        assert num_ended(server) == before + num_choices
+
+
+def num_ended(server: Running) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(float(value) for value in re.findall(r"medusa:request_success_total{.*} (.*)", text))
+
+
+def test_a_stop_string_in_the_first_token_ends_its_own_choice_alone(server, tiny_chat_model, caplog):
+    options = {**ALONE, "max_new_tokens": 8}
+    texts = [expected(tiny_chat_model, HELLO, **options, seed=7 + index)[1] for index in range(4)]
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "n": 4, "seed": 7, "stop": texts[0][0]}
+    before = num_ended(server)
+    with caplog.at_level(logging.INFO, "medusa.serving"):
+        reply = client_of(server).chat.completions.create(**asked)
+    assert [choice.message.content for choice in reply.choices] == [
+        text.partition(texts[0][0])[0] for text in texts
+    ]
+    reasons = ["stop" if texts[0][0] in text else "length" for text in texts]
+    assert [choice.finish_reason for choice in reply.choices] == reasons
+    assert json.loads(caplog.messages[-1])["ended"] == reasons
+    assert num_ended(server) == before + 4
 
 
 def test_many_clients_at_once_get_what_each_gets_alone(server, tiny_chat_model):
