@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
 import hashlib
 import hmac
 import json
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
@@ -29,9 +29,16 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.errors import RequestError
 from medusa.serving.replies import Replies, usage_of
-from medusa.serving.requests import ChatRequest, CompletionRequest, field_of, message_of
+from medusa.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    field_of,
+    has_depth_of_at_most,
+    message_of,
+)
 from medusa.serving.service import Service, overloaded
 from medusa.serving.worker import Answer, Update
 
@@ -42,6 +49,10 @@ OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """What needs no key: it tells nothing."""
 BODY_SECONDS = 30.0
 """In which a body must have come."""
+MAX_DEPTH = 128
+"""Levels of lists and objects in a body."""
+NUM_PREPARING = 4
+"""Requests that are read or tokenised at once."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_refused)
     app.add_exception_handler(Exception, _broken)
 
+    threads = _Threads(service.settings.limits)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
@@ -103,13 +115,11 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = await _checked(request, ChatRequest)
-        return await _reply(request, asked, service, functools.partial(service.chat_prompt, asked), access)
+        return await _reply(request, ChatRequest, service, service.chat_prompt, threads, access)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        asked = await _checked(request, CompletionRequest)
-        return await _reply(request, asked, service, functools.partial(service.text_prompt, asked), access)
+        return await _reply(request, CompletionRequest, service, service.text_prompt, threads, access)
 
     return app
 
@@ -209,21 +219,48 @@ async def _broken(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(refusal.body, 500)
 
 
-async def _checked(request: Request, kind: Any) -> Any:
+class _Threads:
+    """Where requests are prepared, off the event loop, which answers everybody else meanwhile.
+
+    A body or a grammar may take a second and a hundred megabytes, so few are worked on at once, and no more
+    wait than could be answered.
+    """
+
+    def __init__(self, limits: BatchLimits):
+        self.preparing, self.compiling = CapacityLimiter(NUM_PREPARING), CapacityLimiter(1)
+        self._most = limits.max_rows + limits.max_waiting
+
+    async def run(self, limiter: CapacityLimiter, work: Callable[..., Any], *given: Any) -> Any:
+        """The result of ``work``.
+
+        Raises:
+            RequestError: too much waits already.
+        """
+        if limiter.statistics().tasks_waiting >= self._most:
+            raise overloaded()
+        return await to_thread.run_sync(work, *given, limiter=limiter)
+
+
+async def _body(request: Request) -> bytes:
+    try:
+        return await asyncio.wait_for(request.body(), BODY_SECONDS)
+    except TimeoutError as error:
+        raise RequestError("the body did not come in time", 408, code="timeout") from error
+
+
+def _checked(raw: bytes, kind: Any) -> Any:
     """The body as ``kind``.
 
     Raises:
         RequestError: it is no JSON object, or a field is wrong.
     """
     try:
-        raw = await asyncio.wait_for(request.body(), BODY_SECONDS)
-    except TimeoutError as error:
-        raise RequestError("the body did not come in time", 408, code="timeout") from error
-    try:
         body = json.loads(raw, parse_constant=_no_number)
         json.dumps(body, ensure_ascii=False).encode()  # halves of characters are no text
     except (ValueError, RecursionError) as error:
         raise RequestError("the body must be JSON", code="invalid_json") from error
+    if not has_depth_of_at_most(body, MAX_DEPTH):
+        raise RequestError(f"the body may be nested {MAX_DEPTH} levels deep", code="invalid_json")
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
     try:
@@ -240,12 +277,16 @@ def _no_number(name: str) -> None:
 
 async def _reply(
     request: Request,
-    asked: ChatRequest | CompletionRequest,
+    kind: type[ChatRequest | CompletionRequest],
     service: Service,
-    prompt_of: Callable[[], list[int]],
+    prompt_of: Callable[[Any], list[int]],
+    threads: _Threads,
     access: AccessSettings,
 ) -> Response:
-    """The answers to ``asked``, whole or as a stream."""
+    """The answers to a request of this kind, whole or as a stream."""
+    raw = await _body(request)
+    asked = await threads.run(threads.preparing, _checked, raw, kind)
+    service.check(asked)
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
@@ -256,10 +297,13 @@ async def _reply(
 
         return listen
 
-    prompt = await run_in_threadpool(prompt_of)
+    prompt = await threads.run(threads.preparing, prompt_of, asked)
     if not prompt:
         raise RequestError("the prompt must not be empty", param="prompt")
-    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of)
+    grammar = None
+    if asked.is_formed:
+        grammar = await threads.run(threads.compiling, service.grammar, asked)
+    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of, grammar)
     service.submit(answers)
     record = _Record(request, asked, answers, len(prompt), access)
 
@@ -333,6 +377,9 @@ def _failure(reason: str | None) -> RequestError | None:
         return RequestError("the answer took longer than this server allows", 504, code="timeout")
     if reason == "overloaded":
         return overloaded()
+    if reason == "form":
+        text = "the answer cannot go on in the form that was asked for; ask for a simpler one"
+        return RequestError(text, code="form_failed")
     if reason == "error":
         return RequestError("the server failed on this answer", 500, code="internal_error")
     return None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.decoding.continuous_batch import ContinuousBatch, Progress, QueueFull, Row
 from medusa.decoding.state import DecodeRequest
@@ -34,7 +35,7 @@ class Update:
     num_steps: int = 0
     """Forward passes that it took so far, the reading of the prompt included as one."""
     finish_reason: str | None = None
-    """"stop", "length", "timeout", "overloaded" or "error": the last update."""
+    """"stop", "length", "timeout", "overloaded", "form" or "error": the last update."""
 
 
 class Answer:
@@ -104,12 +105,21 @@ class Worker:
         with self._changed:
             if not self.is_alive:
                 raise WorkerEnded("the decoding thread has ended")
-            for is_plain, batch in self.batches.items():
-                new = sum(answer.is_plain is is_plain for answer in [*self._added, *answers])
-                if new > max(0, batch.num_vacant):
-                    raise QueueFull(f"{len(batch.waiting)} requests wait already")
+            for is_plain in self.batches:
+                self._check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
             self._changed.notify()
+
+    def check_room(self, is_plain: bool, num_answers: int) -> None:
+        """Raise QueueFull where so many answers would not be taken in now."""
+        with self._changed:
+            self._check_room(is_plain, num_answers)
+
+    def _check_room(self, is_plain: bool, num_answers: int) -> None:
+        batch = self.batches[is_plain]
+        num_added = sum(answer.is_plain is is_plain for answer in self._added)
+        if num_answers and num_added + num_answers > max(0, batch.num_vacant):
+            raise QueueFull(f"{len(batch.waiting)} requests wait already")
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Drop ``answers`` before the next step; those that have ended already are left alone."""
@@ -192,6 +202,9 @@ class Worker:
         if answer not in self._active:  # a stop string has ended it earlier in the step
             return
         row, text, reason = progress.row, answer.text, progress.finish_reason
+        if isinstance(row.error, GrammarFailed):
+            self._end(answer, "form")
+            return
         if reason == "error":
             log.error("an answer failed: %s", type(row.error).__name__, exc_info=row.error)
             self._end(answer, "error")

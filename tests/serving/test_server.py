@@ -19,6 +19,7 @@ import pytest
 from tiny_chat import TOOL_TEMPLATE, chat_model
 from tiny_server import TOKENIZER, Running, expected, running, wait_until
 
+from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings
 from medusa.serving.server import log, log_to_standard_error
@@ -272,6 +273,8 @@ WRONG = [
     ({"messages": HELLO, "stop": ["a"] * 99}, "stop"),
     ({"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
     ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"messages": HELLO, "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"messages": HELLO, "logit_bias": {f"{key:09}": 1 for key in range(9999)}}, "logit_bias"),
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
     ({"messages": HELLO, "tools": TOOLS}, "tools"),
     ({"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages"),
@@ -295,6 +298,86 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, body, field
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == field and error["type"] == "invalid_request_error" and error["message"]
+
+
+def chain(length: int, link: str = "$ref") -> dict:
+    """A schema of references that follow each other."""
+    places = [{"$ref": f"#/$defs/{index + 1}"} for index in range(length)]
+    definitions = [place if link == "$ref" else {link: [place]} for place in places]
+    return {"$ref": "#/$defs/0", "$defs": {str(at): each for at, each in enumerate([*definitions, True])}}
+
+
+LARGE_PATTERN = {"type": "object", "properties": {"a": {"pattern": "^a{1000000}$", "type": "string"}}}
+BAD_SCHEMAS = {
+    "refers to itself": {"$ref": "#"},
+    "refer to each other": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#"}}},
+    "is all of itself": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}},
+    "chain of references": chain(1000),
+    "chain of alternatives": chain(1000, "anyOf"),
+    "large enumeration": {"enum": ["x" * 100] * 3000},
+    "large pattern": {**LARGE_PATTERN, "required": ["a"]},
+    "definitions in a list": {"$defs": []},
+    "definitions of null": {"definitions": None},
+}
+
+
+@pytest.fixture(scope="module")
+def tool_server():
+    model = chat_model(context=2048)
+    model.tokenizer.chat_template = TOOL_TEMPLATE
+    with running(model) as started:
+        yield started
+
+
+@pytest.mark.parametrize("schema", BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
+def test_a_schema_that_cannot_be_kept_is_refused_before_anything_waits(tool_server, schema):
+    pytest.importorskip("llguidance")
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = [
+        ("response_format", {"response_format": form(schema)}),
+        ("tool_choice", {"tools": [tool], "tool_choice": "required"}),
+    ]
+    for field, given in asked:
+        reply = httpx.post(f"{tool_server.url}/v1/chat/completions", json={"messages": HELLO, **given})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] in (field, "messages")  # tools that are too long to show
+        assert tool_server.num_active == 0
+
+
+def test_arguments_that_are_nested_too_deeply_to_be_shown_are_refused(tool_server):
+    deep = {"name": "f", "arguments": '{"a": ' + "[" * 985 + "]" * 985 + "}"}
+    called = {"role": "assistant", "tool_calls": [{"function": deep}]}
+    reply = httpx.post(f"{tool_server.url}/v1/chat/completions", json={"messages": [*HELLO, called]})
+    assert reply.status_code == 400, reply.text
+
+
+@pytest.mark.parametrize("place", ["$defs/kind", "definitions/kind", "properties/first"])
+def test_a_forced_call_keeps_to_what_its_schema_refers_to(tool_server, place):
+    pytest.importorskip("llguidance")
+    kind = {"enum": ["x", "y"]}
+    folder, _, name = place.partition("/")
+    parameters = {
+        "properties": {"a": {"$ref": f"#/{place}"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    parameters.setdefault(folder, {})[name] = kind
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 120, "seed": 1}
+    reply = client_of(tool_server).chat.completions.create(**asked, tools=tools, tool_choice="required")
+    (call,) = reply.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["a"] in ("x", "y")
+
+
+def test_a_form_that_grows_too_large_while_it_is_written_is_the_requests_own_fault(server, monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(GrammarProcessor, "_check", grows_too_large)
+    with pytest.raises(openai.BadRequestError, match="ask for a simpler one"):
+        client_of(server).chat.completions.create(model="tiny", messages=HELLO, response_format=form({}))
+
+
+def grows_too_large(_processor) -> None:
+    raise GrammarFailed("too many items")
 
 
 def test_other_refusals_are_in_the_same_form(server):
