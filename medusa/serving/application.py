@@ -29,7 +29,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.errors import RequestError
 from medusa.serving.replies import Replies, usage_of
 from medusa.serving.requests import (
@@ -79,7 +78,8 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_refused)
     app.add_exception_handler(Exception, _broken)
 
-    threads = _Threads(service.settings.limits)
+    most = service.settings.limits.max_rows + service.settings.limits.max_waiting
+    threads = _Threads(NUM_PREPARING, most), _Threads(1, most)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
@@ -222,23 +222,26 @@ async def _broken(request: Request, error: Exception) -> JSONResponse:
 class _Threads:
     """Where requests are prepared, off the event loop, which answers everybody else meanwhile.
 
-    A body or a grammar may take a second and a hundred megabytes, so few are worked on at once, and no more
-    wait than could be answered.
+    A body or a grammar may take a second and a hundred megabytes, so ``num_threads`` are worked on at once,
+    and no more wait than ``most``.
     """
 
-    def __init__(self, limits: BatchLimits):
-        self.preparing, self.compiling = CapacityLimiter(NUM_PREPARING), CapacityLimiter(1)
-        self._most = limits.max_rows + limits.max_waiting
+    def __init__(self, num_threads: int, most: int):
+        self._limiter, self._num, self._most = CapacityLimiter(num_threads), 0, num_threads + most
 
-    async def run(self, limiter: CapacityLimiter, work: Callable[..., Any], *given: Any) -> Any:
+    async def run(self, work: Callable[..., Any], *given: Any) -> Any:
         """The result of ``work``.
 
         Raises:
             RequestError: too much waits already.
         """
-        if limiter.statistics().tasks_waiting >= self._most:
+        if self._num >= self._most:
             raise overloaded()
-        return await to_thread.run_sync(work, *given, limiter=limiter)
+        self._num += 1
+        try:
+            return await to_thread.run_sync(work, *given, limiter=self._limiter)
+        finally:
+            self._num -= 1
 
 
 async def _body(request: Request) -> bytes:
@@ -280,12 +283,13 @@ async def _reply(
     kind: type[ChatRequest | CompletionRequest],
     service: Service,
     prompt_of: Callable[[Any], list[int]],
-    threads: _Threads,
+    threads: tuple[_Threads, _Threads],
     access: AccessSettings,
 ) -> Response:
     """The answers to a request of this kind, whole or as a stream."""
+    preparing, compiling = threads
     raw = await _body(request)
-    asked = await threads.run(threads.preparing, _checked, raw, kind)
+    asked = await preparing.run(_checked, raw, kind)
     service.check(asked)
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
@@ -297,12 +301,12 @@ async def _reply(
 
         return listen
 
-    prompt = await threads.run(threads.preparing, prompt_of, asked)
+    prompt = await preparing.run(prompt_of, asked)
     if not prompt:
         raise RequestError("the prompt must not be empty", param="prompt")
     grammar = None
     if asked.is_formed:
-        grammar = await threads.run(threads.compiling, service.grammar, asked)
+        grammar = await compiling.run(service.grammar, asked)
     answers = await run_in_threadpool(service.answers, asked, prompt, listener_of, grammar)
     service.submit(answers)
     record = _Record(request, asked, answers, len(prompt), access)
