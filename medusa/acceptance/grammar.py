@@ -132,9 +132,13 @@ class _Trial:
     def _started(self) -> subprocess.Popen[bytes]:
         # -I: neither the folder of the program nor the environment decides what is imported
         command = [sys.executable, "-I", grammar_trial.__file__]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        # a session of its own: Ctrl-C is for the server, which then ends it
-        process = subprocess.Popen(command, **pipes, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the server, which then ends it
+        )
         weakref.finalize(self, _end, process)
         names = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
         settings = {

@@ -46,6 +46,8 @@ PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
 """Libraries of the chat page, in ``vendor/``."""
 OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """What needs no key: it tells nothing."""
+MAX_REQUESTS = 704
+"""Requests under way at once, whether they wait, decode or are being read."""
 BODY_SECONDS = 30.0
 """In which a body must have come."""
 MAX_DEPTH = 128
@@ -150,7 +152,7 @@ class Gate:
     """Keys, body sizes and request ids, before anything is read or parsed."""
 
     def __init__(self, app: Callable[..., Any], access: AccessSettings):
-        self.app, self.access = app, access
+        self.app, self.access, self.num_under_way = app, access, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -167,9 +169,13 @@ class Gate:
         headers = dict(scope["headers"])
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
-            await JSONResponse(refusal.body, refusal.status)(scope, receive, send_with_id)
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send_with_id)
             return
-        await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+        self.num_under_way += 1
+        try:
+            await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+        finally:
+            self.num_under_way -= 1
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
         if self.access.api_keys and path not in OPEN_PATHS:
@@ -177,6 +183,8 @@ class Gate:
             known = [hmac.compare_digest(given, key.encode()) for key in self.access.api_keys]
             if not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
+        if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
+            return overloaded()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.access.max_body_bytes:
             return _too_large(self.access.max_body_bytes)

@@ -21,6 +21,8 @@ MAX_BIASES = 4096
 TYPE_NAME = re.compile(r"str|int|float|bool|list\[.*\]")
 """What pydantic puts behind a field that may have several types."""
 TOKEN_ID = re.compile(r"[0-9]{1,10}")
+LEAST_TEMPERATURE = 1e-5
+"""Less is 0: clients write such numbers for it, and logits that are divided by them are no numbers."""
 SEEDS = 2**62
 """Seeds are whole numbers of less than this."""
 
@@ -327,6 +329,8 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
     expect the distribution as it is.
     """
     temperature = 1.0 if asked.temperature is None else asked.temperature
+    if temperature < LEAST_TEMPERATURE:
+        temperature = 0.0
     arguments: dict[str, Any] = {"do_sample": temperature > 0}
     arguments["repetition_penalty"] = asked.repetition_penalty or 1.0
     if temperature > 0:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -30,7 +31,7 @@ from tiny_server import Running, expected, running, wait_until
 from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.decoding import continuous_batch
 from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch
-from medusa.serving import application
+from medusa.serving import application, connections
 from medusa.serving.application import AccessSettings, create_application
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.service import Service, ServiceSettings
@@ -228,6 +229,32 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     print(f"{num_asked} requests; MiB, threads, files: {seen}")
     assert last[0] <= settled[0] + 16, seen
     assert last[1] <= settled[1] + 1 and last[2] <= settled[2] + 2, seen
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: "])
+def test_a_connection_that_asks_nothing_is_given_up(server, monkeypatch, head):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as idle:
+        idle.sendall(head)
+        assert idle.recv(1) == b""
+
+
+def test_idle_connections_lock_nobody_out(text):
+    with running(chat_model(), max_connections=4) as small, ExitStack() as opened:
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", small.port))) for _ in range(12)]
+        assert whole(small) == text and httpx.get(f"{small.url}/health").status_code == 200
+        idle[0].settimeout(10)
+        assert idle[0].recv(1) == b""  # the one that has waited longest made room
+
+
+def test_where_too_many_requests_are_under_way_health_is_answered_and_others_come_back_later(
+    server, monkeypatch
+):
+    monkeypatch.setattr(application, "MAX_REQUESTS", 0)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    refused = httpx.get(f"{server.url}/v1/models")
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    assert refused.json()["error"]["code"] == "overloaded"
 
 
 MANY = 50_000

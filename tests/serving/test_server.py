@@ -345,6 +345,28 @@ def chain(length: int, link: str = "$ref") -> dict:
     return {"$ref": "#/$defs/0", "$defs": {str(at): each for at, each in enumerate([*definitions, True])}}
 
 
+def test_the_bytes_of_all_tokens_joined_are_the_text(server):
+    letters = {str(token): 100 for token in TOKENIZER("é😀")["input_ids"]}
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": 2, "logit_bias": letters}
+    reply = client_of(server).chat.completions.create(**asked, logprobs=True, top_logprobs=1).choices[0]
+    joined = bytes(byte for entry in reply.logprobs.content for byte in entry.bytes)
+    assert len(joined) == 12 and joined.decode(errors="replace") == reply.message.content
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-6])
+def test_a_temperature_next_to_none_is_none(server, tiny_chat_model, temperature):
+    _, text = expected(tiny_chat_model, HELLO, max_new_tokens=12, do_sample=False)
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": temperature}
+    assert client_of(server).chat.completions.create(**asked).choices[0].message.content == text
+
+
+def test_with_top_k_50_a_seed_gives_the_text_of_generate_with_its_defaults(server, tiny_chat_model):
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "seed": 6}
+    _, text = expected(tiny_chat_model, HELLO, max_new_tokens=24, do_sample=True, seed=6)
+    reply = client_of(server).chat.completions.create(**asked, extra_body={"top_k": 50})
+    assert reply.choices[0].message.content == text
+
+
 LARGE_PATTERN = {"type": "object", "properties": {"a": {"pattern": "^a{1000000}$", "type": "string"}}}
 BAD_SCHEMAS = {
     "refers to itself": {"$ref": "#"},
