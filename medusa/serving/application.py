@@ -270,10 +270,12 @@ def _checked(raw: bytes, kind: Any) -> Any:
         json.dumps(body, ensure_ascii=False).encode()  # halves of characters are no text
     except (ValueError, RecursionError) as error:
         raise RequestError("the body must be JSON", code="invalid_json") from error
-    if not has_depth_of_at_most(body, MAX_DEPTH):
-        raise RequestError(f"the body may be nested {MAX_DEPTH} levels deep", code="invalid_json")
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
+    if not has_depth_of_at_most(body, MAX_DEPTH):
+        raise RequestError(
+            f"the body may be nested {MAX_DEPTH} levels deep; this one is deeper", code="invalid_json"
+        )
     try:
         return kind.model_validate(body)
     except ValidationError as error:

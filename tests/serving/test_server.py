@@ -462,6 +462,7 @@ def test_other_refusals_are_in_the_same_form(server):
         b'{"temperature": NaN}',
         b'{"messages": "\\ud800"}',
         b'{"messages": ' + b"[" * 100_000,
+        b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}",
     ):
         reply = httpx.post(f"{server.url}/v1/chat/completions", content=body)
         assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
