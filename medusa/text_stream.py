@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 REPLACEMENT = "\ufffd"
 LONGEST_INCOMPLETE = 3
 """Bytes of a UTF-8 character that can be there while its last one is missing."""
+
+
+ALONE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+"""Bytes that byte-level vocabularies spell as the character of that number; the others follow each other."""
+BYTE_OF = {chr(byte): byte for byte in ALONE}
+BYTE_OF |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(256)}.difference(ALONE)))}
+ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+WORD_BEGINS = "\u2581"
+"""What SentencePiece writes for a space; decoding a token alone drops the first one."""
+
+
+def token_bytes(spelt: str | None, decoded: str) -> bytes:
+    """The bytes of a token that its vocabulary spells so and that decodes to this alone: those of a part of a
+    character too, so that the bytes of all tokens joined are the text."""
+    if spelt is None:
+        return decoded.encode()
+    if one := ONE_BYTE.fullmatch(spelt):
+        return bytes([int(one[1], 16)])
+    if WORD_BEGINS in spelt:
+        return spelt.replace(WORD_BEGINS, " ").encode()
+    if REPLACEMENT in decoded and BYTE_OF.keys() >= set(spelt):
+        return bytes(BYTE_OF[letter] for letter in spelt)
+    return decoded.encode()
 
 
 class TextStream:

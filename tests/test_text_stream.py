@@ -1,10 +1,11 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import chat_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from medusa.text_stream import TextStream
+from medusa.text_stream import TextStream, token_bytes
 
 TOKENIZER = chat_tokenizer()
 
@@ -37,3 +38,19 @@ def test_words_keep_their_spaces_where_a_lone_token_would_lose_its_own():
 def test_text_appears_as_soon_as_it_is_certain():
     stream = TextStream(TOKENIZER)
     assert [stream.feed(token) for token in TOKENIZER("aé😀").input_ids] == ["a", "", "é", "", "", "", "😀"]
+
+
+@pytest.mark.parametrize(
+    ("spelt", "decoded", "expected"),
+    [
+        ("Ġa", " a", b" a"),
+        ("Ã", "\ufffd", b"\xc3"),
+        ("ï¿½", "\ufffd", b"\xef\xbf\xbd"),
+        ("<0xE2>", "\ufffd", b"\xe2"),
+        ("\u2581word", "word", b" word"),
+        (None, "", b""),
+        ("<|end|>", "<|end|>", b"<|end|>"),
+    ],
+)
+def test_the_bytes_of_a_token_are_its_own_where_it_is_a_part_of_a_character(spelt, decoded, expected):
+    assert token_bytes(spelt, decoded) == expected

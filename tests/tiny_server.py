@@ -13,7 +13,8 @@ from tiny_chat import chat_tokenizer
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings, create_application
-from medusa.serving.server import SignalledServer, listening_socket
+from medusa.serving.connections import bounded_protocol
+from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, listening_socket
 from medusa.serving.service import Service, ServiceSettings
 
 TOKENIZER = chat_tokenizer()
@@ -34,10 +35,11 @@ class Running:
 @contextmanager
 def running(model: MedusaModel, access: AccessSettings | None = None, **options) -> Iterator[Running]:
     limits = options.pop("limits", BatchLimits(max_rows=4, chunk=32))
+    protocol = bounded_protocol(options.pop("max_connections", MAX_CONNECTIONS))
     service = Service(model, ServiceSettings("tiny", limits, **options))
     listening = listening_socket("127.0.0.1", 0)
     app = create_application(service, access or AccessSettings())
-    server = SignalledServer(uvicorn.Config(app, log_level="error"), service)
+    server = SignalledServer(uvicorn.Config(app, log_level="error", http=protocol), service)
     service.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

@@ -8,17 +8,42 @@ optional dependency.
 
 from __future__ import annotations
 
+import functools
 import json
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from medusa.acceptance import grammar_trial
+
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line: where any white space may come, a small model may write nothing else."""
+MAX_SCHEMA_LENGTH = 2**18
+"""Characters of a schema, as JSON."""
+MAX_SCHEMA_DEPTH = 256
+"""Levels of a schema, of definitions inside of definitions too."""
+TRIAL_SECONDS = 5.0
+"""In which a grammar must have been compiled."""
+NUM_KEPT = 64
+"""Grammars that are kept compiled."""
+DEFINITIONS = ("$defs", "definitions")
+"""Keys of a schema under which others stand that are only read where something refers to them."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keys of a schema under which no schemas stand."""
+
+
+class GrammarFailed(RuntimeError):
+    """An answer cannot go on in its grammar."""
 
 
 class GrammarCompiler:
@@ -47,20 +72,154 @@ class GrammarCompiler:
         self._matcher_of = LLMatcher
         self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_ids])
         self._eos_ids, self._vocab_size = frozenset(eos_ids), vocab_size
+        self._lock = threading.Lock()
+        self._trial = _Trial(tokenizer, vocab_size, eos_ids)
+        self._compiled = functools.lru_cache(NUM_KEPT)(self._compile)
 
     def json(self, schema: Mapping[str, Any], before: str = "", after: str = "") -> Grammar:
         """JSON by ``schema``, between two fixed strings.
 
+        The grammar is tried in a process of its own first, which may die of it.
+
         Raises:
-            ValueError: the schema is wrong, or uses what llguidance does not know.
+            ValueError: the schema is wrong, too large or too deep, or uses what llguidance does not know.
         """
+        check_schema(schema)
         spaced = {**schema, "x-guidance": ONE_LINE}
         parts = [json.dumps(before)] * bool(before) + ["json"] + [json.dumps(after)] * bool(after)
         lark = f"start: {' '.join(parts)}\njson: %json {json.dumps(spaced)}"
-        source = self._matcher_of.grammar_from_lark(lark)
-        if problem := self._matcher_of.validate_grammar(source, self._tokens):
+        with self._lock:
+            return self._compiled(self._matcher_of.grammar_from_lark(lark))
+
+    def _compile(self, source: str) -> Grammar:
+        if problem := self._trial.problem_of(source):
             raise ValueError(problem)
-        return Grammar(self._matcher_of(self._tokens, source), self._eos_ids, self._vocab_size)
+        matcher = self._matcher_of(self._tokens, source, log_level=0)
+        return Grammar(matcher, self._eos_ids, self._vocab_size)
+
+
+class _Trial:
+    """The process of :mod:`medusa.acceptance.grammar_trial`: started when it is needed, and again when it has
+    died."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]):
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, [*eos_ids]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def problem_of(self, source: str) -> str:
+        """What is wrong with a grammar, or an empty text."""
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(TRIAL_SECONDS, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(source).encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            timer.cancel()
+        if not answer.endswith(b"\n"):
+            _end(process)
+            self._process = None
+            return (
+                f"compiling it takes more than {TRIAL_SECONDS:g} seconds, "
+                f"{grammar_trial.MEMORY_BYTES >> 20} MiB or a deep stack; ask for a simpler form"
+            )
+        return str(json.loads(answer))
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # -I: neither the folder of the program nor the environment decides what is imported
+        command = [sys.executable, "-I", grammar_trial.__file__]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the server, which then ends it
+        )
+        weakref.finalize(self, _end, process)
+        names = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        settings = {
+            "path": sys.path,
+            "tokenizer": _serialised(self._tokenizer),
+            "num_tokens": self._vocab_size,
+            "eos_ids": self._eos_ids,
+            "quotes": [token for token, name in enumerate(names) if '"' in (name or "")],
+        }
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.flush()
+        return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _serialised(tokenizer: Any) -> str:
+    """As ``tokenizer.json``, with nothing that pads or cuts."""
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``schema`` is too large or too deep to compile, or its definitions are none.
+
+    A reference counts as the levels of what it refers to; one that is met again counts no more, as in trees.
+    """
+    under_way: list[tuple[Any, int]] = [(schema, 1)]
+    met: set[str] = set()
+    while under_way:
+        part, depth = under_way.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            raise ValueError(
+                f"a schema may be {MAX_SCHEMA_DEPTH} levels deep, references included; this one is deeper"
+            )
+        if isinstance(part, list):
+            under_way += [(inner, depth + 1) for inner in part]
+        if not isinstance(part, Mapping):
+            continue
+        for key, inner in part.items():
+            if key in DEFINITIONS and not isinstance(inner, Mapping):
+                raise ValueError(f"{key} of a schema must be an object, got {type(inner).__name__}")
+            if key not in (*DEFINITIONS, *VALUES):
+                under_way.append((inner, depth + 1))
+        target = part.get("$ref")
+        if isinstance(target, str) and target.startswith("#") and target not in met:
+            met.add(target)
+            under_way.append((_referred(schema, target), depth + 1))
+    if (length := len(json.dumps(schema))) > MAX_SCHEMA_LENGTH:
+        raise ValueError(f"a schema may have {MAX_SCHEMA_LENGTH} characters, got {length}; ask for less")
+
+
+def _referred(schema: Any, pointer: str) -> Any:
+    """What a reference inside of ``schema`` points to; None where there is nothing."""
+    part = schema
+    for name in filter(None, pointer[1:].split("/")):
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and key.isdecimal() and len(key) < 9:
+            part = part[int(key)] if int(key) < len(part) else None
+        else:
+            part = part.get(key) if isinstance(part, Mapping) else None
+    return part
+
+
+def moved(schema: Any, root: str) -> Any:
+    """A copy of ``schema`` whose references to itself hold where it stands at the pointer ``root``."""
+    if isinstance(schema, list):
+        return [moved(each, root) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    copied = {key: each if key in VALUES else moved(each, root) for key, each in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        copied["$ref"] = root + target[1:]
+    return copied
 
 
 class Grammar:
@@ -90,7 +249,7 @@ class GrammarProcessor(LogitsProcessor):
         """input_ids (M, T) long, scores (M, V) float -> (M, V).
 
         Raises:
-            RuntimeError: the grammar is too large to go on in.
+            GrammarFailed: the grammar is too large to go on in.
         """
         allowed = [self._allowed(path) for path in input_ids[:, self._num_prompt :].tolist()]
         mask = torch.from_numpy(np.stack(allowed)).to(scores.device)
@@ -119,4 +278,4 @@ class GrammarProcessor(LogitsProcessor):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error().partition("\n")[0])
+            raise GrammarFailed(self._matcher.get_error().partition("\n")[0])

@@ -33,6 +33,9 @@ from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass
 
+MAX_PASSED = 16
+"""Shorter rows that may begin before one that has no room yet."""
+
 
 class QueueFull(RuntimeError):
     """As many requests wait as may."""
@@ -77,6 +80,8 @@ class Row:
     error: Exception | None = None
     num_reused: int = 0
     """Tokens of the prompt that were not read again."""
+    num_passed: int = 0
+    """Rows that began before it though they came later, as there was no room for this one."""
     order: int = -1
     """When it joined, among the rows of the batch."""
 
@@ -87,7 +92,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step gave one row; without tokens where the row has only ended."""
+    """What a pass gave one row; without tokens where the row has only failed. A row that joins in a step gets
+    its first token and that step's pass: two of these."""
 
     row: Row
     tokens: list[int] = field(default_factory=list)
@@ -95,17 +101,23 @@ class Progress:
     """The depth of the guess behind each token; 0 for the base model's own."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, where the request asked for them."""
+    finish_reason: str | None = None
+    """That of the row, where this is the last it gets."""
 
 
 @dataclass
 class _Reading:
-    """The row whose prompt is being read."""
+    """A row whose prompt is being read."""
 
     row: Row
     ids: list[int]
     request: DecodeRequest
     """That of the row, with the answer so far behind the prompt."""
     prefix: Prefix
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.ids) - self.prefix.cache.longest
 
 
 class ContinuousBatch:
@@ -148,7 +160,7 @@ class ContinuousBatch:
         self._run = partial(compiled.verify if compiled else verify, layers=layers)
         self._layers, self._needs_features, self._max_nodes = layers, needs_features, max_nodes
         self._clock = PhaseClock(self.statistics)
-        self._reading: _Reading | None = None
+        self._readings: list[_Reading] = []  # each less than half as long as what the one before has left
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
@@ -165,13 +177,18 @@ class ContinuousBatch:
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to do in a step."""
-        return bool(self._rows or self.waiting or self._reading)
+        return bool(self._rows or self.waiting or self._readings)
 
     @property
     def num_slots(self) -> int:
         """Cache slots that are allocated for the rows under way, of ``max_slots``."""
-        reading = 0 if self._reading is None else self._reading.prefix.cache.capacity
-        return reading + (0 if self._state is None else len(self._rows) * self._state.cache.capacity)
+        return self._num_slots_read + (
+            0 if self._state is None else len(self._rows) * self._state.cache.capacity
+        )
+
+    @property
+    def _num_slots_read(self) -> int:
+        return sum(reading.prefix.cache.capacity for reading in self._readings)
 
     def add(self, row: Row) -> None:
         """Have ``row`` wait for its turn.
@@ -190,8 +207,8 @@ class ContinuousBatch:
     @property
     def num_vacant(self) -> int:
         """Requests that can be added now: those that would join at once, and those that may wait."""
-        limits, reading = self.limits, int(self._reading is not None)
-        return limits.max_waiting + max(0, limits.max_rows - self.num_rows - reading) - len(self.waiting)
+        num_vacant = max(0, self.limits.max_rows - self.num_rows - len(self._readings))
+        return self.limits.max_waiting + num_vacant - len(self.waiting)
 
     def check(self, request: DecodeRequest) -> None:
         """Raise ValueError unless a batch like this can ever answer ``request``."""
@@ -213,15 +230,14 @@ class ContinuousBatch:
         """Drop ``row`` wherever it is; nothing happens if it has ended."""
         if row in self.waiting:
             self.waiting.remove(row)
-        if self._reading is not None and self._reading.row is row:
-            self._reading = None
+        self._readings = [reading for reading in self._readings if reading.row is not row]
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
     def clear(self) -> None:
         """Drop all rows without looking at them: after a failure that may have broken anything."""
         self.waiting.clear()
-        self._rows, self._state, self._guided_by, self._reading = {}, None, None, None
+        self._rows, self._state, self._guided_by, self._readings = {}, None, None, []
 
     @torch.inference_mode(False)  # as in loop.decode
     @torch.no_grad()
@@ -238,50 +254,74 @@ class ContinuousBatch:
         return progress
 
     def _read_prompts(self) -> list[Progress]:
+        """At most a chunk of prompts: half of it is for the one that was begun first, and the shortest ones
+        come before it with the other half."""
         progress: list[Progress] = []
-        budget = self.limits.chunk
-        while budget > 0 and (reading := self._next_reading()) is not None:
+        budget, kept = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
+        while budget > 0 and self._begin_reading():
+            passes = len(self._readings) > 1 and budget > kept
+            reading = self._readings[-1 if passes else 0]
+            most = budget - kept if passes else budget
             try:
-                missing = len(reading.ids) - reading.prefix.cache.longest
-                if missing > budget:
-                    self._read_chunk(reading, budget)
-                elif self._rows and not self._fits(len(reading.ids)):
+                if reading.num_missing > most:
+                    self._read_chunk(reading, most)
+                    budget -= most
+                elif self._rows and not self._fits(len(reading.ids), len(self._readings)):
                     self._read_later(reading)  # the others have grown meanwhile
                     break
                 else:
-                    self._reading = None
+                    budget -= reading.num_missing
+                    self._readings.remove(reading)
                     progress += self._read_to_the_end(reading)
-                budget -= missing
             except Exception as error:  # whatever a request does to the model is its own loss
-                self._reading = None
+                self._readings = [each for each in self._readings if each is not reading]
                 progress.append(self._failed(reading.row, _cause(error)))
         return progress
 
-    def _next_reading(self) -> _Reading | None:
-        """The row being read, or the next one that waits, if there is room for it."""
-        if self._reading is None and self.waiting and self._has_room_for(self.waiting[0]):
-            row = self.waiting.popleft()
-            ids = row.prompt + row.tokens
-            tokens = torch.tensor([ids], device=row.request.tokens.device)
-            request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
-            prefix, row.num_reused = self._known_prefix(ids)
-            self._reading = _Reading(row, ids, request, prefix)
-        return self._reading
+    def _begin_reading(self) -> bool:
+        """Whether a prompt is being read, after one that waits was begun if any may be.
 
-    def _has_room_for(self, row: Row) -> bool:
-        """Whether all rows and this one can grow for a while."""
-        if not self._rows:
+        A row may pass one that is being read where it is less than half of what that has left, and one for
+        which there is no room, but not for ever: after so many have passed it, that one is next.
+        """
+        longest = self._readings[-1].num_missing / 2 if self._readings else float("inf")
+        passed = []
+        for row in self.waiting:
+            length = int(row.request.lengths[0]) + len(row.tokens)
+            if not self._has_room_for(length):
+                if row.num_passed >= MAX_PASSED:
+                    break
+                passed.append(row)
+            elif length <= longest:
+                for each in passed:
+                    each.num_passed += 1
+                self.waiting.remove(row)
+                self._readings.append(self._reading_of(row))
+                break
+        return bool(self._readings)
+
+    def _reading_of(self, row: Row) -> _Reading:
+        ids = row.prompt + row.tokens
+        tokens = torch.tensor([ids], device=row.request.tokens.device)
+        request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
+        prefix, row.num_reused = self._known_prefix(ids)
+        return _Reading(row, ids, request, prefix)
+
+    def _has_room_for(self, length: int) -> bool:
+        """Whether all rows, those that are read and one of ``length`` tokens can grow for a while."""
+        num_others = self.num_rows + len(self._readings)
+        if not num_others:
             return True
-        length = int(row.request.lengths[0]) + len(row.tokens)
-        return self.num_rows < self.limits.max_rows and self._fits(length, GROWTH_STEP)
+        return num_others < self.limits.max_rows and self._fits(length, len(self._readings) + 1, GROWTH_STEP)
 
-    def _fits(self, length: int, growth: int = 0) -> bool:
-        """Whether a row of ``length`` tokens may join, all of them grown by so many tokens."""
-        longest = max(length, 0 if self._state is None else self._state.cache.longest)
-        return self._slots(self.num_rows + 1, longest + growth) <= self.limits.max_slots
+    def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
+        """Whether so many rows may join, one of ``length`` tokens, all rows grown by so many tokens."""
+        read = [len(reading.ids) for reading in self._readings]
+        longest = max(length, 0 if self._state is None else self._state.cache.longest, *read, 0)
+        return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
 
     def _read_later(self, reading: _Reading) -> None:
-        self._reading = None
+        self._readings.remove(reading)
         self.waiting.appendleft(reading.row)
 
     def _slots(self, num_rows: int, longest: int) -> int:
@@ -387,18 +427,19 @@ class ContinuousBatch:
                 is_full = len(row.tokens) >= row.request.max_new_tokens
                 is_end = tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
-            progress.append(Progress(row, tokens, advance.depths[index], advance.logprobs.get(index)))
+            given = tokens, advance.depths[index], advance.logprobs.get(index)
+            progress.append(Progress(row, *given, row.finish_reason))
         return progress
 
     def _make_room(self) -> None:
         """Send the youngest rows back into the queue while there are more slots to fill than may be."""
         assert self._state is not None
         while True:
-            taken = 0 if self._reading is None else self._reading.prefix.cache.capacity
-            if self._slots(self.num_rows, self._state.cache.longest) + taken <= self.limits.max_slots:
+            taken = self._slots(self.num_rows, self._state.cache.longest) + self._num_slots_read
+            if taken <= self.limits.max_slots:
                 break
-            if self._reading is not None:
-                self._read_later(self._reading)
+            if self._readings:
+                self._read_later(self._readings[-1])
                 continue
             youngest = max(self._rows.values(), key=lambda row: row.order)
             self._drop([youngest])
@@ -414,7 +455,7 @@ class ContinuousBatch:
 
     def _failed(self, row: Row, error: Exception) -> Progress:
         row.error, row.finish_reason = error, "error"
-        return Progress(row)
+        return Progress(row, finish_reason="error")
 
     def _drop_ended(self) -> None:
         self._drop([row for row in self._rows.values() if row.finish_reason is not None])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
 import hashlib
 import hmac
 import json
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
@@ -31,7 +31,13 @@ from starlette.exceptions import HTTPException
 
 from medusa.serving.errors import RequestError
 from medusa.serving.replies import Replies, usage_of
-from medusa.serving.requests import ChatRequest, CompletionRequest, field_of, message_of
+from medusa.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    field_of,
+    has_depth_of_at_most,
+    message_of,
+)
 from medusa.serving.service import Service, overloaded
 from medusa.serving.worker import Answer, Update
 
@@ -40,8 +46,14 @@ PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
 """Libraries of the chat page, in ``vendor/``."""
 OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """What needs no key: it tells nothing."""
+MAX_REQUESTS = 704
+"""Requests under way at once, whether they wait, decode or are being read."""
 BODY_SECONDS = 30.0
 """In which a body must have come."""
+MAX_DEPTH = 128
+"""Levels of lists and objects in a body."""
+NUM_PREPARING = 4
+"""Requests that are read or tokenised at once."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,8 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_refused)
     app.add_exception_handler(Exception, _broken)
 
+    most = service.settings.limits.max_rows + service.settings.limits.max_waiting
+    threads = _Threads(NUM_PREPARING, most), _Threads(1, most)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
@@ -103,13 +117,11 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = await _checked(request, ChatRequest)
-        return await _reply(request, asked, service, functools.partial(service.chat_prompt, asked), access)
+        return await _reply(request, ChatRequest, service, service.chat_prompt, threads, access)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        asked = await _checked(request, CompletionRequest)
-        return await _reply(request, asked, service, functools.partial(service.text_prompt, asked), access)
+        return await _reply(request, CompletionRequest, service, service.text_prompt, threads, access)
 
     return app
 
@@ -140,7 +152,7 @@ class Gate:
     """Keys, body sizes and request ids, before anything is read or parsed."""
 
     def __init__(self, app: Callable[..., Any], access: AccessSettings):
-        self.app, self.access = app, access
+        self.app, self.access, self.num_under_way = app, access, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -157,9 +169,13 @@ class Gate:
         headers = dict(scope["headers"])
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
-            await JSONResponse(refusal.body, refusal.status)(scope, receive, send_with_id)
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send_with_id)
             return
-        await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+        self.num_under_way += 1
+        try:
+            await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+        finally:
+            self.num_under_way -= 1
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
         if self.access.api_keys and path not in OPEN_PATHS:
@@ -167,6 +183,8 @@ class Gate:
             known = [hmac.compare_digest(given, key.encode()) for key in self.access.api_keys]
             if not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
+        if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
+            return overloaded()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.access.max_body_bytes:
             return _too_large(self.access.max_body_bytes)
@@ -209,16 +227,44 @@ async def _broken(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(refusal.body, 500)
 
 
-async def _checked(request: Request, kind: Any) -> Any:
+class _Threads:
+    """Where requests are prepared, off the event loop, which answers everybody else meanwhile.
+
+    A body or a grammar may take a second and a hundred megabytes, so ``num_threads`` are worked on at once,
+    and no more wait than ``most``.
+    """
+
+    def __init__(self, num_threads: int, most: int):
+        self._limiter, self._num, self._most = CapacityLimiter(num_threads), 0, num_threads + most
+
+    async def run(self, work: Callable[..., Any], *given: Any) -> Any:
+        """The result of ``work``.
+
+        Raises:
+            RequestError: too much waits already.
+        """
+        if self._num >= self._most:
+            raise overloaded()
+        self._num += 1
+        try:
+            return await to_thread.run_sync(work, *given, limiter=self._limiter)
+        finally:
+            self._num -= 1
+
+
+async def _body(request: Request) -> bytes:
+    try:
+        return await asyncio.wait_for(request.body(), BODY_SECONDS)
+    except TimeoutError as error:
+        raise RequestError("the body did not come in time", 408, code="timeout") from error
+
+
+def _checked(raw: bytes, kind: Any) -> Any:
     """The body as ``kind``.
 
     Raises:
         RequestError: it is no JSON object, or a field is wrong.
     """
-    try:
-        raw = await asyncio.wait_for(request.body(), BODY_SECONDS)
-    except TimeoutError as error:
-        raise RequestError("the body did not come in time", 408, code="timeout") from error
     try:
         body = json.loads(raw, parse_constant=_no_number)
         json.dumps(body, ensure_ascii=False).encode()  # halves of characters are no text
@@ -226,6 +272,10 @@ async def _checked(request: Request, kind: Any) -> Any:
         raise RequestError("the body must be JSON", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
+    if not has_depth_of_at_most(body, MAX_DEPTH):
+        raise RequestError(
+            f"the body may be nested {MAX_DEPTH} levels deep; this one is deeper", code="invalid_json"
+        )
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -240,12 +290,17 @@ def _no_number(name: str) -> None:
 
 async def _reply(
     request: Request,
-    asked: ChatRequest | CompletionRequest,
+    kind: type[ChatRequest | CompletionRequest],
     service: Service,
-    prompt_of: Callable[[], list[int]],
+    prompt_of: Callable[[Any], list[int]],
+    threads: tuple[_Threads, _Threads],
     access: AccessSettings,
 ) -> Response:
-    """The answers to ``asked``, whole or as a stream."""
+    """The answers to a request of this kind, whole or as a stream."""
+    preparing, compiling = threads
+    raw = await _body(request)
+    asked = await preparing.run(_checked, raw, kind)
+    service.check(asked)
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
@@ -256,10 +311,13 @@ async def _reply(
 
         return listen
 
-    prompt = await run_in_threadpool(prompt_of)
+    prompt = await preparing.run(prompt_of, asked)
     if not prompt:
         raise RequestError("the prompt must not be empty", param="prompt")
-    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of)
+    grammar = None
+    if asked.is_formed:
+        grammar = await compiling.run(service.grammar, asked)
+    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of, grammar)
     service.submit(answers)
     record = _Record(request, asked, answers, len(prompt), access)
 
@@ -333,6 +391,9 @@ def _failure(reason: str | None) -> RequestError | None:
         return RequestError("the answer took longer than this server allows", 504, code="timeout")
     if reason == "overloaded":
         return overloaded()
+    if reason == "form":
+        text = "the answer cannot go on in the form that was asked for; ask for a simpler one"
+        return RequestError(text, code="form_failed")
     if reason == "error":
         return RequestError("the server failed on this answer", 500, code="internal_error")
     return None
@@ -389,7 +450,7 @@ class _Record:
         return usage_of(self.num_prompt, reused, sum(answer.num_tokens for answer in self.answers))
 
     def write(self) -> None:
-        ended = [answer.row.finish_reason for answer in self.answers]
+        ended = [answer.finish_reason or "cancelled" for answer in self.answers]
         counted = {**self.usage, "seconds": round(time.monotonic() - self.began, 4), "ended": ended}
         log.info(json.dumps({**self.said, **counted}, default=str))
 

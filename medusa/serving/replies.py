@@ -12,6 +12,7 @@ from medusa.acceptance.sampling import TokenLogprobs
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.tool_calls import ToolCall, ToolCallReader
 from medusa.serving.worker import Update
+from medusa.text_stream import token_bytes
 
 
 class Replies:
@@ -131,7 +132,8 @@ class Replies:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        return {"token": name, "logprob": _finite(logprob), "bytes": [*name.encode()]}
+        spelt = self.tokenizer.convert_ids_to_tokens(token)
+        return {"token": name, "logprob": _finite(logprob), "bytes": [*token_bytes(spelt, name)]}
 
     def _name(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -16,11 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
 MAX_TOOLS = 128
+MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
+MAX_BIASES = 4096
 TYPE_NAME = re.compile(r"str|int|float|bool|list\[.*\]")
 """What pydantic puts behind a field that may have several types."""
+TOKEN_ID = re.compile(r"[0-9]{1,10}")
+LEAST_TEMPERATURE = 1e-5
+"""Less is 0: clients write such numbers for it, and logits that are divided by them are no numbers."""
 SEEDS = 2**62
 """Seeds are whole numbers of less than this."""
 
+FIRST_ALONE = Field(fail_fast=True)
+"""For lists: one wrong item is enough, and a million of them would take gigabytes to list."""
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
@@ -53,16 +60,19 @@ class SharedFields(BaseModel):
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=SEEDS)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FIRST_ALONE] | None = None
     ignore_eos: StrictBool = False
     medusa_plain: StrictBool = False
     """Ours: decode this request without guessing, for comparison."""
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _token_ids(cls, given: dict[str, float] | None) -> dict[str, float] | None:
-        for key in given or {}:
-            if not key.isdecimal():
+    def _few_token_ids(cls, given: Any) -> Any:
+        keys = given if isinstance(given, dict) else ()
+        if len(keys) > MAX_BIASES:
+            raise ValueError(f"at most {MAX_BIASES} tokens, got {len(keys)}")
+        for key in keys:
+            if not TOKEN_ID.fullmatch(key):
                 raise ValueError(f"keys must be token ids, got {key[:20]!r}")
         return given
 
@@ -84,6 +94,11 @@ class SharedFields(BaseModel):
     def longest(self) -> int | None:
         """Tokens of an answer at most, if the client says."""
         return self.max_tokens
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether answers must keep to a form."""
+        return False
 
     @property
     def stops(self) -> list[str]:
@@ -134,9 +149,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE] | None = None
     name: str | None = None
-    tool_calls: list[GivenCall] | None = None
+    tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS), FIRST_ALONE] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -222,11 +237,11 @@ class ResponseFormat(BaseModel):
 class ChatRequest(SharedFields):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
     response_format: ResponseFormat | None = None
@@ -265,13 +280,16 @@ class ChatRequest(SharedFields):
         """What an answer that calls nothing must keep to; None for text."""
         return None if self.response_format is None else self.response_format.schema_of_answer
 
+    @property
+    def is_formed(self) -> bool:
+        return self.schema_of_answer is not None or bool(self.must_call)
+
     def refused(self) -> tuple[str, str] | None:
         if self.tool_choice not in (None, "none", "auto") and not self.must_call:
             return "tool_choice", "tool_choice must name one of tools, or tools must be given"
-        is_formed = self.schema_of_answer is not None
-        if is_formed and self.offered:
+        if self.schema_of_answer is not None and self.offered:
             return "response_format", "response_format and tools cannot be kept at once; leave one out"
-        if self.ignore_eos and (is_formed or self.must_call):
+        if self.ignore_eos and self.is_formed:
             return "ignore_eos", "ignore_eos goes on behind the end that a form has; leave it out"
         return None
 
@@ -279,7 +297,7 @@ class ChatRequest(SharedFields):
 class CompletionRequest(SharedFields):
     """``POST /v1/completions``."""
 
-    prompt: str | list[Whole]
+    prompt: str | Annotated[list[Whole], FIRST_ALONE]
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = 16
     echo: StrictBool | None = None
@@ -311,6 +329,8 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
     expect the distribution as it is.
     """
     temperature = 1.0 if asked.temperature is None else asked.temperature
+    if temperature < LEAST_TEMPERATURE:
+        temperature = 0.0
     arguments: dict[str, Any] = {"do_sample": temperature > 0}
     arguments["repetition_penalty"] = asked.repetition_penalty or 1.0
     if temperature > 0:
@@ -319,6 +339,21 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
     if asked.logit_bias:
         arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in asked.logit_bias.items()]
     return arguments
+
+
+def has_depth_of_at_most(body: Any, most: int) -> bool:
+    """Whether no more than ``most`` lists and objects of a JSON value stand in each other."""
+    level = [body]
+    for _ in range(most):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return True
+    return False
 
 
 def field_of(location: tuple[Any, ...]) -> str:

@@ -11,11 +11,14 @@ from types import FrameType
 
 import uvicorn
 
+from medusa.serving import application
 from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.connections import bounded_protocol
 from medusa.serving.service import Service
 
-MAX_CONNECTIONS = 1024
-"""Connections at once; more get 503."""
+MAX_CONNECTIONS = application.MAX_REQUESTS + 64
+"""Connections at once, also to those paths that are never refused. Less than the 1,024 files that processes
+usually may open."""
 
 log = logging.getLogger("medusa.serving")
 
@@ -47,7 +50,7 @@ def run_server(
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
+                http=bounded_protocol(MAX_CONNECTIONS),
                 timeout_graceful_shutdown=max(1, round(grace_seconds)),
             )
             address = f"[{host}]" if ":" in host else host

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +28,7 @@ from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
-TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError)
+TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, RecursionError)
 """What a chat template may raise about what it is given."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
@@ -112,17 +114,64 @@ class Service:
                 param="tools" if asked.offered else "messages",
             )
         try:
-            return self._rendered([message.as_template for message in asked.messages], asked.offered)
+            text = self._marked([message.as_template for message in asked.messages], asked.offered)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order",
                 param="messages",
             ) from error
+        self._check_length(text, "messages")
+        parts = filter(None, text.split(self._mark))
+        return [id for part in parts for id in self.tokenizer(part, add_special_tokens=False)["input_ids"]]
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+    def _marked(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> str:
+        """The conversation as text, with the mark inside of each control token that messages and tools spell:
+        tokenised on either side of it, what users write is text.
+
+        Raises:
+            RequestError: the template makes something else of it then.
+        """
+        text = self._rendered(messages, tools)
+        cut, cut_tools = self._cut(messages), self._cut([*tools])
+        if (cut, cut_tools) == (messages, [*tools]):
+            return text
+        # Some templates look for such text in what the model has said, as where its thoughts end.
+        said = [old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)]
+        for given in (cut, said):
+            marked = self._rendered(given, cut_tools)
+            if marked.replace(self._mark, "") == text:
+                return marked
+        raise RequestError(
+            "a message holds the text of a control token, which the chat template does not leave as it is; "
+            "leave it out",
+            param="messages",
+        )
+
+    @functools.cached_property
+    def _mark(self) -> str:
+        """Text that nobody can guess."""
+        return f"{secrets.randbits(128):039d}"
+
+    @functools.cached_property
+    def _controls(self) -> re.Pattern[str]:
+        tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        spelt = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spelt)) or "(?!)")
+
+    def _cut(self, given: Any) -> Any:
+        """``given`` with the mark behind the first character of each control token in its texts."""
+        if isinstance(given, str):
+            return self._controls.sub(lambda found: f"{found[0][0]}{self._mark}{found[0][1:]}", given)
+        if isinstance(given, list):
+            return [self._cut(each) for each in given]
+        if isinstance(given, dict):
+            return {self._cut(key): self._cut(each) for key, each in given.items()}
+        return given
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tools=[*tools] or None, add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+            messages, tools=[*tools] or None, add_generation_prompt=True, tokenize=False
+        )
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -130,20 +179,17 @@ class Service:
         eos = self.tokenizer.eos_token_id if eos is None else eos
         return GrammarCompiler(self.tokenizer, size, [eos] if isinstance(eos, int) else eos)
 
-    def _grammar(self, asked: SharedFields) -> Grammar | None:
-        """What the answer must keep to; None where it is free.
+    def grammar(self, asked: ChatRequest) -> Grammar:
+        """What the answer must keep to, where it ``is_formed``.
 
         Raises:
             RequestError: grammars are not to be had here, or not this one.
         """
-        schema = asked.schema_of_answer if isinstance(asked, ChatRequest) else None
-        if not isinstance(asked, ChatRequest) or (schema is None and not asked.must_call):
-            return None
         name = "tool_choice" if asked.must_call else "response_format"
         try:
             if asked.must_call:
                 return self._grammars.json(*forced_call(asked.must_call, self._tool_template))
-            return self._grammars.json(schema or {})
+            return self._grammars.json(asked.schema_of_answer or {})
         except (ImportError, ValueError) as error:
             raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
 
@@ -159,20 +205,32 @@ class Service:
             RequestError: a token id is none of the model's.
         """
         if isinstance(asked.prompt, str):
+            self._check_length(asked.prompt, "prompt")
             return self.tokenizer(asked.prompt)["input_ids"]
         self._check_tokens(asked.prompt, "prompt")
         return list(asked.prompt)
 
-    def answers(
-        self,
-        asked: SharedFields,
-        prompt: Sequence[int],
-        listener_of: Callable[[int], Callable[[Update], None]],
-    ) -> list[Answer]:
-        """The ``n`` answers to ``prompt``, not yet under way; choice i draws from ``seed + i``.
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """Characters of the longest prompt that can fit, if all its tokens are the longest one."""
+        tokens = min(self.settings.limits.max_slots, self.context or self.settings.limits.max_slots)
+        return tokens * max(map(len, self.tokenizer.get_vocab()))
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuse a text that is too long before it is tokenised, which takes long."""
+        if len(text) > self.max_characters:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, and at most {self.max_characters} can fit here; "
+                "shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check(self, asked: SharedFields) -> None:
+        """What can be said of a request before anything is computed for it.
 
         Raises:
-            RequestError: something asked for is not to be had here.
+            RequestError: something asked for is not to be had here, or there is no room now.
         """
         if asked.model not in (None, "", self.settings.model_name):
             raise RequestError(
@@ -184,6 +242,24 @@ class Service:
         if (refusal := asked.refused()) is not None:
             raise RequestError(refusal[1], param=refusal[0])
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
+        self._check_open()
+        try:
+            self.worker.check_room(asked.medusa_plain, asked.n)
+        except QueueFull as error:
+            raise overloaded() from error
+
+    def answers(
+        self,
+        asked: SharedFields,
+        prompt: Sequence[int],
+        listener_of: Callable[[int], Callable[[Update], None]],
+        grammar: Grammar | None = None,
+    ) -> list[Answer]:
+        """The ``n`` answers to ``prompt``, not yet under way; choice i draws from ``seed + i``.
+
+        Raises:
+            RequestError: something asked for is not to be had here.
+        """
         arguments: dict[str, Any] = {
             **sampling_arguments(asked),
             "max_new_tokens": self._longest(asked, len(prompt)),
@@ -193,7 +269,6 @@ class Service:
         if asked.frequency_penalty or asked.presence_penalty:
             frequency, presence = asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
             processors.append(OccurrencePenalty(len(prompt), frequency, presence))
-        grammar = self._grammar(asked)
         if self.model.base.generation_config.pad_token_id is None:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
         first = asked.seed
@@ -224,16 +299,19 @@ class Service:
         Raises:
             RequestError: there is no room now, or the server is about to end.
         """
-        if self.is_draining:
-            raise RequestError(
-                "the server is shutting down", 503, code="shutting_down", retry_after=RETRY_AFTER
-            )
+        self._check_open()
         try:
             self.worker.submit(answers)
         except QueueFull as error:
             raise overloaded() from error
         except WorkerEnded as error:
             raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise RequestError(
+                "the server is shutting down", 503, code="shutting_down", retry_after=RETRY_AFTER
+            )
 
     def _longest(self, asked: SharedFields, num_prompt: int) -> int:
         """Tokens that the answer may have."""

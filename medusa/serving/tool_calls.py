@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa.acceptance.grammar import moved
 from medusa.serving.answer_text import overlap
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -111,21 +112,15 @@ class ToolCallReader:
 
 def forced_call(tools: Sequence[Mapping[str, Any]], template: str) -> tuple[dict[str, Any], str, str]:
     """A schema of one call of any of ``tools``, and what stands before and behind it, as ``template`` has
-    models write calls.
-
-    Raises:
-        ValueError: the schemas of two tools contradict each other.
-    """
+    models write calls. References of a tool's schema stay inside of it."""
     is_hermes = BEGIN in template
     key = "parameters" if '"parameters": ' in template and not is_hermes else "arguments"
     kinds: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
-    for tool in tools:
-        parameters = {"type": "object", **(tool.get("parameters") or {})}
-        for name, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                raise ValueError(f"two tools define {name!r} differently; offer one of them")
-        properties = {"name": {"const": tool["name"]}, key: parameters}
+    for index, tool in enumerate(tools):
+        place = f"#/$defs/{index}"
+        definitions[str(index)] = moved({"type": "object", **(tool.get("parameters") or {})}, place)
+        properties = {"name": {"const": tool["name"]}, key: {"$ref": place}}
         kinds.append({"type": "object", "properties": properties, "required": ["name", key]})
         kinds[-1]["additionalProperties"] = False
     return {"anyOf": kinds, "$defs": definitions}, *((f"{BEGIN}\n", f"\n{END}") if is_hermes else ("", ""))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.decoding.continuous_batch import ContinuousBatch, Progress, QueueFull, Row
 from medusa.decoding.state import DecodeRequest
@@ -34,7 +35,7 @@ class Update:
     num_steps: int = 0
     """Forward passes that it took so far, the reading of the prompt included as one."""
     finish_reason: str | None = None
-    """"stop", "length", "timeout", "overloaded" or "error": the last update."""
+    """"stop", "length", "timeout", "overloaded", "form" or "error": the last update."""
 
 
 class Answer:
@@ -54,6 +55,8 @@ class Answer:
         self.arrived = self.last = time.monotonic()
         self.deadline = self.arrived + seconds
         self.num_tokens = self.num_steps = 0
+        self.finish_reason: str | None = None
+        """That of the last update."""
 
 
 class WorkerEnded(RuntimeError):
@@ -102,12 +105,21 @@ class Worker:
         with self._changed:
             if not self.is_alive:
                 raise WorkerEnded("the decoding thread has ended")
-            for is_plain, batch in self.batches.items():
-                new = sum(answer.is_plain is is_plain for answer in [*self._added, *answers])
-                if new > max(0, batch.num_vacant):
-                    raise QueueFull(f"{len(batch.waiting)} requests wait already")
+            for is_plain in self.batches:
+                self._check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
             self._changed.notify()
+
+    def check_room(self, is_plain: bool, num_answers: int) -> None:
+        """Raise QueueFull where so many answers would not be taken in now."""
+        with self._changed:
+            self._check_room(is_plain, num_answers)
+
+    def _check_room(self, is_plain: bool, num_answers: int) -> None:
+        batch = self.batches[is_plain]
+        num_added = sum(answer.is_plain is is_plain for answer in self._added)
+        if num_answers and num_added + num_answers > max(0, batch.num_vacant):
+            raise QueueFull(f"{len(batch.waiting)} requests wait already")
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Drop ``answers`` before the next step; those that have ended already are left alone."""
@@ -187,13 +199,18 @@ class Worker:
 
     def _tell(self, progress: Progress) -> None:
         answer: Any = progress.row.tag
-        row, text = progress.row, answer.text
-        if row.error is not None:
+        if answer not in self._active:  # a stop string has ended it earlier in the step
+            return
+        row, text, reason = progress.row, answer.text, progress.finish_reason
+        if isinstance(row.error, GrammarFailed):
+            self._end(answer, "form")
+            return
+        if reason == "error":
             log.error("an answer failed: %s", type(row.error).__name__, exc_info=row.error)
             self._end(answer, "error")
             return
         tokens = progress.tokens
-        num_text = len(tokens) - (row.finish_reason == "stop" and tokens[-1] in row.request.eos_ids)
+        num_text = len(tokens) - (reason == "stop" and tokens[-1] in row.request.eos_ids)
         now, num_prompt = time.monotonic(), int(row.request.lengths[0])
         if answer.num_steps == 0:
             self.metrics.began(now - answer.arrived, len(tokens), num_prompt, row.num_reused)
@@ -202,7 +219,6 @@ class Worker:
         answer.last = now
         num_fed, pieces = text.feed(tokens[:num_text], progress.depths[:num_text])
         answer.num_steps += 1
-        reason = row.finish_reason
         answer.num_tokens += num_fed if text.is_stopped else len(tokens)
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)
@@ -211,13 +227,7 @@ class Worker:
         elif reason is not None:
             pieces += text.finish()
             reason = "stop" if text.is_stopped else reason
-        update = Update(
-            pieces, (progress.logprobs or [])[:num_fed], answer.num_tokens, answer.num_steps, reason
-        )
-        if reason is not None:
-            self._active.discard(answer)
-            self.metrics.ended(reason)
-        answer.listener(update)
+        self._send(answer, pieces, (progress.logprobs or [])[:num_fed], reason)
 
     def _drop(self, answer: Answer) -> None:
         self._active.discard(answer)
@@ -225,6 +235,13 @@ class Worker:
 
     def _end(self, answer: Answer, reason: str) -> None:
         """End an answer that has no more tokens."""
-        self._active.discard(answer)
-        self.metrics.ended(reason)
-        answer.listener(Update(answer.text.finish(), [], answer.num_tokens, answer.num_steps, reason))
+        self._send(answer, answer.text.finish(), [], reason)
+
+    def _send(
+        self, answer: Answer, pieces: list[Piece], logprobs: list[TokenLogprobs], reason: str | None
+    ) -> None:
+        if reason is not None:
+            self._active.discard(answer)
+            self.metrics.ended(reason)
+            answer.finish_reason = reason
+        answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_chat import chat_base, chat_model, chat_tokenizer
 from transformers import LogitsProcessorList
 
+from medusa.acceptance import grammar
 from medusa.acceptance.grammar import GrammarCompiler
 from medusa.base.causal_lm import vocab_size
 from medusa.decoding.continuous_batch import BatchLimits, Row
@@ -90,3 +92,31 @@ def test_a_wrong_schema_is_refused(compiler):
         compiler.json({"type": "nonsense"})
     with pytest.raises(ValueError, match="need a fast tokenizer"):
         GrammarCompiler(object(), 10, [1])
+
+
+def test_a_schema_that_kills_the_trial_is_refused_and_the_next_one_is_compiled(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_SCHEMA_DEPTH", 10**9)
+    chain = {str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(5000)}
+    with pytest.raises(ValueError, match="a deep stack; ask for a simpler form"):
+        compiler.json({"$ref": "#/$defs/0", "$defs": {**chain, "5000": True}})
+    assert compiler.json(SCHEMA).processor(0) is not None
+
+
+def test_a_schema_that_takes_too_long_to_try_is_refused(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "TRIAL_SECONDS", 0.01)
+    with pytest.raises(ValueError, match=r"more than 0\.01 seconds"):
+        compiler.json({"type": "string", "pattern": "^(a{1000}){1000}$"})
+
+
+def test_a_grammar_that_was_compiled_is_not_compiled_again(compiler):
+    assert compiler.json(SCHEMA) is compiler.json(dict(SCHEMA))
+
+
+def test_the_trial_ends_with_its_compiler():
+    own = GrammarCompiler(TOKENIZER, vocab_size(chat_base()), [TOKENIZER.eos_token_id])
+    own.json(SCHEMA)
+    process = own._trial._process
+    assert process.poll() is None
+    del own
+    gc.collect()
+    assert process.poll() is not None

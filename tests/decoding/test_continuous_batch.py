@@ -21,7 +21,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
-from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, QueueFull, Row
+from medusa.decoding.continuous_batch import MAX_PASSED, BatchLimits, ContinuousBatch, QueueFull, Row
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
@@ -191,6 +191,60 @@ def test_a_long_prompt_is_read_between_the_steps_of_the_others():
         batch.step()
         steps += 1
     assert steps == 10 and len(running.tokens) == before + 10
+
+
+def test_short_prompts_pass_a_long_one_which_loses_half_its_time_at_most():
+    model, options = model_of("llama"), {"max_new_tokens": 3, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits(chunk=8, prefix_bytes=0), plain=True)
+    long = row_of(model, random_prompts(1, 160)[0].tolist(), **options)
+    batch.add(long)
+    batch.step()
+    num_steps, short = 1, []
+    while not long.tokens:
+        if not short or short[-1].tokens:
+            short.append(row_of(model, [5 + len(short), 6, 7], **options))
+            batch.add(short[-1])
+        batch.step()
+        num_steps += 1
+        assert short[-1].tokens  # in the step in which it came
+    assert len(short) > 10 and num_steps <= 2 * 160 // 8
+    while batch.is_busy:
+        batch.step()
+    for row in (long, *short):
+        assert row.tokens == alone(model, row.prompt, options)
+
+
+def test_a_row_without_room_is_passed_by_so_many_and_then_comes_next():
+    model, options = model_of("llama"), {"max_new_tokens": 12, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits(max_slots=1024, max_rows=4, prefix_bytes=0), plain=True)
+    long = row_of(model, random_prompts(1, 520)[0].tolist(), **options)
+    rows = [row_of(model, [5], **options), long]
+    batch.add(rows[0])
+    batch.step()
+    batch.add(long)
+    began = []
+    while not long.tokens:
+        if len(batch.waiting) < 3:
+            rows.append(row_of(model, [5 + len(rows) % 40, 6], **options))
+            batch.add(rows[-1])
+        batch.step()
+        began.append(sum(bool(row.tokens) for row in rows if row is not long) - 1)
+        assert batch.num_slots <= 1024
+    assert began[-1] == MAX_PASSED
+    while batch.is_busy:
+        batch.step()
+    for row in rows:
+        assert row.tokens == alone(model, row.prompt, options)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_progress_that_ends_a_row_is_the_last_one_and_says_so(length):
+    model, told = model_of("llama"), []
+    batch = model.continuous_batch(BatchLimits(), plain=True)
+    batch.add(row_of(model, [5, 6], max_new_tokens=length, do_sample=False))
+    while batch.is_busy:
+        told += batch.step()
+    assert [progress.finish_reason for progress in told] == [None] * (length - 1) + ["length"]
 
 
 def test_a_cancelled_row_is_gone_at_once_wherever_it_was():

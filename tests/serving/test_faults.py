@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -23,14 +24,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tiny_chat import chat_model, save_chat_model
 from tiny_server import Running, expected, running, wait_until
 
 from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.decoding import continuous_batch
-from medusa.decoding.continuous_batch import BatchLimits
-from medusa.serving import application
+from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch
+from medusa.serving import application, connections
 from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.service import Service, ServiceSettings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -226,6 +229,98 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     print(f"{num_asked} requests; MiB, threads, files: {seen}")
     assert last[0] <= settled[0] + 16, seen
     assert last[1] <= settled[1] + 1 and last[2] <= settled[2] + 2, seen
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: "])
+def test_a_connection_that_asks_nothing_is_given_up(server, monkeypatch, head):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as idle:
+        idle.sendall(head)
+        assert idle.recv(1) == b""
+
+
+def test_idle_connections_lock_nobody_out(text):
+    with running(chat_model(), max_connections=4) as small, ExitStack() as opened:
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", small.port))) for _ in range(12)]
+        assert whole(small) == text and httpx.get(f"{small.url}/health").status_code == 200
+        idle[0].settimeout(10)
+        assert idle[0].recv(1) == b""  # the one that has waited longest made room
+
+
+def test_where_too_many_requests_are_under_way_health_is_answered_and_others_come_back_later(
+    server, monkeypatch
+):
+    monkeypatch.setattr(application, "MAX_REQUESTS", 0)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    refused = httpx.get(f"{server.url}/v1/models")
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    assert refused.json()["error"]["code"] == "overloaded"
+
+
+MANY = 50_000
+WRONG_ITEMS = {
+    "messages": {"messages": [1] * MANY},
+    "keys of messages": {"messages": [{}] * MANY},
+    "parts": {"messages": [{"role": "user", "content": [{}] * MANY}]},
+    "calls": {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]},
+    "stop strings": {"messages": HELLO, "stop": [1] * MANY},
+    "tools": {"messages": HELLO, "tools": [1] * MANY},
+    "biased tokens": {"messages": HELLO, "logit_bias": dict.fromkeys(map(str, range(MANY)), "x")},
+    "names of biased tokens": {"messages": HELLO, "logit_bias": {f"{key}x": 1 for key in range(MANY)}},
+    "prompt": {"prompt": ["a"] * MANY},
+}
+
+
+@pytest.mark.parametrize("body", WRONG_ITEMS.values(), ids=WRONG_ITEMS)
+def test_of_many_wrong_items_few_are_looked_at(body):
+    kind = CompletionRequest if "prompt" in body else ChatRequest
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() <= 8
+
+
+def test_the_server_answers_others_while_it_reads_a_body(server, text, monkeypatch):
+    checked, may_go_on = application._checked, threading.Event()
+    monkeypatch.setattr(application, "_checked", lambda *given: may_go_on.wait(60) and checked(*given))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(whole, server)
+        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        may_go_on.set()
+        assert answer.result() == text
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("completions", {"prompt": "x" * 9000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 9000}]}),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(server, path, prompt):
+    error = httpx.post(f"{server.url}/v1/{path}", json=prompt).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["param"] in prompt
+    assert "characters, and at most 6656 can fit here" in error["message"]
+
+
+def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
+    with running(chat_model(), limits=BatchLimits(max_rows=1, max_waiting=0)) as small:
+        monkeypatch.setattr(small.service, "chat_prompt", fails)
+        monkeypatch.setattr(ContinuousBatch, "num_vacant", 0)
+        with pytest.raises(openai.InternalServerError, match="as many requests wait as may"):
+            whole(small)
+
+
+def test_no_more_bodies_wait_to_be_read_than_could_be_answered(monkeypatch):
+    may_go_on = threading.Event()
+    monkeypatch.setattr(application, "_checked", lambda *_: may_go_on.wait(5) and fails())
+    monkeypatch.setattr(application, "NUM_PREPARING", 1)
+    limits = BatchLimits(max_rows=1, max_waiting=1)
+    with running(chat_model(), limits=limits) as small, ThreadPoolExecutor(4) as pool:
+        posts = [pool.submit(httpx.post, f"{small.url}/v1/completions", timeout=60) for _ in range(4)]
+        refused = next(as_completed(posts)).result()  # one is read, two wait
+        may_go_on.set()
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert sorted(each.result().status_code for each in posts) == [500, 500, 500, 503]
 
 
 JSON = st.recursive(

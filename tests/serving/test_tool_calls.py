@@ -66,10 +66,14 @@ def test_no_more_calls_are_read_than_may_be():
 def test_a_forced_call_is_written_as_the_template_teaches_it():
     tools = [{"name": "weather", "parameters": {"type": "object", "$defs": {"A": {}}}}, {"name": "time"}]
     schema, before, after = forced_call(tools, "... <tool_call> ...")
-    assert (before, after) == ("<tool_call>\n", "\n</tool_call>") and schema["$defs"] == {"A": {}}
+    assert (before, after) == ("<tool_call>\n", "\n</tool_call>")
     assert [kind["properties"]["name"]["const"] for kind in schema["anyOf"]] == ["weather", "time"]
     schema, before, after = forced_call(tools, 'write {"name": ..., "parameters": ...}')
     assert (before, after) == ("", "") and schema["anyOf"][0]["required"] == ["name", "parameters"]
-    tools[1]["parameters"] = {"$defs": {"A": {"type": "null"}}}
-    with pytest.raises(ValueError, match="two tools define 'A' differently"):
-        forced_call(tools, "")
+
+
+def test_references_of_a_tool_stay_inside_of_its_own_schema():
+    tree = {"properties": {"left": {"$ref": "#"}, "const": {"const": {"$ref": "#"}}}}
+    schema, _, _ = forced_call([{"name": "a"}, {"name": "b", "parameters": tree}], "")
+    kept = schema["$defs"]["1"]["properties"]
+    assert kept["left"] == {"$ref": "#/$defs/1"} and kept["const"] == {"const": {"$ref": "#"}}
