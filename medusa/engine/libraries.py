@@ -70,7 +70,7 @@ def digest_of(tensors: Mapping[str, Tensor], device: torch.device, *depends_on: 
 
 def code_of(module: nn.Module) -> str:
     """A digest of the source files of the classes in ``module`` that are of no installed library."""
-    digest, known = hashlib.sha256(), ("torch.", "transformers.models.", "medusa.")
+    digest, known = hashlib.sha256(), ("torch.", "transformers.", "medusa.")
     for name in sorted({type(part).__module__ for part in module.modules()}):
         source = getattr(sys.modules.get(name), "__file__", None)
         if not name.startswith(known) and source is not None:

@@ -1,0 +1,135 @@
+"""Compiled libraries are whole or refused, and made by one process at a time."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from filelock import FileLock
+from torch import nn
+
+from medusa.engine import libraries
+from medusa.engine.libraries import code_of, compile_library, digest_of, open_library
+from medusa.files import write_json
+
+
+def program():
+    return torch.export.export(nn.Identity(), (torch.zeros(2),))
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that writes 100 kB, and a runner of torch's that opens anything; the libraries it made."""
+    made = []
+
+    def aot_compile(module, args, kwargs, options):
+        path = Path(options["aot_inductor.output_path"]) / "made.so"
+        path.write_bytes(b"x" * 100_000)
+        made.append(path)
+        return str(path)
+
+    monkeypatch.setattr(torch._inductor, "aot_compile", aot_compile)
+    monkeypatch.setattr(libraries, "_runner", lambda path: path)
+    return made
+
+
+def compiled(path):
+    compile_library(path, "compiling", program, lambda library: None)
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 1000, 99_999])
+def test_a_library_that_is_not_what_was_written_is_refused_with_what_to_delete(tmp_path, compiler, size):
+    path = compiled(tmp_path / "pass.so")
+    assert open_library(path) == path
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=rf"{path} is damaged.* delete it .*medusa compile"):
+        open_library(path)
+
+
+def test_a_library_whose_bytes_have_changed_or_whose_seal_is_gone_is_refused(tmp_path, compiler):
+    path = compiled(tmp_path / "pass.so")
+    path.write_bytes(b"y" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        open_library(path)
+    compiled_again = compiled(tmp_path / "other.so")
+    compiled_again.with_suffix(".json").unlink()
+    with pytest.raises(ValueError, match="is damaged"):
+        open_library(compiled_again)
+
+
+def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp_path, compiler):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"pass\.so could not be written, and .* GiB are free there"):
+            compiled(tmp_path / "pass.so")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["pass.lock"]
+
+
+def test_who_finds_another_compiling_waits_and_compiles_nothing(tmp_path, compiler, capsys):
+    path, waits = tmp_path / "pass.so", threading.Event()
+    with FileLock(path.with_suffix(".lock")):
+        waiting = threading.Thread(target=lambda: (waits.set(), compiled(path)))
+        waiting.start()
+        waits.wait()
+        while "waiting" not in capsys.readouterr().err:
+            assert waiting.is_alive()
+        path.write_bytes(b"made")
+    waiting.join()
+    assert not compiler and path.read_bytes() == b"made"
+
+
+def test_what_a_killed_compiler_left_makes_way(tmp_path, compiler):
+    left = tmp_path / "pass.partial"
+    left.mkdir()
+    (left / "half").write_bytes(b"half")
+    assert compiled(tmp_path / "pass.so").exists() and not left.exists()
+
+
+CHANGES = {
+    "another transformers": (transformers, "__version__", "5.0.0"),
+    "no VNNI": (torch.cpu, "_is_vnni_supported", lambda: "other"),
+    "no AMX": (torch.cpu, "_is_amx_tile_supported", lambda: "other"),
+    "other instructions": (torch.backends.cpu, "get_cpu_capability", lambda: "other"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_digest_tells_apart_what_a_library_depends_on(monkeypatch, change):
+    before = digest_of({}, torch.device("cpu"))
+    monkeypatch.setattr(*CHANGES[change])
+    assert digest_of({}, torch.device("cpu")) != before
+
+
+def test_remote_code_counts_by_its_source(tmp_path, monkeypatch):
+    source = tmp_path / "modeling_remote.py"
+    source.write_text("first")
+    module = ModuleType("transformers_modules.remote")
+    module.__file__ = str(source)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    remote = type("Remote", (nn.Module,), {"__module__": module.__name__})()
+    before = code_of(nn.Sequential(remote))
+    source.write_text("second")
+    assert code_of(nn.Sequential(remote)) != before
+    assert code_of(nn.Linear(2, 2)) == code_of(nn.Identity())
+
+
+def test_a_seal_is_written_before_the_library_takes_its_name(tmp_path, compiler, monkeypatch):
+    def fails(path, value):
+        assert not (tmp_path / "pass.so").exists()
+        write_json(path, value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(libraries.files, "write_json", fails)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(tmp_path / "pass.so")
+    monkeypatch.undo()
