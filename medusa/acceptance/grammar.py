@@ -65,7 +65,7 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ImportError(
-                "grammars need llguidance, which is not installed: pip install 'medusa-heads[grammar]'"
+                "grammars need llguidance, which is not installed: pip install llguidance"
             ) from error
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"grammars need a fast tokenizer, got {type(tokenizer).__name__}")

@@ -33,7 +33,7 @@ INT4_CAPABILITY = (8, 0)
 def missing_for_int8_weights(base: CausalLM) -> str | None:
     """What :func:`int8_weights_view` lacks to run ``base``; None when nothing."""
     if importlib.util.find_spec("torchao") is None:
-        return "torchao (pip install 'medusa-heads[quant]')"
+        return "torchao (pip install torchao)"
     if not quantisable_linears(base):
         return f"linear layers (nn.Linear) to quantise, and {type(base).__name__} has none"
     return missing_for_plain_weights(base)

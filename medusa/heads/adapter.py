@@ -62,10 +62,7 @@ def peft_library() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise ImportError(
-            "a LoRA adapter needs peft, which is not installed: pip install 'medusa-heads[train]', or pip "
-            "install peft"
-        ) from error
+        raise ImportError("a LoRA adapter needs peft, which is not installed: pip install peft") from error
     return peft
 
 

@@ -34,8 +34,8 @@ try:
     from medusa import custom_generate as generate
 except ImportError as error:
     raise ImportError(
-        "these heads need the package medusa-heads: pip install medusa-heads. The package medusa-llm has a "
-        "module of the same name; both cannot be in one environment"
+        "these heads need the package medusa-heads, which is not on PyPI: pip install . in a checkout of it. "
+        "The package medusa-llm has a module of the same name; both cannot be in one environment"
     ) from error
 '''
 REQUIREMENTS_FILE = "medusa-heads\n"

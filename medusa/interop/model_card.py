@@ -107,7 +107,7 @@ def _use(facts: CardFacts) -> str:
         "## Use",
         "",
         "```sh",
-        "pip install medusa-heads",
+        "pip install .  # in a checkout of medusa-heads, which is not on PyPI",
         f"medusa chat --base {facts.base} --heads {facts.repository}",
         "```",
         "",

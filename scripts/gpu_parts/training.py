@@ -229,7 +229,7 @@ def sharded(lab: Lab) -> Results:
         Skipped: deepspeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise Skipped("deepspeed is not installed: pip install 'medusa-heads[deepspeed]'")
+        raise Skipped("deepspeed is not installed: pip install deepspeed")
     found, config = {}, shipped_files() / "accelerate_zero2.yaml"
     zero2 = ["accelerate.commands.launch", "--num_processes=1", f"--config_file={config}", "-m", "medusa"]
     for name, launch in (("one process", ["medusa"]), ("ZeRO-2", zero2)):

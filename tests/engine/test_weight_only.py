@@ -23,7 +23,7 @@ from medusa.engine.weight_only import INT4_GROUP, int8_weights_view, quantisable
 PLAIN = CandidateTree.chain(0)
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install 'medusa-heads[quant]'"
+    importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install torchao"
 )
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 QUANTISING = ["int8_weights", pytest.param("int4_weights", marks=[pytest.mark.gpu, needs_cuda])]
@@ -172,9 +172,7 @@ def test_the_program_for_gpus_times_int8_weights_and_says_why_int4_cannot_run(mo
 
 def test_without_torchao_the_message_names_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"needs torchao \(pip install 'medusa-heads\[quant\]'\); use engine="
-    ):
+    with pytest.raises(ValueError, match=r"needs torchao \(pip install torchao\); use engine="):
         MedusaModel(tiny_model("llama"), engine="int8_weights")
 
 

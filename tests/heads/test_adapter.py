@@ -225,7 +225,7 @@ def test_another_base_of_the_same_sizes_is_refused_and_a_cast_one_is_not(saved):
 
 def test_without_peft_the_error_says_what_to_install(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install 'medusa-heads"):
+    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install peft"):
         MedusaModel.from_pretrained(*saved)
     assert load_heads(saved[1]).adapter is not None  # looking is possible without
 

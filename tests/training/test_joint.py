@@ -464,7 +464,7 @@ def test_joint_training_lowers_the_heads_loss_further_than_its_first_stage(tmp_p
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install 'medusa-heads"):
+    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install peft"):
         TrainedAdapter(tiny_base(), JointOptions(joint=True), seed=0)
 
 
