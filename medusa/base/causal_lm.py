@@ -67,6 +67,15 @@ def vocab_size(base: CausalLM) -> int:
     return embedding_weight(output_embedding(base)).shape[0]
 
 
+def end_ids(base: CausalLM, tokenizer: Any = None) -> frozenset[int]:
+    """The tokens that end an answer: those of the generation configuration, as for ``transformers``'
+    ``generate``; the tokenizer's where it names none."""
+    named = base.generation_config.eos_token_id
+    if named is None:
+        named = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(token for token in (named if isinstance(named, list) else [named]) if token is not None)
+
+
 def context_length(base: CausalLM) -> int | None:
     """Positions the model was made for, None when its configuration does not say."""
     return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from medusa.base.causal_lm import context_length
+from medusa.base.causal_lm import context_length, end_ids
 from medusa.decoding.loop import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
@@ -128,6 +128,7 @@ class ChatSession:
             **encoded,
             **self.settings.sampling,
             max_new_tokens=limit,
+            eos_token_id=sorted(end_ids(self.model.base, self.model.tokenizer)) or None,
             seed=self.settings.seed + len(self.answers),
             tree=CandidateTree.chain(0) if self.settings.is_plain else None,
             drafter=self.drafter,
@@ -170,7 +171,6 @@ class ChatSession:
 
     def _reason(self, tokens: list[int], limit: int) -> EndedBy:
         """Why a finished answer ended."""
-        eos = self.model.base.generation_config.eos_token_id
-        if len(tokens) < limit or tokens[-1] in (eos if isinstance(eos, list) else [eos]):
+        if len(tokens) < limit or tokens[-1] in end_ids(self.model.base, self.model.tokenizer):
             return "end"
         return "max_new_tokens" if limit == self.settings.max_new_tokens else "context"

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 import medusa
-from medusa.base.causal_lm import CausalLM, context_length
+from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype
 from medusa.cli.commands import AnsweringOptions, CompileOptions
@@ -57,10 +57,12 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
     if checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
+    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+    base.generation_config.eos_token_id = sorted(end_ids(base, tokenizer)) or None
     model = MedusaModel.from_pretrained(
         base,
         checkpoint if with_heads else None,
-        tokenizer=load_tokenizer(name, trust_remote_code=options.trust_remote_code),
+        tokenizer=tokenizer,
         engine=options.engine,
         step=options.step,
     )

@@ -16,12 +16,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, end_ids
 from medusa.decoding.statistics import PHASES
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.bounds import best_expected_tokens, f_hw, total_divergence
-from medusa.measurement.contenders import HEADS, PLAIN, TRANSFORMERS, Contender, ending_ids, is_ours
+from medusa.measurement.contenders import HEADS, PLAIN, TRANSFORMERS, Contender, is_ours
 from medusa.measurement.timing import (
     NUM_WARM_UPS,
     WARM_UP_TOKENS,
@@ -104,7 +104,7 @@ class Asking:
     @classmethod
     def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int) -> Asking:
         """With the tokens that end an answer of ``base``."""
-        eos_ids, pad_id = ending_ids(base), base.generation_config.pad_token_id
+        eos_ids, pad_id = end_ids(base), base.generation_config.pad_token_id
         pad_id = pad_id if pad_id is not None else min(eos_ids, default=0)
         return cls(arguments, eos_ids, pad_id, repeats)
 

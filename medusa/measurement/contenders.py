@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from medusa.base.causal_lm import CausalLM, vocab_size
+from medusa.base.causal_lm import CausalLM, end_ids, vocab_size
 from medusa.base.loading import load_base
 from medusa.drafters.registry import (
     DrafterSettings,
@@ -79,12 +79,6 @@ def is_llama_cpp(name: str) -> bool:
 def is_ours(name: str) -> bool:
     """Whether it is a drafter of ours, or plain decoding."""
     return name not in THEIRS and not is_llama_cpp(name)
-
-
-def ending_ids(base: CausalLM) -> frozenset[int]:
-    """The tokens that end an answer of ``base``."""
-    named = base.generation_config.eos_token_id
-    return frozenset(token for token in (named if isinstance(named, list) else [named]) if token is not None)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -208,7 +202,7 @@ def make_contenders(
 
 def llama_cpp(path: Path, model: MedusaModel) -> Answer:
     """llama.cpp with the model in the GGUF file ``path``, ending where ``model`` does."""
-    return answered_by(LlamaCpp(path, vocab_size(model.base)), ending_ids(model.base))
+    return answered_by(LlamaCpp(path, vocab_size(model.base)), end_ids(model.base))
 
 
 def ours(model: MedusaModel, seed: int, **choice: Any) -> Answer:

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 
 from medusa.acceptance.grammar import Grammar, GrammarCompiler
 from medusa.acceptance.penalties import OccurrencePenalty
-from medusa.base.causal_lm import vocab_size
+from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
 from medusa.decoding.continuous_batch import BatchLimits, QueueFull
 from medusa.model import MedusaModel
@@ -175,9 +175,11 @@ class Service:
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
-        size, eos = vocab_size(self.model.base), self.model.base.generation_config.eos_token_id
-        eos = self.tokenizer.eos_token_id if eos is None else eos
-        return GrammarCompiler(self.tokenizer, size, [eos] if isinstance(eos, int) else eos)
+        return GrammarCompiler(self.tokenizer, vocab_size(self.model.base), self._end_ids)
+
+    @property
+    def _end_ids(self) -> list[int]:
+        return sorted(end_ids(self.model.base, self.tokenizer))
 
     def grammar(self, asked: ChatRequest) -> Grammar:
         """What the answer must keep to, where it ``is_formed``.
@@ -263,6 +265,7 @@ class Service:
         arguments: dict[str, Any] = {
             **sampling_arguments(asked),
             "max_new_tokens": self._longest(asked, len(prompt)),
+            "eos_token_id": self._end_ids or None,
             "num_logprobs": asked.num_logprobs,
         }
         processors = LogitsProcessorList()

@@ -23,6 +23,7 @@ from rich.console import Console
 from gpu_parts.lab import Lab
 from medusa import HeadsCheckpoint, MedusaModel
 from medusa.acceptance.sampling import gumbel_noise, hashed_bits
+from medusa.base.causal_lm import end_ids
 from medusa.choices import StepKind
 from medusa.cli.program import encode_prompts
 from medusa.drafters.protocol import Drafter, host_bound_parts
@@ -31,7 +32,6 @@ from medusa.drafters.self_draft import early_exit
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.measurement.benchmark import same_as
 from medusa.measurement.bounds import Divergence, total_divergence
-from medusa.measurement.contenders import ending_ids
 from medusa.measurement.parts import GRACE_SECONDS, Case, Part, Results, Skipped
 from medusa.measurement.timing import Tokens, new_tokens
 from medusa.places import checkout
@@ -128,7 +128,7 @@ class Questions:
             said: Any = model.generate(
                 **inputs, **how, drafter=made, step=step, max_new_tokens=self.num_tokens
             )
-            found |= enumerate(new_tokens(said.tolist(), width, ending_ids(model.base)), start)
+            found |= enumerate(new_tokens(said.tolist(), width, end_ids(model.base)), start)
         return found
 
     def divergence(self, answers: Answers) -> Divergence:
@@ -225,7 +225,7 @@ def against_transformers(asked: Questions, expected: Answers) -> Results:
     base, given = asked.model.base, dict[int, Tokens]()
     for index, inputs in enumerate(asked.prompts):
         out: Any = base.generate(**inputs, do_sample=False, max_new_tokens=asked.num_tokens)
-        (given[index],) = new_tokens(out.tolist(), inputs["input_ids"].shape[1], ending_ids(base))
+        (given[index],) = new_tokens(out.tolist(), inputs["input_ids"].shape[1], end_ids(base))
     return {"drafter": "transformers", "step": "-", "rows": [compared(expected, given)]}
 
 

@@ -15,8 +15,9 @@ from threading import Thread
 from typing import Any, Protocol
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
+from medusa.base.causal_lm import end_ids
 from medusa.base.position_limits import common_context
 from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, Row
 from medusa.decoding.state import DecodeRequest
@@ -120,7 +121,12 @@ class LocalAnswerer:
     def __init__(self, model: MedusaModel, batch_size: int, max_new_tokens: int, stop_loops: bool = True):
         self.model, self.tokenizer = model, model.tokenizer
         self.batch_size, self.max_new_tokens, self.stop_loops = batch_size, max_new_tokens, stop_loops
-        self.stop_ids = end_of_turn_ids(model.base, self.tokenizer)
+        self.stop_ids = end_ids(model.base, self.tokenizer)
+        if not self.stop_ids:
+            raise ValueError(
+                f"{model.base.name_or_path!r} names no end-of-sequence token, so no answer would ever end; "
+                "set generation_config.eos_token_id"
+            )
 
     def replies(
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
@@ -283,22 +289,6 @@ class EndpointAnswerer:
             return Refusal(f"{conversation.origin}: {error}")
         was_cut = reply.finish_reason not in ENDED
         return Reply(reply.message["content"], was_cut, reply.num_tokens, reply.message)
-
-
-def end_of_turn_ids(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer: the generation configuration's and the tokenizer's.
-
-    Raises:
-        ValueError: neither names one, so no answer would ever end.
-    """
-    named = base.generation_config.eos_token_id
-    ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}
-    ids.discard(None)
-    if not ids:
-        raise ValueError(
-            f"{base.name_or_path!r} names no end-of-sequence token; set generation_config.eos_token_id"
-        )
-    return frozenset(ids)
 
 
 def question_frame(tokenizer: Any) -> tuple[list[int], int]:

@@ -23,7 +23,6 @@ from medusa.training.distillation.answering import (
     LocalAnswerer,
     Refusal,
     Reply,
-    end_of_turn_ids,
     question_frame,
 )
 from medusa.training.distillation.distill import TimeLimit, distill, prompt_free, unanswered
@@ -175,7 +174,7 @@ def test_a_model_without_an_end_token_is_refused():
     base, tokenizer = chat_base(), chat_tokenizer()
     base.generation_config.eos_token_id = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="names no end-of-sequence token"):
-        end_of_turn_ids(base, tokenizer)
+        LocalAnswerer(MedusaModel(base, tokenizer=tokenizer), 1, 8)
 
 
 def test_giving_up_when_the_first_prompts_are_all_refused(tmp_path):

@@ -1,0 +1,57 @@
+"""Whoever answers ends at the same tokens: those of the generation configuration, else the tokenizer's."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_chat import chat_base, chat_tokenizer, save_chat_model
+
+from medusa import MedusaModel
+from medusa.base.causal_lm import end_ids
+from medusa.cli.chat_session import ChatSession, ChatSettings
+from medusa.cli.options import ModelOptions
+from medusa.cli.program import load_model
+from medusa.serving.requests import ChatRequest
+from medusa.serving.service import Service, ServiceSettings
+from medusa.training.distillation.answering import LocalAnswerer
+
+QUESTION = [{"role": "user", "content": "why"}]
+OF_TOKENIZER = 256
+
+
+def answer_without_end(base, tokenizer):
+    ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt")
+    base.generation_config.eos_token_id = None
+    return base.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("names", ["another token", "several", "none"])
+def test_a_chat_a_server_and_a_distilled_answer_end_where_generate_ends(names):
+    base, tokenizer = chat_base(), chat_tokenizer()
+    free = answer_without_end(base, tokenizer)
+    third = free[2]
+    ids = {"another token": third, "several": [third, 5], "none": None}[names]
+    if names == "none":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(third)
+    base.generation_config.eos_token_id = ids
+    ends = {third, 5} if names == "several" else {third}
+    expected = free[: next(at for at, token in enumerate(free, start=1) if token in ends)]
+    assert end_ids(base, tokenizer) == ends and OF_TOKENIZER not in ends
+
+    model = MedusaModel(base, tokenizer=tokenizer)
+    session = ChatSession(model, ChatSettings(max_new_tokens=12, sampling={"do_sample": False}))
+    list(session.reply("why"))
+    assert session.answers[0].ended_by == "end" and session.answers[0].statistics.num_tokens == len(expected)
+    assert LocalAnswerer(model, 1, 12).stop_ids == ends
+    service = Service(model, ServiceSettings("tiny"))
+    asked = ChatRequest(messages=QUESTION, max_tokens=12, temperature=0)
+    (answer,) = service.answers(asked, [1, 2, 3], lambda choice: lambda update: None)
+    assert answer.row.request.eos_ids == ends
+
+
+def test_a_command_loads_a_base_that_ends_where_its_tokenizer_says_if_it_says_nothing_itself(tmp_path):
+    base, heads = save_chat_model(tmp_path)
+    loaded = chat_base()
+    loaded.generation_config.eos_token_id = loaded.config.eos_token_id = None
+    loaded.save_pretrained(base)
+    model = load_model(ModelOptions(base=base, heads=heads, device="cpu"))
+    assert model.base.generation_config.eos_token_id == [OF_TOKENIZER]
