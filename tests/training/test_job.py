@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,59 @@ def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_run
         train(resume="auto", output_dir=tmp_path / "other")
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("limit", "higher"),
+    [({"max_steps": 4}, {"max_steps": 6}), ({"max_steps": None, "num_epochs": 1}, {"num_epochs": 2})],
+    ids=["steps", "epochs"],
+)
+@pytest.mark.parametrize("resume", ["auto", "always"])
+def test_a_finished_run_stays_as_it_is_and_a_higher_limit_goes_on_from_its_end(
+    train, monkeypatch, capsys, limit, higher, resume
+):
+    run = train(**limit, evaluation_steps=2, tree_nodes=5)
+    (run.heads / "notes.txt").write_text("a tuned tree")
+    before = contents(run.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "prepared", fails)  # nothing is loaded
+        train(**limit, evaluation_steps=2, tree_nodes=5, resume=resume)
+    assert contents(run.path) == before
+    assert "is finished" in capsys.readouterr().err
+    first = losses(run)
+    train(**limit | higher, resume=resume)
+    assert losses(run)[: len(first)] == first
+    assert len(losses(run)) > len(first)
+    assert load_heads(run.heads).provenance["training"]["steps"] == len(losses(run))
+
+
+def test_a_time_limit_that_was_reached_is_a_finished_run(train, monkeypatch):
+    run = train(max_steps=None, max_minutes=0.004)
+    before = contents(run.path)
+    train(max_steps=None, max_minutes=0.004, resume="auto")
+    assert contents(run.path) == before
+
+
+def test_a_run_whose_tree_is_missing_is_not_finished(train, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("medusa.training.run.result.calibrate", fails)
+        train(tree_nodes=5)
+    run = train(tree_nodes=5, resume="auto")
+    assert load_heads(run.heads).tree.num_nodes == 5
+    assert len(losses(run)) == 4
+
+
+def test_heads_without_a_checkpoint_are_not_trained_again_from_the_start(train):
+    run = train()
+    shutil.rmtree(run.checkpoints)
+    before = contents(run.heads)
+    with pytest.raises(FileExistsError, match=r"holds the heads of a run and no checkpoint .* --overwrite"):
+        train(resume="auto", max_steps=6)
+    assert contents(run.heads) == before
+
+
 def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, monkeypatch):
     do_step = Trainer._step
 
@@ -164,7 +218,7 @@ def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkey
 def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
     train()
     (tmp_path / "run" / ".heads.partial-0123abcd").mkdir()
-    train(resume="auto")
+    train(resume="auto", max_steps=5)
     assert not list((tmp_path / "run").glob(".heads.*"))
 
 
@@ -184,8 +238,8 @@ def test_the_tracker_sees_one_run_however_often_it_is_resumed(train, monkeypatch
     monkeypatch.setattr(
         "accelerate.Accelerator.init_trackers", lambda self, *arguments: started.append(arguments)
     )
-    for _ in range(2):
-        train(tracker="wandb", resume="auto", checkpoint_steps=2, fused_layers=[1])
+    for steps in (4, 5):
+        train(tracker="wandb", resume="auto", max_steps=steps, fused_layers=[1])
     (project, values, settings), again = started
     assert project == "medusa-heads"
     assert settings["wandb"]["id"] == again[2]["wandb"]["id"]
@@ -248,7 +302,7 @@ def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, t
     assert load_heads(run.heads).fingerprint.configuration["num_hidden_layers"] == 2
     assert load_heads(run.heads).tree.num_nodes == 5
     assert loaded == [1]
-    train(**options)  # the states are there: the layers are not even read
+    train(**options, max_steps=5)  # the states are there: the layers are not even read
     assert loaded == [1]
 
 

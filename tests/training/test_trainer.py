@@ -195,7 +195,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path, rows, m
 
 
 def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5, max_steps=10)
     trainer.train()
     (trainer.run.checkpoints / "step-00000010" / "run.json").unlink()
     resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume="always")
@@ -214,7 +214,7 @@ def zero(path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_a_damaged_checkpoint_is_named_and_an_older_whole_one_is_taken(tmp_path, rows, name, damage):
     options = {"checkpoint_steps": 5, "keep_checkpoints": 1}
-    new_trainer(tmp_path, rows, **options | {"keep_checkpoints": 2}).train()
+    new_trainer(tmp_path, rows, **options | {"keep_checkpoints": 2, "max_steps": 10}).train()
     resumed = new_trainer(tmp_path, rows, **options, resume="always")
     damage(resumed.run.checkpoints / "step-00000010" / name)
     said = io.StringIO()
@@ -223,11 +223,11 @@ def test_a_damaged_checkpoint_is_named_and_an_older_whole_one_is_taken(tmp_path,
     assert f"step-00000010/{name} is" in said.getvalue()
     assert "going on from step-00000005" in said.getvalue()
     assert resumed.state.step == 12
-    assert [path.name for path in resumed.run.checkpoints.iterdir()] == ["step-00000010"]
+    assert [path.name for path in resumed.run.checkpoints.iterdir()] == ["step-00000012"]
 
 
 def test_where_no_checkpoint_is_whole_the_files_are_named(tmp_path, rows):
-    new_trainer(tmp_path, rows, checkpoint_steps=10).train()
+    new_trainer(tmp_path, rows, max_steps=10).train()
     resumed = new_trainer(tmp_path, rows, resume="always")
     cut(resumed.run.checkpoints / "step-00000010" / "model.safetensors")
     with pytest.raises(ConfigurationError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
@@ -562,7 +562,7 @@ def test_overwriting_starts_anew(tmp_path, rows):
     again = new_trainer(tmp_path, rows, overwrite=True, max_steps=2)
     again.train()
     assert list(history(again)) == [1, 2]
-    assert not again.run.checkpoints.exists()
+    assert [path.name for path in again.run.checkpoints.iterdir()] == ["step-00000002"]
 
 
 def test_there_must_be_something_to_resume(tmp_path, rows):

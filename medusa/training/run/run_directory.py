@@ -39,6 +39,7 @@ from medusa.files import (
     sync_tree,
     write_json,
 )
+from medusa.heads.checkpoint import PROVENANCE_FILE
 from medusa.training.config.configuration import TrainingConfiguration, changed_keys
 from medusa.training.config.options import ConfigurationError
 from medusa.training.run.processes import on_main_process
@@ -101,7 +102,8 @@ class RunDirectory:
         """Look before any work is done; changes nothing.
 
         Raises:
-            FileExistsError: something other than the data is here, and neither overwrite nor resume is set.
+            FileExistsError: something other than the data is here, and neither overwrite nor resume is set;
+                or heads that only a run from the start could follow.
             FileNotFoundError: there is nothing to resume.
             ValueError: the run to resume had another configuration.
         """
@@ -113,8 +115,28 @@ class RunDirectory:
             )
         if resume != "never" and self.config.exists():
             self._check_same_run(configuration)
+            if self.heads.exists() and not self._checkpoints() and not self.is_finished(configuration):
+                raise FileExistsError(
+                    f"{self.path} holds the heads of a run and no checkpoint to go on from, so they would be "
+                    "trained again from the start; choose another output_dir, or start anew with --overwrite"
+                )
         elif not configuration.run.overwrite and self._foreign_entries(configuration.data.data):
             check_writable_target(self.path)
+
+    def is_finished(self, configuration: TrainingConfiguration) -> bool:
+        """Whether the run that ``configuration`` resumes has its result already, for limits no higher."""
+        record = self.heads / PROVENANCE_FILE
+        if configuration.run.resume == "never" or not record.exists():
+            return False
+        done, limits = read_json(record).get("training", {}), configuration.optimisation
+        reached = (
+            (limits.max_steps, done.get("steps", 0)),
+            (limits.num_epochs, done.get("epochs", 0)),
+            (limits.max_minutes and round(limits.max_minutes, 2), done.get("minutes", 0)),  # as recorded
+        )
+        return bool(done.get("is_finished")) and any(
+            limit is not None and limit <= number for limit, number in reached
+        )
 
     def begin(self, configuration: TrainingConfiguration) -> None:
         """Write the configuration; ``overwrite`` removes what an earlier run left, all but stored states."""
@@ -159,7 +181,7 @@ class RunDirectory:
         Raises:
             OSError: the disk refused.
         """
-        target = self.checkpoints / f"step-{state.step:08d}"
+        target = self._checkpoint_at(state.step)
         partial = self.checkpoints / f".{target.name}.partial"
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
@@ -234,9 +256,12 @@ class RunDirectory:
             f"{self.path} holds a run of {before} processes, this one has {after}, {advice}"
         )
 
-    def has_checkpoint(self) -> bool:
-        """Whether there is something to resume."""
-        return bool(self._checkpoints())
+    def has_checkpoint(self, step: int | None = None) -> bool:
+        """Whether there is something to resume, at ``step`` where one is given."""
+        return any(step is None or path == self._checkpoint_at(step) for path in self._checkpoints())
+
+    def _checkpoint_at(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
 
     def _checkpoints(self) -> list[Path]:
         """Finished checkpoints, oldest first."""

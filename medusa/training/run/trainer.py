@@ -124,6 +124,8 @@ class Trainer:
             evaluated, metrics = self._loop(training, held_out, line, stop)
         self.watch.check(self.configuration)
         self.save(self.run.heads, metrics)  # what comes now may fail
+        if not on_main_process(self.accelerator, lambda: self.run.has_checkpoint(self.state.step)):
+            self.checkpoint()  # from which a longer run goes on
         return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
     def _loop(
@@ -180,22 +182,35 @@ class Trainer:
         tokens_per_step = metrics.get("held_out/tokens_per_step", 0.0)
         if tokens_per_step > self.state.most_tokens_per_step:
             self.state.most_tokens_per_step = tokens_per_step
-            self._write(self.run.best, heads, metrics, None)
+            self._write(self.run.best, heads, metrics)
 
-    def save(self, directory: Path, metrics: dict[str, float], tree: CandidateTree | None = None) -> None:
+    def save(
+        self,
+        directory: Path,
+        metrics: dict[str, float],
+        tree: CandidateTree | None = None,
+        is_finished: bool = False,
+    ) -> None:
         """Write the heads as they are now, with ``tree`` and ``metrics``; all processes must call it.
+
+        ``is_finished`` says that they are the run's result, to which nothing is to be added.
 
         Raises:
             OSError: the disk refused; what was in ``directory`` is untouched.
         """
         heads = self.gathered_heads()
         if heads is not None:
-            self._write(directory, heads, metrics, tree)
+            self._write(directory, heads, metrics, tree, is_finished)
 
     def _write(
-        self, directory: Path, heads: Heads, metrics: dict[str, float], tree: CandidateTree | None
+        self,
+        directory: Path,
+        heads: Heads,
+        metrics: dict[str, float],
+        tree: CandidateTree | None = None,
+        is_finished: bool = False,
     ) -> None:
-        record = provenance(self.configuration, self.data.counts, self.state, metrics)
+        record = provenance(self.configuration, self.data.counts, self.state, metrics, is_finished)
         made_for = (self.recipe.adapter(), BaseFingerprint.of(self.base))
         save_result(directory, heads, self.configuration.base.base, tree, record, *made_for)
 
