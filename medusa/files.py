@@ -9,9 +9,10 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError
@@ -196,3 +197,64 @@ def check_writable_target(directory: str | Path) -> None:
         raise FileExistsError(
             f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
         )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """By what a directory that we wrote is known."""
+
+    what: str
+    """What it is, for messages."""
+    files: tuple[str, ...]
+    """Every file that it may hold, by its path in it; ``*`` stands for any part of a name."""
+    is_signed: Callable[[Path], bool]
+    """Whether the directory says itself that it is one; asked only where it holds no other file."""
+
+    def knows(self, path: PurePath) -> bool:
+        """Whether ``path``, in the directory, can be one of its files."""
+        depths = [(pattern, pattern.count("/") + 1) for pattern in self.files]
+        return any(len(path.parts) == depth and path.match(pattern) for pattern, depth in depths)
+
+
+def replaceable_files(directory: str | Path, layout: Layout, sources: Iterable[str | Path] = ()) -> list[str]:
+    """The files in ``directory`` that overwriting it removes; call it before long work, not after.
+
+    Args:
+        sources: what is read to write it. Names that are no path here are left out of account.
+
+    Raises:
+        FileExistsError: it holds something that we did not write; the message names it.
+        ValueError: it is a source, or holds one.
+    """
+    target = Path(directory)
+    for source in filter(os.path.exists, sources):
+        if Path(source).resolve().is_relative_to(target.resolve()):
+            raise ValueError(
+                f"the output {str(target)!r} must not hold what is read for it, got {str(source)!r}, which "
+                "overwriting would remove; choose another output directory"
+            )
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(
+            f"{target} is a file, and overwriting replaces only {layout.what}; move it away"
+        )
+    held = sorted(path.relative_to(target) for path in target.rglob("*") if _is_file(path))
+    foreign = [str(path) for path in held if not layout.knows(path)]
+    if foreign or (held and not layout.is_signed(target)):
+        named = ", ".join((foreign or list(map(str, held)))[:4])
+        raise FileExistsError(
+            f"overwriting replaces only {layout.what}, and {str(target)!r} holds something else ({named}); "
+            "choose another directory, or move that away"
+        )
+    return [str(target / path) for path in held]
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
+
+
+def has_keys(path: Path, *keys: str) -> bool:
+    """Whether ``path`` is a JSON object with all of ``keys``."""
+    try:
+        return read_json(path).keys() >= set(keys)
+    except (ValueError, OSError):
+        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from medusa.cli.options import (
     PromptOptions,
     words_of,
 )
-from medusa.cli.reporting import command
+from medusa.cli.reporting import command, print_list
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
+from medusa.files import Layout, check_writable_target, replaceable_files
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
@@ -128,6 +129,21 @@ def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     if not checkpoint.base_model:
         raise ValueError(f"the heads in {heads!r} do not say which base they were trained on; give --base")
     return checkpoint.base_model
+
+
+def claim_output(
+    output: Path, overwrite: bool, layout: Layout, sources: Iterable[str | Path | None] = ()
+) -> None:
+    """See before long work that ``output`` may be written, and name what ``overwrite`` replaces.
+
+    Raises:
+        FileExistsError, ValueError: as :func:`medusa.files.check_writable_target` and
+            :func:`medusa.files.replaceable_files`.
+    """
+    if not overwrite:
+        check_writable_target(output)
+    gone = replaceable_files(output, layout, filter(None, sources))
+    print_list(log_console(), "to be replaced:", gone)
 
 
 def heads_of(model: MedusaModel) -> Heads:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa.files import read_json, replaced_directory, write_json
+from medusa.files import Layout, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads
 from medusa.heads.fingerprint import BaseFingerprint
@@ -63,6 +63,11 @@ HEADS_FILES = (
 )
 """All files of a heads directory."""
 FINGERPRINT = "base_fingerprint"
+HEADS_LAYOUT = Layout(
+    "a heads directory",
+    HEADS_FILES,
+    lambda directory: has_keys(directory / CONFIG_FILE, "format_version", "base_model"),
+)
 HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")

@@ -239,6 +239,41 @@ def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "tgi"]
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("run/heads", "must not hold what is read for it, got"),
+        ("run", "must not hold what is read for it, got"),
+        ("link", "must not hold what is read for it, got"),
+        ("other", r"overwriting replaces only an export, and .* holds something else \(provenance.json\)"),
+        ("model", r"overwriting replaces only an export, .* \(config.json, model.safetensors\)"),
+        ("file", "is a file, and overwriting replaces only an export"),
+    ],
+)
+def test_overwriting_removes_nothing_but_an_export(base, tmp_path, capsys, output, message):
+    (tmp_path / "run").mkdir()
+    heads = saved(tmp_path / "run", base, plain_heads())
+    saved(tmp_path, base, plain_heads())
+    (tmp_path / "heads").rename(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = ["export", heads, "--to", "tgi", "--output", str(tmp_path / output)]
+    assert main([*words, "--overwrite"]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_overwriting_names_what_it_replaces(base, tmp_path, capsys):
+    heads = saved(tmp_path, base, plain_heads())
+    exported("tgi", heads, tmp_path)
+    exported("tgi", heads, tmp_path, "--overwrite")
+    assert f"to be replaced:\n  {tmp_path / 'tgi' / 'config.json'}\n" in capsys.readouterr().err
+
+
 def test_the_flags_name_the_formats_that_are_written():
     assert [name for name, each in FORMATS.items() if each.export is not None] == list(get_args(ForeignName))
     assert all(each.serve is not None for each in FORMATS.values() if each.export is not None)

@@ -215,6 +215,42 @@ def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkey
     assert not run.checkpoints.exists()
 
 
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        "checkpoints/model.pt",
+        "checkpoints/step-1/model.pt",
+        "best/notes.txt",
+        "heads/config.json",
+        "metrics.jsonl",
+        "config.yaml",
+    ],
+)
+def test_overwriting_removes_no_file_of_a_stranger(train, tmp_path, stranger):
+    path = tmp_path / "run" / stranger
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(FileExistsError, match=r"replaces only .* (choose another|move that away)"):
+        train(overwrite=True)
+    assert path.read_text() == "{}"
+
+
+def test_overwriting_keeps_the_heads_that_the_run_starts_from(train):
+    run = train()
+    before = contents(run.path)
+    with pytest.raises(ValueError, match=r"heads' must not hold what is read for it, got .*heads"):
+        train(overwrite=True, start_from=str(run.heads))
+    assert contents(run.path) == before
+
+
+def test_overwriting_names_what_it_removes(train, capsys):
+    run = train()
+    capsys.readouterr()
+    train(overwrite=True)
+    said = capsys.readouterr().err
+    assert all(f"removed {path} of" in said for path in (run.heads, run.best, run.checkpoints, run.metrics))
+
+
 def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
     train()
     (tmp_path / "run" / ".heads.partial-0123abcd").mkdir()

@@ -100,7 +100,8 @@ def claimed(
         run.check(configuration)  # another run may have ended meanwhile
         if is_finished := run.is_finished(configuration):
             return is_finished
-        run.begin(configuration)
+        for removed in run.begin(configuration):
+            log_console().print(f"removed {removed} of an earlier run", soft_wrap=True)
         return False
 
     with ExitStack() as stack:

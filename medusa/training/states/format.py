@@ -36,6 +36,7 @@ from medusa.files import read_json, replaced_file
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MANIFEST = "manifest.json"
+DOCUMENTS_FILE = "documents.safetensors"
 ROOM = ".room"
 """A file that is as large as the shards to come, and of which nothing was ever written."""
 SHARD_BYTES = 2**28
@@ -246,7 +247,7 @@ def write_documents(
 ) -> None:
     """Write what the states are of, beside the manifest."""
     parts = zip(DOCUMENTS, (tokens, is_label, is_needed, starts), strict=True)
-    with replaced_file(directory / "documents.safetensors") as partial:
+    with replaced_file(directory / DOCUMENTS_FILE) as partial:
         save_file({name: torch.from_numpy(np.array(each)) for name, each in parts}, partial)
 
 

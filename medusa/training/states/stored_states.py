@@ -21,7 +21,7 @@ from torch import Tensor
 
 import medusa
 from medusa.base.causal_lm import CausalLM
-from medusa.files import read_json, write_json
+from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.progress import ProgressReporter
 from medusa.training.config.options import ConfigurationError, DataOptions
 from medusa.training.data.batching import collate, plan_in_order
@@ -29,6 +29,7 @@ from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import needed_states
 from medusa.training.states.final_norm import final_norm
 from medusa.training.states.format import (
+    DOCUMENTS_FILE,
     MANIFEST,
     ROOM,
     StatesDirectory,
@@ -39,6 +40,11 @@ from medusa.training.states.format import (
 from medusa.training.states.identity import identity_of
 from medusa.training.states.live import LiveStates, states_width
 
+STATES_LAYOUT = Layout(
+    "stored states",
+    (MANIFEST, ROOM, "*.safetensors", "*.partial"),
+    lambda directory: (directory / DOCUMENTS_FILE).exists(),
+)
 StateType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -86,6 +92,7 @@ class StateFile(StatesDirectory):
 
         Raises:
             ConfigurationError: the directory holds the states of something else.
+            FileExistsError: it holds other things than states, which are not replaced.
             OSError: the disk has too little room; no shard was written.
         """
         manifest = self.directory / MANIFEST
@@ -95,6 +102,9 @@ class StateFile(StatesDirectory):
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
                     "--overwrite or --cache_hidden_states false"
                 )
+            line.say(
+                f"replacing {len(replaceable_files(self.directory, STATES_LAYOUT))} files of other states"
+            )
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
