@@ -80,7 +80,7 @@ def encode_messages(
     tokenizer: Any,
     messages: Sequence[Message],
     device: torch.device | str = "cpu",
-    **template_options: Any,
+    template_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask``, (1, T) long, of a conversation that waits for an answer.
 
@@ -102,9 +102,15 @@ def encode_messages(
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
-        **template_options,
+        **(template_options or {}),
     )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """:func:`encode_messages` for a row of a prompt file, with what its chat template gets beside the
+    messages."""
+    return encode_messages(tokenizer, prompt.messages, device, prompt.template_options)
 
 
 def encode_text(tokenizer: Any, text: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -180,7 +186,7 @@ def _checked_messages(messages: Any, origin: str) -> tuple[tuple[Message, ...], 
         if not (message["role"] == "assistant" and message.get("tool_calls")):
             _check_text(message.get("content"), "content", origin)
     kept: list[Message] = [{**each, "content": each.get("content") or ""} for each in messages]
-    answer = kept.pop()["content"] if kept and kept[-1]["role"] == "assistant" else None
+    answer = kept.pop()["content"] or None if kept and kept[-1]["role"] == "assistant" else None
     if not kept or kept[-1]["role"] not in ("user", "tool"):
         raise ValueError(
             f"{origin}: messages must end with a user message or a tool's, or with one and its answer"

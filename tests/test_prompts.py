@@ -98,3 +98,11 @@ def test_prompts_encoded_one_by_one_make_a_left_padded_batch():
     batch = padded_batch(rows, pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 1, 1], [9, 9, 1]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_an_answer_that_only_calls_a_tool_is_no_answer_text(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "What time is it?"}, call]}))
+    (prompt,) = read_prompts(path)
+    assert prompt.answer is None

@@ -37,7 +37,7 @@ from medusa.heads.eagle3 import Heads
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
-from medusa.prompts import Prompt, encode_messages, read_prompts
+from medusa.prompts import Prompt, encode_prompt, read_prompts
 from medusa.tables import counted
 
 
@@ -218,7 +218,7 @@ def encode_prompts(
         ValueError: a prompt and its answer do not fit the model's context; the message names the row.
     """
     context = context_length(model.base)
-    encoded = [encode_messages(model.tokenizer, prompt.messages, model.device) for prompt in prompts]
+    encoded = [encode_prompt(model.tokenizer, prompt, model.device) for prompt in prompts]
     for prompt, tensors in zip(prompts, encoded, strict=True):
         length = tensors["input_ids"].shape[1]
         if context is not None and length + max_new_tokens > context:
