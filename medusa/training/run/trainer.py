@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from medusa.base.causal_lm import output_embedding
+from medusa.base.causal_lm import output_embedding, switch_length
 from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
@@ -162,7 +162,7 @@ class Trainer:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
         them would have had; empty when there are none. The heads with most tokens per step are kept."""
         self.watch.check(self.configuration)
-        plan = plan_in_order(self.data.held_out.lengths, self.configuration.data)
+        plan = plan_in_order(self.data.held_out.lengths, self.configuration.data, switch_length(self.base))
         sums = self.recipe.no_sums(self.accelerator.device)
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
         for read in self._read_alone(feed, share_of(plan, self.accelerator)):
@@ -339,7 +339,7 @@ class Trainer:
             epoch, done = epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
-        batches = plan_epoch(self.training.lengths, self.configuration.data, epoch)
+        batches = plan_epoch(self.training.lengths, self.configuration.data, epoch, switch_length(self.base))
         size = self.configuration.optimisation.gradient_accumulation_steps * self.accelerator.num_processes
         return [batches[start : start + size] for start in range(0, len(batches), size)]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import medusa
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, switch_length
 from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.progress import ProgressReporter
 from medusa.training.config.options import ConfigurationError, DataOptions
@@ -175,7 +175,8 @@ class StateFile(StatesDirectory):
     def _computed(self, shard: int, live: LiveStates, options: DataOptions) -> Iterator[tuple[int, Tensor]]:
         """The states of each document of a shard."""
         documents = self.documents_of(shard)
-        for batch in plan_in_order(self.documents.lengths[documents.start : documents.stop], options):
+        lengths = self.documents.lengths[documents.start : documents.stop]
+        for batch in plan_in_order(lengths, options, switch_length(self._base)):
             rows = [[documents.start + index for index in row] for row in batch]
             found = live.of(collate(self.documents, rows), self.layers)
             for states, (index,) in zip(found, rows, strict=True):
