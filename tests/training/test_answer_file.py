@@ -13,6 +13,16 @@ def test_a_very_long_torn_line_is_cut_and_nothing_else(tmp_path):
         assert path.read_bytes() == kept
 
 
+def test_an_output_that_one_run_fills_is_refused_to_another(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with AnswerFile(path, {}) as answers:
+        with pytest.raises(BlockingIOError, match=r"rows.jsonl' is being filled by another run.*wait until"):
+            AnswerFile(path, {"seed": 1})
+        answers.append({"index": 0, "messages": [], "finish_reason": "stop"})
+    with AnswerFile(path, {}) as answers:
+        assert len(list(answers.rows())) == 1
+
+
 def test_an_output_of_another_configuration_is_refused_by_the_option_that_differs(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"index": 0, "messages": [], "finish_reason": "stop"}
