@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +23,11 @@ from safetensors import SafetensorError
 def replaced_file(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` for a file that takes its place when the block ends well.
 
-    It then has the rights that the umask leaves; safetensors lets nobody else read.
+    It then has the rights that the umask leaves; safetensors lets nobody else read. Several processes may
+    write ``path`` at once: the last one's file stays. Where it is a link, what it points to is replaced.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    path = _followed(path)
+    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         with disk_errors(path):
             partial.touch()
@@ -59,7 +62,13 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, RuntimeError, OSError) as error:
-        refusals = ("os error", "PytorchStreamWriter failed", "No space left", "File too large")
+        refusals = (
+            "os error",
+            "PytorchStreamWriter failed",
+            "unexpected pos",
+            "No space left",
+            "File too large",
+        )
         if not any(refusal in str(error) for refusal in refusals):
             raise
         room = shutil.disk_usage(_existing(path)).free
@@ -80,22 +89,34 @@ def digest_of(path: Path) -> str:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(
+    directory: Path, seconds: float = 0, say: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
     """Keeps ``directory``, which is made, from all other processes that ask for it.
+
+    Where one has it, that is said, and it is waited for, ``seconds`` at most.
 
     Raises:
         BlockingIOError: another process has it; the message says which.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    until, is_told = time.monotonic() + seconds, False
     with (directory / ".lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise BlockingIOError(
-                f"{directory} is in use by {file.read().strip() or 'another process'}; wait until it has "
-                "ended, or choose another directory"
-            ) from error
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                file.seek(0)
+                in_use = f"{directory} is in use by {file.read().strip() or 'another process'}"
+                if time.monotonic() >= until:
+                    raise BlockingIOError(
+                        f"{in_use}; wait until it has ended, or choose another directory"
+                    ) from error
+            if not is_told:
+                say(f"{in_use}; waiting until it has ended")
+            is_told = True
+            time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -134,9 +155,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory that takes the place of ``directory`` when the block ends well.
 
-    When the block raises, ``directory`` stays as it was and the temporary one is removed.
+    When the block raises, ``directory`` stays as it was and the temporary one is removed. Where it is a link,
+    what it points to is replaced.
     """
-    target = Path(directory)
+    target = _followed(Path(directory))
     if not overwrite:
         check_writable_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +173,10 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
         sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _followed(path: Path) -> Path:
+    return path.resolve() if path.is_symlink() else path
 
 
 def _as_open_makes_them(directory: Path) -> None:
@@ -182,6 +208,7 @@ def _take_the_place(partial: Path, target: Path) -> None:
 def clear_interrupted(directory: Path) -> None:
     """Remove what a :func:`replaced_directory` that was killed left beside ``directory``; call it when no
     other process can be writing. A directory that had already made way is put back."""
+    directory = _followed(directory)
     for retired in sorted(directory.parent.glob(f".{directory.name}.retired-*")):
         if not directory.exists():
             os.replace(retired, directory)

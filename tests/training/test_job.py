@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from tiny_training import configuration_of, counting_rows, save_tiny_base, write_rows
 
 from medusa import load_heads
+from medusa.files import locked
 from medusa.training.run import job, processes
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
@@ -254,8 +257,42 @@ def test_overwriting_names_what_it_removes(train, capsys):
 def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
     train()
     (tmp_path / "run" / ".heads.partial-0123abcd").mkdir()
+    (tmp_path / "run" / ".config.yaml.partial-0123abcd").touch()
+    (tmp_path / "run" / "checkpoints" / ".step-00000003.partial").mkdir()
     train(resume="auto", max_steps=5)
-    assert not list((tmp_path / "run").glob(".heads.*"))
+    assert not [path for path in (tmp_path / "run").rglob(".*") if path.name != ".lock"]
+
+
+def test_heads_may_be_a_link_to_another_disk(train, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "heads").symlink_to(tmp_path / "disk")
+    run = train(tree_nodes=5, overwrite=True)
+    run = train(tree_nodes=5, resume="auto", max_steps=5)
+    assert load_heads(run.heads).tree.num_nodes == 5
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, capsys, has_states):
+    states = tmp_path / "states"
+    options = {"cache_hidden_states": True, "states_dir": states}
+    if has_states:
+        train(output_dir=tmp_path / "first", **options)
+    has_it = threading.Event()
+
+    def hold() -> None:
+        with locked(states):
+            has_it.set()
+            time.sleep(0.5)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    has_it.wait()
+    train(**options)
+    other.join()
+    assert f"{states} is in use by process" in capsys.readouterr().err
+    with locked(states), pytest.raises(BlockingIOError, match="states is in use by process"):
+        train(output_dir=tmp_path / "late", timeout_minutes=1e-3, **options)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_any_work(train, tmp_path, monkeypatch):

@@ -161,6 +161,10 @@ class RunDirectory:
                 path.unlink()
         for directory in (self.heads, self.best):
             clear_interrupted(directory)
+        for left in self.checkpoints.glob(".step-*.partial"):  # of a run that was killed
+            shutil.rmtree(left)
+        for left in self.path.glob(".*.partial-*"):
+            left.unlink()
         with replaced_file(self.config) as partial:
             partial.write_text(configuration.as_yaml(), encoding="utf-8")
         return removed

@@ -42,7 +42,7 @@ from medusa.training.states.live import LiveStates, states_width
 
 STATES_LAYOUT = Layout(
     "stored states",
-    (MANIFEST, ROOM, "*.safetensors", "*.partial"),
+    (MANIFEST, ROOM, "*.safetensors", ".*.partial-*"),
     lambda directory: (directory / DOCUMENTS_FILE).exists(),
 )
 StateType = Literal["float32", "bfloat16", "float16"]
@@ -86,7 +86,7 @@ class StateFile(StatesDirectory):
         super().__init__(directory, header, starts, needed)
 
     def begin(self, replace: bool, line: ProgressReporter) -> list[int]:
-        """Make the directory ready and say which shards are missing; for one process.
+        """Make the directory ready and say which shards are missing; for one process, which has it alone.
 
         ``replace`` takes away the states of something else, and shards that are damaged.
 
@@ -115,6 +115,8 @@ class StateFile(StatesDirectory):
             for shard in set(range(len(self.ends))) - set(self.missing()):
                 if self.damage(shard) is not None:
                     self.path(shard).unlink()
+        for left in self.directory.glob(".*.partial-*"):  # of a run that was killed
+            left.unlink()
         missing = self.missing()
         if not missing:
             line.say(f"hidden states in {self.directory} are those of this run")
