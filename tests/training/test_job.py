@@ -264,12 +264,23 @@ def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
 
 
 def test_heads_may_be_a_link_to_another_disk(train, tmp_path):
-    (tmp_path / "disk").mkdir()
+    run = train(tree_nodes=5)
+    run.heads.rename(tmp_path / "disk")
+    run.heads.symlink_to(tmp_path / "disk")
+    train(tree_nodes=5, resume="auto", max_steps=5)
+    assert run.heads.is_symlink()
+    loaded = load_heads(tmp_path / "disk")
+    assert (loaded.tree.num_nodes, loaded.provenance["training"]["steps"]) == (5, 5)
+
+
+@pytest.mark.parametrize("content", [b"", b"- a\n- b\n", b"just text", b"a: [", b"\xff\xfe", b"other: 1\n"])
+@pytest.mark.parametrize("how", [{"resume": "auto"}, {"overwrite": True}], ids=str)
+def test_a_configuration_that_is_none_is_named(train, tmp_path, content, how):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "heads").symlink_to(tmp_path / "disk")
-    run = train(tree_nodes=5, overwrite=True)
-    run = train(tree_nodes=5, resume="auto", max_steps=5)
-    assert load_heads(run.heads).tree.num_nodes == 5
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    with pytest.raises((ValueError, FileExistsError), match=r"config.yaml.* choose another"):
+        train(**how)
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == content
 
 
 @pytest.mark.parametrize("has_states", [True, False])

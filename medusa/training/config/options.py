@@ -314,7 +314,7 @@ class RunOptions:
     """Print a sample of documents, the tokens trained on in colour, and stop."""
     stop_after: Literal["plan", "states"] | None = None
     """states: store the hidden states, and stop. plan: say only which are to be stored, for another program
-    to compute, such as scripts/store_states_with_vllm.py, and stop. --resume auto goes on."""
+    to compute, and stop. --resume auto goes on."""
     logging_steps: int = 10
     """Steps between log entries."""
     evaluation_steps: int | None = None

@@ -47,6 +47,8 @@ from medusa.training.config.options import ConfigurationError
 from medusa.training.run.processes import on_main_process
 
 STATE_FILE = "run.json"
+RUN_KEYS = {"base", "data", "output_dir"}
+"""Keys by which the configuration of a run is known."""
 REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Kinds of launches, in accelerate's words, in which every process has all weights."""
 CHECKPOINTS_LAYOUT = Layout(
@@ -181,7 +183,7 @@ class RunDirectory:
         for directory, layout in layouts.items():
             replaceable_files(directory, layout, filter(None, sources))
         files = [path for path in (self.metrics, self.picture, self.tracker) if os.path.lexists(path)]
-        is_run = not self.config.exists() or {"output_dir", "head_kind"} <= self._configuration().keys()
+        is_run = not self.config.exists() or self._configuration().keys() >= RUN_KEYS
         if not is_run or (files and not self.config.exists()):
             foreign = ", ".join(path.name for path in (self.config, *files) if path.exists())
             raise FileExistsError(
@@ -331,7 +333,7 @@ class RunDirectory:
 
     def _check_same_run(self, configuration: TrainingConfiguration) -> None:
         earlier = self._configuration()
-        if not earlier:
+        if not earlier.keys() >= RUN_KEYS:
             raise ConfigurationError(
                 f"{self.config} is not the configuration of a run; bring it back, or choose another "
                 "output_dir"

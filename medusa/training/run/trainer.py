@@ -266,6 +266,8 @@ class Trainer:
     def _begin(self) -> None:
         """Go on from the latest checkpoint where that is asked for and there is one."""
         resume = self.configuration.run.resume
+        # What drops out of an adapter; a checkpoint has the state to go on with.
+        torch.manual_seed(self.configuration.data.seed + self.accelerator.process_index)
         # One process looks: on a shared file system the others may see the directory as it was.
         if resume != "never" and on_main_process(self.accelerator, self.run.has_checkpoint):
             self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
