@@ -149,7 +149,7 @@ class ChatTerminal:
             answer = self.session.answers[-1]
             self._note(cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
 
-    def _print_answer(self, question: str) -> None:
+    def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
             text = WrappedText(self.console)
             try:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE, tiny_model
+from conftest import VOCAB_SIZE, longrope_model, tiny_model
 from rich.console import Console
 from safetensors.torch import save_file
 from tiny_training import (
@@ -435,3 +435,13 @@ def test_a_change_of_any_tensor_changes_the_digest_of_the_weights(tmp_path, kind
     assert digest() == before
     same = [name for name in tensors if digest(**{name: 3 * tensors[name] + 1}) == before]
     assert not same
+
+
+def test_the_stored_states_of_a_longrope_base_are_those_that_each_document_has_alone(tmp_path):
+    base, documents = longrope_model(), documents_of()
+    states, line = states_of(tmp_path, documents, base=base), ProgressReporter("states", Console(quiet=True))
+    states.compute(states.begin(False, line), LiveStates(base), DataOptions(tokens_per_batch=1000), line)
+    for index in range(len(documents)):
+        alone = frozen_states(base, collate(documents, [[index]]))[0]
+        needed = torch.from_numpy(states.needed[states.span(index)])
+        torch.testing.assert_close(states.of([index]), alone[needed], rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -485,6 +486,15 @@ def test_a_time_limit_ends_the_run(tmp_path, rows):
     assert time.monotonic() - began < 6
     rates = [entry["learning_rate"] for entry in history(trainer).values()]
     assert rates[-1] < 0.2 * max(rates)
+
+
+def test_a_run_plans_for_the_switch_of_its_base(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows)
+    lengths = trainer.training.lengths
+    switch = int(np.median(lengths))
+    assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1, 2}
+    monkeypatch.setattr("medusa.training.run.trainer.switch_length", lambda base: switch)
+    assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1}
 
 
 def test_epochs_end_the_run(tmp_path, rows):
