@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 
 
@@ -149,6 +150,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_yaml(path: Path) -> Any:
+    """What ``path`` holds.
+
+    Raises:
+        ValueError: it is not YAML, or too deeply nested to be read.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid YAML: it is nested too deeply to be read") from error
 
 
 @contextmanager

@@ -65,15 +65,19 @@ class AnswerFile:
         Raises:
             ValueError: a row is not ours; the message names file and row.
         """
-        with self.path.open(encoding="utf-8") as lines:
+        with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 origin = f"{self.path} row {number}"
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"{origin} is not valid JSON ({error}); remove that line") from error
-                if not isinstance(row, dict) or not {"index", "messages", "finish_reason"} <= set(row):
-                    raise ValueError(f"{origin} must hold index, messages and finish_reason, got {line:.80}")
+                is_row = isinstance(row, dict) and {"index", "messages", "finish_reason"} <= set(row)
+                if not is_row or not isinstance(row["index"], int) or not isinstance(row["messages"], list):
+                    raise ValueError(
+                        f"{origin} must hold index, a number, messages, a list, and finish_reason, got "
+                        f"{line[:80]!r}; remove that line"
+                    )
                 yield row
 
 

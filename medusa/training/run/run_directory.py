@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from medusa.files import (
@@ -35,6 +34,7 @@ from medusa.files import (
     digest_of,
     disk_errors,
     read_json,
+    read_yaml,
     replaceable_files,
     replaced_file,
     sync,
@@ -195,8 +195,8 @@ class RunDirectory:
     def _configuration(self) -> dict[str, Any]:
         """What config.yaml says of the run; nothing where it is no configuration."""
         try:
-            read = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
+            read = read_yaml(self.config)
+        except ValueError:
             return {}
         return read if isinstance(read, dict) else {}
 
