@@ -8,12 +8,15 @@ import json
 import os
 import shutil
 import socket
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 
 
@@ -21,9 +24,11 @@ from safetensors import SafetensorError
 def replaced_file(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` for a file that takes its place when the block ends well.
 
-    It then has the rights that the umask leaves; safetensors lets nobody else read.
+    It then has the rights that the umask leaves; safetensors lets nobody else read. Several processes may
+    write ``path`` at once: the last one's file stays. Where it is a link, what it points to is replaced.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    path = _followed(path)
+    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         with disk_errors(path):
             partial.touch()
@@ -58,7 +63,13 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, RuntimeError, OSError) as error:
-        refusals = ("os error", "PytorchStreamWriter failed", "No space left", "File too large")
+        refusals = (
+            "os error",
+            "PytorchStreamWriter failed",
+            "unexpected pos",
+            "No space left",
+            "File too large",
+        )
         if not any(refusal in str(error) for refusal in refusals):
             raise
         room = shutil.disk_usage(_existing(path)).free
@@ -79,22 +90,34 @@ def digest_of(path: Path) -> str:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(
+    directory: Path, seconds: float = 0, say: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
     """Keeps ``directory``, which is made, from all other processes that ask for it.
+
+    Where one has it, that is said, and it is waited for, ``seconds`` at most.
 
     Raises:
         BlockingIOError: another process has it; the message says which.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    until, is_told = time.monotonic() + seconds, False
     with (directory / ".lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise BlockingIOError(
-                f"{directory} is in use by {file.read().strip() or 'another process'}; wait until it has "
-                "ended, or choose another directory"
-            ) from error
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                file.seek(0)
+                in_use = f"{directory} is in use by {file.read().strip() or 'another process'}"
+                if time.monotonic() >= until:
+                    raise BlockingIOError(
+                        f"{in_use}; wait until it has ended, or choose another directory"
+                    ) from error
+            if not is_told:
+                say(f"{in_use}; waiting until it has ended")
+            is_told = True
+            time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -129,13 +152,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_yaml(path: Path) -> Any:
+    """What ``path`` holds.
+
+    Raises:
+        ValueError: it is not YAML, or too deeply nested to be read.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid YAML: it is nested too deeply to be read") from error
+
+
 @contextmanager
 def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory that takes the place of ``directory`` when the block ends well.
 
-    When the block raises, ``directory`` stays as it was and the temporary one is removed.
+    When the block raises, ``directory`` stays as it was and the temporary one is removed. Where it is a link,
+    what it points to is replaced.
     """
-    target = Path(directory)
+    target = _followed(Path(directory))
     if not overwrite:
         check_writable_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +188,10 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
         sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _followed(path: Path) -> Path:
+    return path.resolve() if path.is_symlink() else path
 
 
 def _as_open_makes_them(directory: Path) -> None:
@@ -181,6 +223,7 @@ def _take_the_place(partial: Path, target: Path) -> None:
 def clear_interrupted(directory: Path) -> None:
     """Remove what a :func:`replaced_directory` that was killed left beside ``directory``; call it when no
     other process can be writing. A directory that had already made way is put back."""
+    directory = _followed(directory)
     for retired in sorted(directory.parent.glob(f".{directory.name}.retired-*")):
         if not directory.exists():
             os.replace(retired, directory)
@@ -196,3 +239,64 @@ def check_writable_target(directory: str | Path) -> None:
         raise FileExistsError(
             f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
         )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """By what a directory that we wrote is known."""
+
+    what: str
+    """What it is, for messages."""
+    files: tuple[str, ...]
+    """Every file that it may hold, by its path in it; ``*`` stands for any part of a name."""
+    is_signed: Callable[[Path], bool]
+    """Whether the directory says itself that it is one; asked only where it holds no other file."""
+
+    def knows(self, path: PurePath) -> bool:
+        """Whether ``path``, in the directory, can be one of its files."""
+        depths = [(pattern, pattern.count("/") + 1) for pattern in self.files]
+        return any(len(path.parts) == depth and path.match(pattern) for pattern, depth in depths)
+
+
+def replaceable_files(directory: str | Path, layout: Layout, sources: Iterable[str | Path] = ()) -> list[str]:
+    """The files in ``directory`` that overwriting it removes; call it before long work, not after.
+
+    Args:
+        sources: what is read to write it. Names that are no path here are left out of account.
+
+    Raises:
+        FileExistsError: it holds something that we did not write; the message names it.
+        ValueError: it is a source, or holds one.
+    """
+    target = Path(directory)
+    for source in filter(os.path.exists, sources):
+        if Path(source).resolve().is_relative_to(target.resolve()):
+            raise ValueError(
+                f"the output {str(target)!r} must not hold what is read for it, got {str(source)!r}, which "
+                "overwriting would remove; choose another output directory"
+            )
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(
+            f"{target} is a file, and overwriting replaces only {layout.what}; move it away"
+        )
+    held = sorted(path.relative_to(target) for path in target.rglob("*") if _is_file(path))
+    foreign = [str(path) for path in held if not layout.knows(path)]
+    if foreign or (held and not layout.is_signed(target)):
+        named = ", ".join((foreign or list(map(str, held)))[:4])
+        raise FileExistsError(
+            f"overwriting replaces only {layout.what}, and {str(target)!r} holds something else ({named}); "
+            "choose another directory, or move that away"
+        )
+    return [str(target / path) for path in held]
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
+
+
+def has_keys(path: Path, *keys: str) -> bool:
+    """Whether ``path`` is a JSON object with all of ``keys``."""
+    try:
+        return read_json(path).keys() >= set(keys)
+    except (ValueError, OSError):
+        return False

@@ -25,6 +25,30 @@ from medusa.places import named_file
 Message = dict[str, Any]
 NO_CATEGORY = "uncategorised"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+RESERVED = frozenset(
+    {
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    }
+)
+"""Arguments of ``apply_chat_template`` and of the rendering behind it that no row may give."""
+MAX_NESTING = 64
+"""Levels of a value in a row; Python's JSON breaks at some hundreds."""
 CONTENT_KEYS = ("prompt", "turns", "messages")
 
 
@@ -49,13 +73,56 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """What a chat template gets beside the messages of ``row``: ``tools``, and its ``chat_template_kwargs``.
 
     Raises:
-        ValueError: they are of another type.
+        ValueError: they are of another type, or would replace the model's template or how it is rendered.
     """
     tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", kwargs, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{origin}: {name} must be a {kind.__name__}, got {value!r:.80}")
+    if taken := sorted(RESERVED & set(kwargs or ())):
+        raise ValueError(
+            f"{origin}: chat_template_kwargs are variables of the model's chat template, got {taken}, which "
+            "say how it is rendered; leave them out"
+        )
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
+
+
+def check_keepable(value: Any, origin: str) -> None:
+    """Raise ValueError unless ``value``, of JSON, can be rendered and written again.
+
+    Half of a surrogate pair, which JSON can spell, is no text in UTF-8.
+    """
+    level = [value]
+    for _ in range(MAX_NESTING):
+        try:
+            "".join(each for each in level if isinstance(each, str)).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{origin} holds text that is not Unicode, half of a surrogate pair "
+                f"({error.object[error.start]!r}); replace it"
+            ) from error
+        lists = [each for each in level if isinstance(each, list | tuple)]
+        objects = [each for each in level if isinstance(each, Mapping)]
+        level = [item for each in lists for item in each]
+        level += [item for each in objects for pair in each.items() for item in pair]
+        if not level:
+            return
+    raise ValueError(f"{origin} is nested deeper than {MAX_NESTING} levels; flatten it")
+
+
+def parsed_json(raw: str | bytes, origin: str) -> Any:
+    """The JSON value in ``raw``.
+
+    Raises:
+        ValueError: it is none, or too deep to be read; the message names ``origin``.
+    """
+    try:
+        value = json.loads(raw)
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise ValueError(f"{origin} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{origin} is nested deeper than {MAX_NESTING} levels; flatten it") from error
+    return value
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -80,7 +147,7 @@ def encode_messages(
     tokenizer: Any,
     messages: Sequence[Message],
     device: torch.device | str = "cpu",
-    **template_options: Any,
+    template_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask``, (1, T) long, of a conversation that waits for an answer.
 
@@ -102,9 +169,15 @@ def encode_messages(
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
-        **template_options,
+        **(template_options or {}),
     )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """:func:`encode_messages` for a row of a prompt file, with what its chat template gets beside the
+    messages."""
+    return encode_messages(tokenizer, prompt.messages, device, prompt.template_options)
 
 
 def encode_text(tokenizer: Any, text: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -134,7 +207,7 @@ _EXAMPLE = '{"prompt": "Name three rivers."}'
 def _rows(source: Path) -> Iterator[tuple[str, str]]:
     """(origin, line) of every line that is not blank."""
     try:
-        with source.open(encoding="utf-8") as lines:
+        with source.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{source} row {number}", line
@@ -143,10 +216,8 @@ def _rows(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(line: str, origin: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{origin} is not valid JSON: {error}") from error
+    row = parsed_json(line, origin)
+    check_keepable(row, origin)
     if not isinstance(row, dict):
         raise ValueError(f"{origin} must be a JSON object such as {_EXAMPLE}, got {type(row).__name__}")
     given = [key for key in CONTENT_KEYS if key in row]
@@ -180,7 +251,7 @@ def _checked_messages(messages: Any, origin: str) -> tuple[tuple[Message, ...], 
         if not (message["role"] == "assistant" and message.get("tool_calls")):
             _check_text(message.get("content"), "content", origin)
     kept: list[Message] = [{**each, "content": each.get("content") or ""} for each in messages]
-    answer = kept.pop()["content"] if kept and kept[-1]["role"] == "assistant" else None
+    answer = kept.pop()["content"] or None if kept and kept[-1]["role"] == "assistant" else None
     if not kept or kept[-1]["role"] not in ("user", "tool"):
         raise ValueError(
             f"{origin}: messages must end with a user message or a tool's, or with one and its answer"

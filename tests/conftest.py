@@ -30,6 +30,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
@@ -51,6 +53,9 @@ torch.set_num_threads(1)  # tiny models lose more to waking threads than they wi
 
 VOCAB_SIZE = 61
 SLIDING_WINDOW = 32
+SWITCH = 24
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [3.0, 5.0, 9.0, 17.0]}
+"""Of LongRoPE."""
 CHECKOUT = Path(__file__).parent.parent
 REAL_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 
@@ -111,6 +116,18 @@ def tiny_model(architecture: str) -> PreTrainedModel:
             torch.manual_seed(7)
             _models[architecture] = ARCHITECTURES[architecture]().eval()
     return _models[architecture]
+
+
+def longrope_model() -> PreTrainedModel:
+    """A random Phi-3 whose rotary frequencies change past :data:`SWITCH` tokens."""
+    torch.manual_seed(2)
+    sizes = {key: value for key, value in GROUPED.items() if key != "head_dim"}
+    config = Phi3Config(
+        **sizes,
+        original_max_position_embeddings=SWITCH,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS},
+    )
+    return Phi3ForCausalLM(config).eval()
 
 
 def random_prompts(num_rows: int, length: int, seed: int = 0) -> Tensor:

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class FakeEndpoint:
     """An OpenAI-compatible chat server that echoes, after the failures it is told to begin with."""
 
-    def __init__(self, failures=(), body=None):
+    def __init__(self, failures=(), body=None, raw=None, headers=None):
+        """``raw`` bytes are sent in place of an answer; ``headers`` with every reply."""
         self.requests, self.failures, self.body = [], list(failures), body
         self.keys = []
         fake = self
@@ -27,7 +28,10 @@ class FakeEndpoint:
                 status = failure or (400 if refused else 200)
                 body = fake.body if fake.body is not None else fake.answer(request)
                 payload = json.dumps(body if status == 200 else {"error": "says no"}).encode()
+                payload = payload if raw is None else raw
                 self.send_response(status)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
                 if failure == 429:
                     self.send_header("Retry-After", "0")
                 self.send_header("Content-Length", str(len(payload)))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import stat
+import threading
+import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
-from medusa.files import clear_interrupted, locked, replaced_directory, write_json
+from medusa.files import clear_interrupted, disk_errors, locked, replaced_directory, replaced_file, write_json
 
 
 @pytest.fixture
@@ -86,3 +89,53 @@ def test_a_file_lies_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: events.append(os.fstat(handle).st_ino))
     write_json(tmp_path / "a.json", {"a": 1})
     assert events == [(tmp_path / "a.json").stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_two_that_write_a_file_at_once_both_end_well(tmp_path):
+    path = tmp_path / "a.json"
+    with replaced_file(path) as first, replaced_file(path) as second:
+        first.write_text("1")
+        second.write_text("2")
+    assert path.read_text() == "1", "the last one that ended"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_a_link_points_to_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "disk" / "heads").mkdir(parents=True)
+    (tmp_path / "disk" / "heads" / "old").write_text("old")
+    (tmp_path / "disk" / "a.json").write_text("{}")
+    for name in ("heads", "a.json"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    with replaced_directory(tmp_path / "heads", overwrite=True) as partial:
+        (partial / "new").write_text("new")
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert (tmp_path / "heads").is_symlink() and (tmp_path / "a.json").is_symlink()
+    assert [each.name for each in (tmp_path / "disk" / "heads").iterdir()] == ["new"]
+    assert json.loads((tmp_path / "disk" / "a.json").read_text()) == {"a": 1}
+
+
+def test_one_that_waits_for_a_directory_says_for_whom_and_gets_it(tmp_path):
+    said, has_it = [], threading.Event()
+
+    def hold() -> None:
+        with locked(tmp_path):
+            has_it.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_it.wait()
+    with locked(tmp_path, 20, said.append):
+        pass
+    thread.join()
+    (text,) = said
+    assert f"is in use by process {os.getpid()} on" in text and "waiting until it has ended" in text
+
+
+def test_every_way_in_which_a_full_disk_shows_in_torch_is_told_in_words(tmp_path):
+    for text in ("PytorchStreamWriter failed writing file", "unexpected pos 320 vs 218"):
+        with (
+            pytest.raises(OSError, match=r"could not be written, and .* GiB are free"),
+            disk_errors(tmp_path),
+        ):
+            raise RuntimeError(f"[enforce fail at inline_container.cc:664] . {text}")

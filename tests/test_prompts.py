@@ -1,10 +1,15 @@
+import codecs
+import inspect
 import json
 
 import pytest
 import torch
 from tiny_chat import chat_tokenizer
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from medusa.prompts import encode_messages, padded_batch, read_prompts
+from medusa.prompts import RESERVED, encode_messages, padded_batch, read_prompts
+from medusa.training.data.reading import read_examples
 
 
 def write_rows(path, *rows):
@@ -98,3 +103,54 @@ def test_prompts_encoded_one_by_one_make_a_left_padded_batch():
     batch = padded_batch(rows, pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 1, 1], [9, 9, 1]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_an_answer_that_only_calls_a_tool_is_no_answer_text(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "What time is it?"}, call]}))
+    (prompt,) = read_prompts(path)
+    assert prompt.answer is None
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+NESTED = json.dumps({"prompt": "hi", "note": "x"}).replace('"x"', "[" * 80 + "]" * 80)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "half \\ud83d"}', r"row 1 holds text that is not Unicode, half of a surrogate pair"),
+        ('{"prompt": "hi", "chat_template_kwargs": {"\\udc00": 1}}', "row 1 holds text that is not Unicode"),
+        ('{"prompt": "hi", "note": ' + DEEP + "}", "row 1 is nested deeper than 64 levels"),
+        (NESTED, "row 1 is nested deeper than 64 levels"),
+        *(
+            (
+                json.dumps({"prompt": "hi", "chat_template_kwargs": {name: True}}),
+                rf"row 1: .* got \['{name}'\]",
+            )
+            for name in ("tokenize", "conversation", "self", "chat_template", "tools", "messages")
+        ),
+    ],
+    ids=lambda each: each[:24],
+)
+def test_a_row_that_breaks_what_comes_later_is_named(tmp_path, row, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(path)
+    path.write_text(row.replace('"prompt"', '"text"'))
+    with pytest.raises(ValueError, match=message):
+        list(read_examples([str(path)]))
+
+
+def test_every_argument_of_the_rendering_is_reserved():
+    given = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    given = given | inspect.signature(render_jinja_template).parameters
+    assert set(given) - {"documents", "kwargs"} == RESERVED & set(given)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_prompt(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + b'{"prompt": "hi"}\n')
+    assert read_prompts(path)[0].messages[0]["content"] == "hi"

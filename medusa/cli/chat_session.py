@@ -6,7 +6,7 @@ The terminal around it is :mod:`medusa.cli.chat_terminal`; this module never pri
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,12 +93,15 @@ class ChatSession:
         self.answers: list[Answer] = []
         """Of the whole session, resets included."""
         self.messages: list[Message] = []
+        self.template_options: Mapping[str, Any] = {}
+        """What the chat template gets beside the messages."""
         self.reset()
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""
         system = self.settings.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.template_options = {}
 
     @property
     def max_depth(self) -> int:
@@ -110,7 +113,7 @@ class ChatSession:
         """Of all answers of the session."""
         return sum((answer.statistics for answer in self.answers), DecodingStatistics())
 
-    def reply(self, question: str) -> Generator[Piece, None, None]:
+    def reply(self, question: str | Message) -> Generator[Piece, None, None]:
         """The answer, piece by piece; afterwards it stands in ``answers`` and in the history.
 
         Closing the iterator early stops the answer: what was said so far stays in the history, or,
@@ -120,7 +123,10 @@ class ChatSession:
             ContextFullError: no room for an answer is left; the history is as it was.
         """
         use_compiled_if_there(self.model)
-        asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
+        asked = [
+            *self.messages,
+            {"role": "user", "content": question} if isinstance(question, str) else question,
+        ]
         encoded, room = self._encoded(asked)
         limit = min(room, self.settings.max_new_tokens)
         statistics, began = DecodingStatistics(), time.perf_counter()
@@ -150,7 +156,7 @@ class ChatSession:
 
     def _encoded(self, messages: list[Message]) -> tuple[dict[str, Any], int]:
         """The conversation as tensors, and how many tokens its answer may have."""
-        encoded = encode_messages(self.model.tokenizer, messages, self.model.device)
+        encoded = encode_messages(self.model.tokenizer, messages, self.model.device, self.template_options)
         length, context = encoded["input_ids"].shape[1], context_length(self.model.base)
         room = self.settings.max_new_tokens if context is None else context - length
         if room < 1:

@@ -21,7 +21,7 @@ from medusa.cli.program import chosen_drafter, compile_or, load_for_replies, rep
 from medusa.cli.reporting import report_json
 from medusa.cli.terminal import WrappedText, piped_lines, stop_button, typed_questions
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.prompts import Prompt, read_prompts
+from medusa.prompts import Message, Prompt, read_prompts
 from medusa.tables import counted
 
 COMMANDS = {
@@ -114,9 +114,11 @@ class ChatTerminal:
         for prompt in prompts:
             self.session.reset()
             self.session.messages += prompt.messages[:-1]
-            for turn in (prompt.messages[-1]["content"], *prompt.later_turns):
-                self.console.out(f"> {turn}", highlight=False)
-                self.ask(turn)
+            self.session.template_options = prompt.template_options
+            later: list[Message] = [{"role": "user", "content": turn} for turn in prompt.later_turns]
+            for message in (prompt.messages[-1], *later):
+                self.console.out(f"> {message['content']}", highlight=False)
+                self.ask(message)
 
     def obey(self, command: str) -> None:
         """Carry out a command; unknown ones are answered with the list."""
@@ -131,7 +133,7 @@ class ChatTerminal:
             for name, meaning in COMMANDS.items():
                 self._note(f"  {name:<7} {meaning}")
 
-    def ask(self, question: str) -> None:
+    def ask(self, question: str | Message) -> None:
         """Print the answer as it comes, then what it cost."""
         num_answers = len(self.session.answers)
         try:
@@ -147,7 +149,7 @@ class ChatTerminal:
             answer = self.session.answers[-1]
             self._note(cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
 
-    def _print_answer(self, question: str) -> None:
+    def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
             text = WrappedText(self.console)
             try:

@@ -283,7 +283,7 @@ class ExportOptions:
     dtype: Dtype = "float32"
     """Precision of the tensors that are written."""
     overwrite: bool = False
-    """Replace what the output directory holds."""
+    """Replace an export in the output directory, and nothing else."""
     report: ReportOptions = ReportOptions()
 
 
@@ -318,7 +318,7 @@ class ImportOptions:
     max_depth: int | None = None
     """How many guesses deep an EAGLE-3 head drafts; none is what config.json says, else 5."""
     overwrite: bool = False
-    """Replace what the output directories hold."""
+    """Replace heads in the output directory, and nothing else."""
     report: ReportOptions = ReportOptions()
 
 
@@ -390,7 +390,7 @@ class PushOptions:
     private: bool = False
     """If the repository is created: only you can see it."""
     overwrite: bool = False
-    """Replace the files that a repository, or the folder of a dry run, holds."""
+    """Replace the files that a repository, or the folder of an earlier dry run, holds."""
     dry_run: Path | None = None
     """Write what would be pushed into this folder, and push nothing."""
     report: ReportOptions = ReportOptions()

@@ -14,6 +14,7 @@ from medusa.base.loading import load_base, load_tokenizer
 from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions
 from medusa.cli.program import (
     chosen_device,
+    claim_output,
     encode_prompts,
     load_base_on,
     load_prompts,
@@ -22,13 +23,13 @@ from medusa.cli.program import (
 )
 from medusa.cli.reporting import command, print_list, report_json, table_console
 from medusa.files import check_writable_target
-from medusa.heads.checkpoint import kind_of, load_heads
+from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.hub import split_revision
 from medusa.interop.checking import ChainCheck, check_chain
 from medusa.interop.conversion import export_heads, foreign_directory, import_heads, save_base
 from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
-from medusa.interop.registry import FORMATS, format_of
+from medusa.interop.registry import EXPORT_LAYOUT, FORMATS, format_of
 from medusa.model import MedusaModel
 from medusa.places import base_named
 from medusa.progress import track
@@ -39,8 +40,7 @@ from medusa.trees.candidate_tree import CandidateTree
 def export(options: ExportOptions) -> list[str]:
     """Write heads for another project; say what it does otherwise."""
     log, foreign = log_version(), FORMATS[options.to]
-    if not options.overwrite:
-        check_writable_target(options.output)
+    claim_output(options.output, options.overwrite, EXPORT_LAYOUT, (options.heads, options.base))
     checkpoint = load_heads(options.heads)
     name = base_named(options.base or recorded_base(checkpoint, options.heads))  # others know no name of ours
     dtype = getattr(torch, options.dtype)
@@ -70,10 +70,9 @@ def export(options: ExportOptions) -> list[str]:
 def import_foreign(options: ImportOptions) -> list[str]:
     """Read heads of another project into a heads directory; say what was found."""
     log = log_version()
-    outputs = [path for path in (options.output, options.base_output) if path is not None]
-    if not options.overwrite:
-        for path in outputs:
-            check_writable_target(path)
+    claim_output(options.output, options.overwrite, HEADS_LAYOUT, (options.source, options.base))
+    if options.base_output is not None:
+        check_writable_target(options.base_output)  # nothing says that a model there is ours
     directory = foreign_directory(options.source)
     foreign = format_of(directory)
     check_eagle3_alone(
@@ -101,7 +100,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         overwrite=options.overwrite,
     )
     if options.base_output is not None:
-        save_base(base, load_tokenizer(name, **trusted), options.base_output, options.overwrite)
+        save_base(base, load_tokenizer(name, **trusted), options.base_output)
     heads = checkpoint.heads
     log.print(
         f"{options.output}: {_in_words(heads)}, in {foreign.consumer}'s format, for {own_name}",

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    name, *rest = arguments or [""]
+    name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(_help())
         return 0

@@ -20,10 +20,10 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
-import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from medusa.choices import Dtype, Engine, StepKind
+from medusa.files import read_yaml
 from medusa.places import named_file
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
@@ -150,9 +150,9 @@ def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        _refuse(f"{path} is not valid YAML: {error}")
+        values = read_yaml(path)
+    except ValueError as error:
+        _refuse(str(error))
     if not isinstance(values, dict):
         _refuse(f"{path} must hold keys and values, got {type(values).__name__}")
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from medusa.cli.options import (
     PromptOptions,
     words_of,
 )
-from medusa.cli.reporting import command
+from medusa.cli.reporting import command, print_list
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
+from medusa.files import Layout, check_writable_target, replaceable_files
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
@@ -36,7 +37,7 @@ from medusa.heads.eagle3 import Heads
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
-from medusa.prompts import Prompt, encode_messages, read_prompts
+from medusa.prompts import Prompt, encode_prompt, read_prompts
 from medusa.tables import counted
 
 
@@ -132,6 +133,21 @@ def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     return checkpoint.base_model
 
 
+def claim_output(
+    output: Path, overwrite: bool, layout: Layout, sources: Iterable[str | Path | None] = ()
+) -> None:
+    """See before long work that ``output`` may be written, and name what ``overwrite`` replaces.
+
+    Raises:
+        FileExistsError, ValueError: as :func:`medusa.files.check_writable_target` and
+            :func:`medusa.files.replaceable_files`.
+    """
+    if not overwrite:
+        check_writable_target(output)
+    gone = replaceable_files(output, layout, filter(None, sources))
+    print_list(log_console(), "to be replaced:", gone)
+
+
 def heads_of(model: MedusaModel) -> Heads:
     """The model's heads, for programs that are about nothing else."""
     if model.heads is None:
@@ -204,7 +220,7 @@ def encode_prompts(
         ValueError: a prompt and its answer do not fit the model's context; the message names the row.
     """
     context = context_length(model.base)
-    encoded = [encode_messages(model.tokenizer, prompt.messages, model.device) for prompt in prompts]
+    encoded = [encode_prompt(model.tokenizer, prompt, model.device) for prompt in prompts]
     for prompt, tensors in zip(prompts, encoded, strict=True):
         length = tensors["input_ids"].shape[1]
         if context is not None and length + max_new_tokens > context:

@@ -15,7 +15,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base
 from medusa.cli.commands import PushOptions
 from medusa.cli.options import words_of
-from medusa.cli.program import log_version, recorded_base
+from medusa.cli.program import claim_output, log_version, recorded_base
 from medusa.cli.reporting import command, print_list, report_json
 from medusa.files import replaced_directory
 from medusa.heads.checkpoint import HeadsCheckpoint, heads_directory, load_heads, weights_digest
@@ -23,6 +23,7 @@ from medusa.hub import looks_like_repository, split_revision
 from medusa.interop.model_card import CardFacts, read_evaluation
 from medusa.interop.protocol import ToExport
 from medusa.interop.repository import (
+    REPOSITORY_LAYOUT,
     check_repository_name,
     files_in,
     push_folder,
@@ -110,6 +111,9 @@ def _load_base(options: PushOptions, checkpoint: HeadsCheckpoint, base: str) -> 
 def _folder(options: PushOptions) -> Iterator[Path]:
     """The folder of the dry run, written whole or not at all; else one that goes with the push."""
     if options.dry_run is not None:
+        claim_output(
+            options.dry_run, options.overwrite, REPOSITORY_LAYOUT, (options.heads, options.evaluation)
+        )
         with replaced_directory(options.dry_run, options.overwrite) as folder:
             yield folder
     else:

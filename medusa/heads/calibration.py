@@ -8,7 +8,9 @@ the *rank* of the true token among the head's guesses, from which everything els
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base.causal_lm import hidden_states, layers_of, output_embedding
+from medusa.base.causal_lm import hidden_states, layers_of, output_embedding, switch_length
 from medusa.heads.eagle3 import Eagle3Head, Heads, drafted_states
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
@@ -74,8 +76,11 @@ def calibrate_each(
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
     layers = sorted({layer for heads in sets for layer in heads.reads_layers})
     answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
-    for start in range(0, len(ordered), batch_size):
-        indices, batch = zip(*ordered[start : start + batch_size], strict=True)
+    switch = switch_length(base) or 0  # past it LongRoPE reads a whole batch otherwise
+    short = bisect_right(ordered, switch, key=lambda item: len(item[1].token_ids))
+    starts = [*range(0, short, batch_size), *range(short, len(ordered), batch_size)]
+    for start, end in pairwise([*starts, len(ordered)]):
+        indices, batch = zip(*ordered[start:end], strict=True)
         ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
         if known is None:  # padding stands on the right, where no token of a row sees it
             states = hidden_states(base, ids.to(base.device), layers=layers)

@@ -30,10 +30,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa.files import read_json, replaced_directory, write_json
+from medusa.files import Layout, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads
-from medusa.heads.fingerprint import BaseFingerprint
+from medusa.heads.fingerprint import READABLE_TYPES, BaseFingerprint
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
@@ -63,6 +63,11 @@ HEADS_FILES = (
 )
 """All files of a heads directory."""
 FINGERPRINT = "base_fingerprint"
+HEADS_LAYOUT = Layout(
+    "a heads directory",
+    HEADS_FILES,
+    lambda directory: has_keys(directory / CONFIG_FILE, "format_version", "base_model"),
+)
 HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
@@ -307,6 +312,12 @@ def _read_weights(path: Path, device: str) -> dict[str, Tensor]:
         weights = load_file(path, device=device)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.dtype not in READABLE_TYPES:
+            raise ValueError(
+                f"{path}: tensor {name!r} must be float16, bfloat16 or float32, got {tensor.dtype}; write "
+                "the heads again in one of these"
+            )
     check_finite(weights, str(path))
     return weights
 

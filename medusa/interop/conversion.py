@@ -101,11 +101,11 @@ def foreign_directory(source: str | Path) -> Path:
     return hub_directory(source, DOWNLOADED, "heads", "give a directory, or a hub id of the form owner/name")
 
 
-def save_base(base: CausalLM, tokenizer: Any, output: str | Path, overwrite: bool) -> None:
+def save_base(base: CausalLM, tokenizer: Any, output: str | Path) -> None:
     """Write a base model and its tokenizer without the heads that its files hold, whole or not at all."""
     for key in ("medusa_num_heads", "medusa_num_layers"):
         if hasattr(base.config, key):
             delattr(base.config, key)
-    with replaced_directory(output, overwrite) as partial:
+    with replaced_directory(output) as partial:
         base.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

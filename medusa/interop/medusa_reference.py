@@ -68,7 +68,7 @@ def heads_of_tensors(
         "vocab_size": plain.vocab_size,
     }
     notes += checked_against_config(config, held, config_path, path, request.trust_tensors)
-    return ForeignHeads(as_medusa_heads(plain, request.base, path), plain.dtype, notes)
+    return ForeignHeads(as_medusa_heads(plain, request.base, path, config), plain.dtype, notes)
 
 
 def named_base(directory: Path) -> str | None:

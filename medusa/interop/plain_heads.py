@@ -12,17 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.logits import logit_scale
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
 from medusa.interop.contradictions import check_fits, listed
 
 PARTS = ("weight", "bias")
+SCALE_KEY = "logit_scale"
+"""Where a config.json says what the logits are multiplied by; vLLM reads it."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +273,11 @@ def _check_shapes(plain: PlainHeads, names: TensorNames, where: Path) -> None:
 # ------------------------------------------------------------------ our module and back
 
 
-def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHeads:
+def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path, config: Mapping[str, Any]) -> MedusaHeads:
     """Our module with these tensors, in float32, which guesses what they guess on ``base``.
+
+    Logits are scaled as ``config``, the config.json beside them, says; else as the base scales its own, where
+    the rows are the base's.
 
     Rows that are the base's are not kept: the heads then read its output embedding, or, where
     :func:`expanded_rows` made the rows, score a token map.
@@ -282,13 +289,15 @@ def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHea
     check_fits(where, plain.hidden_size, plain.vocab_size, base)
     kind, token_map = _unembedding_of(plain, base, where)
     num_layers = max(1, plain.num_layers)
-    config = HeadsConfig(
+    scale = config.get(SCALE_KEY, 1.0 if kind == "full" else logit_scale(base))
+    heads_config = HeadsConfig(
         hidden_size(base),
         vocab_size(base),
         plain.num_heads,
         num_layers,
         kind,
         None if token_map is None else len(token_map),
+        logit_scale=scale,
     )
     state: dict[str, Tensor] = {} if token_map is None else {"token_map": token_map}
     zeros = torch.zeros(plain.hidden_size, plain.hidden_size)
@@ -303,9 +312,14 @@ def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path) -> MedusaHea
                 torch.float32, copy=True
             )
     with torch.device("meta"):
-        heads = MedusaHeads(config)
+        heads = MedusaHeads(heads_config)
     heads.load_state_dict(state, assign=True)
     return heads.eval()
+
+
+def scale_of(heads: MedusaHeads) -> dict[str, float]:
+    """What config.json says of the scale of the logits: nothing where there is none."""
+    return {} if heads.config.logit_scale == 1 else {SCALE_KEY: heads.config.logit_scale}
 
 
 def as_plain_heads(heads: MedusaHeads, rows: Tensor | None) -> PlainHeads:

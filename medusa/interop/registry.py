@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medusa.files import read_json
+from medusa.files import Layout, read_json
 from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
 from medusa.interop.medusa_reference import MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ForeignFormat
@@ -19,6 +19,17 @@ FORMATS: dict[str, ForeignFormat] = {
     each.name: each for each in (VLLM_MEDUSA, TGI, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
 }
 """Every format that is read; those with ``export`` are written too."""
+
+
+def is_export(directory: Path) -> bool:
+    """Whether ``directory`` holds heads of a known format, and no base with them."""
+    try:
+        return not format_of(directory).holds_base
+    except (ValueError, OSError):
+        return False
+
+
+EXPORT_LAYOUT = Layout("an export", ("config.json", "*.safetensors"), is_export)
 
 
 def format_of(directory: Path) -> ForeignFormat:

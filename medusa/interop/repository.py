@@ -16,23 +16,29 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from medusa.files import read_json, write_json
-from medusa.heads.checkpoint import ADAPTER, ADAPTER_CONFIG_FILE, CONFIG_FILE, HEADS_FILES
+from medusa.files import Layout, read_json, write_json
+from medusa.heads.checkpoint import ADAPTER_CONFIG_FILE, CONFIG_FILE, HEADS_FILES, HEADS_LAYOUT
 from medusa.hub import LOG_IN, split_revision
 from medusa.interop import custom_generate
 from medusa.interop.conversion import export_heads
 from medusa.interop.model_card import CardFacts, model_card
 from medusa.interop.protocol import ToExport
+from medusa.interop.registry import EXPORT_LAYOUT
 
 CARD_FILE = "README.md"
-OWN_FOLDERS = (ADAPTER, custom_generate.FOLDER, "exports")
+CUSTOM_FILES = (f"{custom_generate.FOLDER}/generate.py", f"{custom_generate.FOLDER}/requirements.txt")
+REPOSITORY_LAYOUT = Layout(
+    "what an earlier push or dry run wrote",
+    (*HEADS_FILES, *CUSTOM_FILES, *(f"exports/*/{name}" for name in EXPORT_LAYOUT.files), CARD_FILE),
+    HEADS_LAYOUT.is_signed,
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def _name_base(path: Path, key: str, base: str) -> None:
 
 
 def _is_own(path: str) -> bool:
-    return path in HEADS_FILES or path.partition("/")[0] in OWN_FOLDERS
+    return path != CARD_FILE and REPOSITORY_LAYOUT.knows(PurePosixPath(path))
 
 
 def _check_base(api: HfApi, base: str) -> None:

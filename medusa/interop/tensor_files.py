@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from medusa.files import read_json
 from medusa.heads.checkpoint import check_finite
+from medusa.heads.fingerprint import READABLE_TYPES
 
 Wanted = Callable[[str], bool]
 """Whether the tensor of a name is to be read."""
@@ -53,13 +55,29 @@ def read_tensors(
     read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
     tensors = read(path, wanted)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() and name not in integers:
+        _check_plain(path, name, tensor)
+        if tensor.dtype not in READABLE_TYPES and (tensor.is_floating_point() or name not in integers):
             raise ValueError(
                 f"{path}: tensor {name!r} must hold floats, got {tensor.dtype}; quantised heads cannot be "
                 "read, get them in float16, bfloat16 or float32"
             )
     check_finite(tensors, str(path))
     return tensors
+
+
+def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless ``tensor`` is numbers one behind the other, as many as the file holds of it."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+        raise ValueError(
+            f"{path}: tensor {name!r} must be a plain one, got a {kind} tensor; save it as a dense tensor"
+        )
+    asked, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
+    if asked > held:
+        raise ValueError(
+            f"{path}: tensor {name!r} repeats {held:,} bytes to {asked:,} (shape {tuple(tensor.shape)}, "
+            f"strides {tensor.stride()}); save its contiguous() copy"
+        )
 
 
 def read_model_tensors(
@@ -139,6 +157,7 @@ def _read_safetensors(path: Path, wanted: Wanted) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path, wanted: Wanted) -> dict[str, Tensor]:
+    _check_not_packed(path)
     try:
         held: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -161,6 +180,22 @@ def _read_pickle(path: Path, wanted: Wanted) -> dict[str, Tensor]:
                 "state_dict of the heads alone"
             )
     return {name: value for name, value in held.items() if wanted(name)}
+
+
+def _check_not_packed(path: Path) -> None:
+    """Raise ValueError where a file of ``torch.save``, a zip archive whose entries are not packed, is."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(each.file_size for each in archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise _damaged(path, error) from error
+    if unpacked > (size := path.stat().st_size):
+        raise ValueError(
+            f"{path} is packed, {size:,} bytes of {unpacked:,}, as torch.save packs none; write it again "
+            "with torch.save, or as safetensors"
+        )
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

@@ -15,7 +15,7 @@ import shlex
 from medusa.files import read_json
 from medusa.interop.medusa_reference import CONFIG_FILE, HEADS_FILES, NAMES, heads_of_tensors, named_base
 from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes
-from medusa.interop.plain_heads import as_plain_heads, named
+from medusa.interop.plain_heads import as_plain_heads, named, scale_of
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.tensor_files import read_tensors
 
@@ -37,6 +37,7 @@ def export(request: ToExport) -> ExportedFiles:
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "version": "2" if is_without_rows else "1",
+        **scale_of(heads),
     }
     changes = [
         *tree_changes(request, CONSUMER),

@@ -2,7 +2,8 @@
 
     config.json         model_type "medusa", hidden_size, vocab_size, num_heads, num_hidden_layers,
                         medusa_fc_bias (without it vLLM leaves the biases out and says nothing),
-                        original_lm_head (one lm_head.weight for all heads), truncated_vocab_size
+                        original_lm_head (one lm_head.weight for all heads), truncated_vocab_size,
+                        logit_scale (1 where it is not there)
     model.safetensors   blocks.{head}.layers.{layer}.weight and .bias, and lm_heads.{head}.weight (V, D) or
                         lm_head.weight, for which lm_heads.0.weight alone will do; the names of the
                         reference code are read too
@@ -31,6 +32,7 @@ from medusa.interop.plain_heads import (
     as_plain_heads,
     collected,
     named,
+    scale_of,
 )
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.tensor_files import names_in, read_tensors
@@ -65,6 +67,7 @@ def export(request: ToExport) -> ExportedFiles:
         "num_hidden_layers": heads.config.num_layers,
         "medusa_fc_bias": True,
         "original_lm_head": is_shared,
+        **scale_of(heads),
     }
     changes = [*tree_changes(request, "vLLM"), *row_changes(request, copies=int(is_shared))]
     return ExportedFiles(config, WEIGHTS_FILE, named(plain, NAMES, request.dtype), tuple(changes))
@@ -101,7 +104,7 @@ def read(request: ReadRequest) -> ForeignHeads:
     held = _held(plain, config)  # whose keys are those of the config, where it has others for the counts
     defaults = {key: value for key, value in DEFAULTS.items() if key in held}
     notes += checked_against_config(config, held, config_path, path, request.trust_tensors, defaults)
-    return ForeignHeads(as_medusa_heads(plain, request.base, path), plain.dtype, notes)
+    return ForeignHeads(as_medusa_heads(plain, request.base, path, config), plain.dtype, notes)
 
 
 def is_vllm_directory(directory: Path) -> bool:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from medusa.model import MedusaModel
-from medusa.prompts import Message, Prompt, encode_messages
+from medusa.prompts import Message, Prompt, encode_messages, encode_prompt
 
 ANSWER_TOKENS = 128
 """Longest answer in the earlier turns."""
@@ -41,7 +41,7 @@ def earlier_exchanges(model: MedusaModel, prompts: Sequence[Prompt], num_tokens:
         question = prompt.messages[-1]
         answer: Message = {"role": "assistant", "content": prompt.answer or answered(model, question)}
         exchanges.append((question, answer))
-        length += num_tokens_of(model, [question, answer])
+        length += num_tokens_of(model, Prompt((question, answer)))
     return exchanges
 
 
@@ -60,15 +60,15 @@ def lengthened(model: MedusaModel, prompt: Prompt, exchanges: Sequence[Exchange]
     earlier: list[Message] = []
     for exchange in _others(exchanges, rest[-1]):
         longer = [*exchange, *earlier]
-        if num_tokens_of(model, [*system, *longer, *rest]) > num_tokens:
+        if num_tokens_of(model, replace(prompt, messages=(*system, *longer, *rest))) > num_tokens:
             break
         earlier = longer
     return replace(prompt, messages=(*system, *earlier, *rest))
 
 
-def num_tokens_of(model: MedusaModel, messages: Sequence[Message]) -> int:
+def num_tokens_of(model: MedusaModel, prompt: Prompt) -> int:
     """Length of a conversation that waits for an answer."""
-    return encode_messages(model.tokenizer, messages)["input_ids"].shape[1]
+    return encode_prompt(model.tokenizer, prompt)["input_ids"].shape[1]
 
 
 def _others(exchanges: Sequence[Exchange], question: Message) -> Iterator[Exchange]:

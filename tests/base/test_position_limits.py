@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GROUPED, OracleDrafter, left_padded, random_prompts
+from conftest import FACTORS, GROUPED, SWITCH, OracleDrafter, left_padded, longrope_model, random_prompts
 from test_causal_lm import tree_of
 from transformers import (
     Gemma3ForCausalLM,
@@ -13,8 +13,6 @@ from transformers import (
     LlamaForCausalLM,
     MoshiConfig,
     MoshiForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 
 from medusa import MedusaModel
@@ -22,20 +20,10 @@ from medusa.base.architecture_check import check_tree_verification
 from medusa.base.causal_lm import new_cache, prefill, switch_length
 from medusa.base.position_limits import common_context, unmasked_window
 
-SWITCH = 24
-FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [3.0, 5.0, 9.0, 17.0]}
-
 
 @pytest.fixture(scope="module")
 def longrope():
-    torch.manual_seed(2)
-    sizes = {key: value for key, value in GROUPED.items() if key != "head_dim"}
-    config = Phi3Config(
-        **sizes,
-        original_max_position_embeddings=SWITCH,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS},
-    )
-    return Phi3ForCausalLM(config).eval()
+    return longrope_model()
 
 
 def assert_decodes_as_transformers(base, prompt, **options):

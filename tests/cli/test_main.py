@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from transformers import T5Config
 
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
-from medusa.cli.main import main
+from medusa.cli.main import COMMANDS, main
 from medusa.places import EMBEDDED_BASE, base_named, shipped_files
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
@@ -33,6 +34,20 @@ def test_help_teaches_by_example(command, capsys):
     assert f"\n    medusa {command} " in capsys.readouterr().out
     assert main(["--help"]) == 0
     assert f"medusa {command} " in capsys.readouterr().out
+
+
+def test_a_bare_medusa_prints_its_help(capsys):
+    assert main(["--help"]) == 0
+    asked = capsys.readouterr()
+    assert main([]) == 0
+    assert capsys.readouterr() == asked
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_no_file_that_only_a_checkout_has(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert not re.findall(r"(?<![\w/])(?:train|inference|scripts|configs)/\w+", capsys.readouterr().out)
 
 
 def test_the_version_help_and_mistakes_are_answered_without_torch():

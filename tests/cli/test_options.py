@@ -106,6 +106,7 @@ def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
         ("learning_rate: null\n", "learning_rate in {path} must have a plain value, got None"),
         ("- a\n- b\n", "{path} must hold keys and values, got list"),
         ("a: [\n", "{path} is not valid YAML"),
+        ("[" * 3000, "{path} is not valid YAML"),
         ("temperature: -1\n", "temperature must be at least 0, got -1.0"),
         ("learning_rate: fast\n", "could not convert string to float: 'fast'"),
     ],

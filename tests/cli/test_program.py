@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import CHECKOUT
 from tiny_chat import save_chat_model, wide_tree
+from transformers import PreTrainedTokenizerBase
 
 import medusa
 import medusa.hardware
@@ -351,6 +352,49 @@ def test_chat_answers_the_prompts_of_a_file_and_reports(setting, capsys):
     report = closing_json(capsys.readouterr().out)
     assert report["num_answers"] == 3, "the second row has two turns"
     assert report["tokens_per_step"] >= 1
+
+
+TOOL = {"type": "function", "function": {"name": "clock"}}
+ASKED = {"role": "user", "content": "What time is it?"}
+TOOL_ROW = {
+    "messages": [ASKED, {"role": "tool", "content": "noon"}],
+    "tools": [TOOL],
+    "chat_template_kwargs": {"mood": "glad"},
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate",
+        "tune",
+        "benchmark",
+        "compare-drafters",
+        "compare-engines",
+        "compare-heads",
+        "side-by-side",
+        "chat",
+    ],
+)
+def test_every_command_that_reads_prompts_shows_tools_and_template_arguments_to_the_template(
+    command, setting, monkeypatch, tmp_path
+):
+    _, flags = setting
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps(TOOL_ROW) + "\n")
+
+    class Seen(Exception):
+        pass
+
+    def seen(self, conversation, **options):
+        raise Seen({"messages": list(conversation)} | options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", seen)
+    with pytest.raises(Seen) as rendered:
+        main([command, *flags, "--prompts", str(path)])
+    told = rendered.value.args[0]
+    assert [message["role"] for message in told["messages"]] == ["user", "tool"]
+    assert told["tools"] == [TOOL] and told["mood"] == "glad"
 
 
 def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(setting, capsys, tmp_path):

@@ -268,6 +268,26 @@ def test_a_repository_with_files_is_replaced_only_when_asked_and_keeps_what_is_n
     assert "deleted: exports/old/config.json" in capsys.readouterr().err
 
 
+def test_a_dry_run_replaces_an_earlier_one_and_no_project(heads, tmp_path, capsys):
+    project, folder = tmp_path / "project", tmp_path / "folder"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "a.py").write_text("mine")
+    for output in (project, heads):
+        assert push(heads, "ada/heads", "--dry-run", output, "--overwrite") == 1
+    assert "holds something else (src/a.py)" in capsys.readouterr().err
+    assert (project / "src" / "a.py").read_text() == "mine"
+    for _ in range(2):
+        assert push(heads, "ada/heads", "--dry-run", folder, "--overwrite") == 0
+    assert f"to be replaced:\n  {folder / 'README.md'}" in capsys.readouterr().err
+
+
+def test_a_push_deletes_only_what_a_push_writes(logged_in, heads):
+    logged_in.put("ada/heads", {"exports/notes.md": b"mine", "exports/old/config.json": b"{}"})
+    assert push(heads, "ada/heads", "--overwrite") == 0
+    after = logged_in.files("ada/heads")
+    assert "exports/notes.md" in after and "exports/old/config.json" not in after
+
+
 def test_the_tiny_chat_is_answered_from_the_hub(logged_in, heads, tmp_path, capsys):
     chat_base().save_pretrained(tmp_path / "base")
     chat_tokenizer().save_pretrained(tmp_path / "base")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import SWITCH, VOCAB_SIZE, longrope_model, random_prompts
 from tiny_chat import chat_base, chat_heads, chat_model, wide_tree
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -115,3 +116,18 @@ def test_nothing_to_calibrate_on_is_an_error_that_says_what_is_missing():
         calibrate(base, heads, [AnsweredTokens([1, 2, 3], [False] * 3)])
     with pytest.raises(ValueError, match="takes 4 tokens"):
         calibrate(base, heads, [AnsweredTokens([1, 2, 3], [False, True, True])]).best_tree(4)
+
+
+def test_a_longrope_base_gives_each_row_the_ranks_that_it_has_alone():
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    base = longrope_model()
+    rows = [
+        AnsweredTokens.after_prompt(random_prompts(1, length, seed=length)[0].tolist(), 4)
+        for length in (SWITCH + 9, 10, SWITCH, 20, SWITCH + 1)
+    ]
+    together = calibrate(base, heads, rows)
+    alone = [calibrate(base, heads, [row]).ranks[0] for row in rows]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(together.ranks, alone, strict=True))

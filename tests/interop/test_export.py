@@ -12,7 +12,7 @@ import torch
 from foreign_heads import VllmMedusa, reference_heads, reference_logits
 from safetensors.torch import load_file
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, wide_tree
-from transformers import PhiConfig, PhiForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 
 import medusa.interop.conversion
 from medusa import Adapter, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
@@ -119,6 +119,43 @@ def test_what_tgi_makes_of_an_export_guesses_the_same(unembedding, num_layers, b
         ours = heads(hidden_states(), BASE.lm_head)
         logits = reference_logits(theirs, hidden_states())
     assert torch.equal(logits.argmax(dim=-1), guesses(ours, heads))
+
+
+@pytest.fixture(scope="module")
+def scaled_base(tmp_path_factory) -> str:
+    """A base that divides its logits by 8."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = GraniteConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=48,
+        **sizes,
+        logits_scaling=8.0,
+        pad_token_id=256,
+    )
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("scaled") / "base"
+    GraniteForCausalLM(config).save_pretrained(directory)
+    chat_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
+@pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
+def test_the_scale_of_the_logits_goes_out_and_comes_back(unembedding, to, scaled_base, tmp_path):
+    heads = plain_heads(unembedding, logit_scale=0.125)
+    path = str(save_heads(HeadsCheckpoint(heads, scaled_base), tmp_path / "heads"))
+    config, _ = exported(to, path, tmp_path)
+    assert config["logit_scale"] == 0.125
+    words = ["import", str(tmp_path / to), "--base", scaled_base]
+    assert main([*words, "--output", str(tmp_path / "back")]) == 0
+    assert load_heads(tmp_path / "back").heads.config == heads.config
+    (tmp_path / to / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k[:5] != "logit"})
+    )
+    assert main([*words, "--output", str(tmp_path / "other")]) == 0
+    expected = 1.0 if unembedding == "full" else 0.125  # rows of their own, or the base's
+    assert load_heads(tmp_path / "other").heads.config.logit_scale == expected
 
 
 @pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
@@ -237,6 +274,41 @@ def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
     assert main([*words, "--overwrite"]) == 1
     assert (tmp_path / "tgi" / "config.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "tgi"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("run/heads", "must not hold what is read for it, got"),
+        ("run", "must not hold what is read for it, got"),
+        ("link", "must not hold what is read for it, got"),
+        ("other", r"overwriting replaces only an export, and .* holds something else \(provenance.json\)"),
+        ("model", r"overwriting replaces only an export, .* \(config.json, model.safetensors\)"),
+        ("file", "is a file, and overwriting replaces only an export"),
+    ],
+)
+def test_overwriting_removes_nothing_but_an_export(base, tmp_path, capsys, output, message):
+    (tmp_path / "run").mkdir()
+    heads = saved(tmp_path / "run", base, plain_heads())
+    saved(tmp_path, base, plain_heads())
+    (tmp_path / "heads").rename(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = ["export", heads, "--to", "tgi", "--output", str(tmp_path / output)]
+    assert main([*words, "--overwrite"]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_overwriting_names_what_it_replaces(base, tmp_path, capsys):
+    heads = saved(tmp_path, base, plain_heads())
+    exported("tgi", heads, tmp_path)
+    exported("tgi", heads, tmp_path, "--overwrite")
+    assert f"to be replaced:\n  {tmp_path / 'tgi' / 'config.json'}\n" in capsys.readouterr().err
 
 
 def test_the_flags_name_the_formats_that_are_written():

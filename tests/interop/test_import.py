@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -398,8 +399,21 @@ def test_an_output_that_holds_something_is_refused_before_anything_is_read(base,
     words = ["import", str(directory), "--output", str(tmp_path / "heads")]
     assert main(words) == 1
     assert "is not empty" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 1
+    assert "replaces only a heads directory, and" in capsys.readouterr().err
+    (tmp_path / "heads" / "mine.txt").unlink()
+    assert main(words) == 0
     assert main([*words, "--overwrite"]) == 0
-    assert not (tmp_path / "heads" / "mine.txt").exists()
+    assert f"  {tmp_path / 'heads' / 'model.safetensors'}\n" in capsys.readouterr().err
+
+
+def test_a_base_of_ones_own_and_the_source_are_never_replaced(base, tmp_path, capsys):
+    directory, _ = v1(tmp_path / "theirs", base)
+    for output in (directory, tmp_path, base):
+        before = {path: path.read_bytes() for path in Path(output).rglob("*") if path.is_file()}
+        assert main(["import", str(directory), "--output", str(output), "--base", base, "--overwrite"]) == 1
+        assert re.search("must not hold what is read for it, got|replaces only", capsys.readouterr().err)
+        assert {path: path.read_bytes() for path in before} == before
 
 
 def test_base_output_is_for_whole_models(base, tmp_path, capsys):

@@ -25,7 +25,7 @@ def test_a_prompt_is_filled_up_with_earlier_exchanges_about_other_questions():
     assert (contents[0], contents[-1]) == ("Be kind.", "second")
     assert contents.count("second") == 1, "the question itself is not asked before"
     assert contents[-3:-1] == ["first", "one"] and contents[1:-1].count("first") > 1, "they come around again"
-    length = num_tokens_of(model, longer.messages)
+    length = num_tokens_of(model, longer)
     assert 80 - len("third" + "three") - 4 <= length <= 80
 
 

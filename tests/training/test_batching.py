@@ -7,18 +7,20 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, tiny_model
+from conftest import ARCHITECTURES, SLIDING_WINDOW, SWITCH, VOCAB_SIZE, longrope_model, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import output_embedding
+from medusa.base.causal_lm import output_embedding, switch_length
 from medusa.training.config.options import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.documents import Document, Documents
 from medusa.training.losses.sums import added
 from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
+from medusa.training.run.fitness import check_packing
 from medusa.training.states.feeds import StateFeed
+from medusa.training.states.live import LiveStates, frozen_states
 
 ROW = 64
 LENGTHS = st.lists(st.integers(2, ROW), min_size=1, max_size=60)
@@ -118,6 +120,32 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
         for ours, theirs in zip(sums[2:], alone[2:], strict=True):
             assert torch.equal(ours, theirs)
     assert alone.num_scored.tolist() == documents.num_scored(3).sum(0).tolist()
+
+
+@pytest.mark.parametrize("plan", [plan_in_order, lambda *given: plan_epoch(*given[:2], 0, *given[2:])])
+@torch.no_grad()
+def test_a_longrope_base_reads_every_document_as_it_does_alone(plan):
+    base, documents = longrope_model(), documents_of([SWITCH, 9, SWITCH + 1, 40, SWITCH - 2, 12])
+    batches = plan(documents.lengths, DataOptions(tokens_per_batch=400), switch_length(base))
+    assert sorted(in_plan(batches)) == list(range(6))
+    assert len(batches) == 2, "one for each side"
+    for batch in batches:
+        states = frozen_states(base, collate(documents, batch))
+        for row, (index,) in zip(states, batch, strict=True):
+            alone = frozen_states(base, collate(documents, [[index]]))[0]
+            torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_packing_past_the_switch_of_a_longrope_base_is_refused():
+    live, documents = LiveStates(longrope_model()), documents_of([9, 12])
+    with pytest.raises(ValueError, match=rf"max_length of at most {SWITCH}, got 25: .* --packing false, or"):
+        check_packing(live, documents, DataOptions(packing=True, max_length=SWITCH + 1))
+    options = DataOptions(packing=True, max_length=SWITCH, tokens_per_batch=400)
+    check_packing(live, documents, options)
+    several = documents_of([20, 9, 4, 24])
+    (batch,) = plan_epoch(several.lengths, options, 0)
+    padded = collate(several, batch)
+    assert int(padded.positions.max()) < SWITCH
 
 
 def test_a_batch_size_below_one_token_is_refused():

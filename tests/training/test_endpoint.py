@@ -1,6 +1,9 @@
+import json
+
 import pytest
 from fake_endpoint import fake_endpoints
 
+from medusa.training.distillation import endpoint as endpoint_module
 from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
 
 
@@ -118,3 +121,61 @@ def test_reasoning_and_tool_calls_are_kept_and_tools_are_sent(serve, name):
     (_, request) = fake.requests[0]
     assert request["tools"] == [{"type": "function"}]
     assert request["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+def deep(levels):
+    value = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def call_of(arguments):
+    return {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        json.dumps(completion({"content": "half \ud83d"})),
+        json.dumps(completion({"content": "x", "reasoning": "half \udc00"})),
+        json.dumps(completion({"content": "x", "reasoning": {"a": 1}})),
+        json.dumps(completion(call_of({"a": deep(100)}))),
+        json.dumps(completion(call_of("[" * 100_000))),
+        "[" * 100_000,
+        "9" * 5000,
+    ],
+    ids=lambda raw: f"{raw[:8]}..{len(raw)}",
+)
+def test_an_answer_that_cannot_be_kept_refuses_its_prompt_alone(serve, raw):
+    fake = serve(raw=raw.encode())
+    with pytest.raises(RefusedPrompt, match="did not answer as an OpenAI-compatible chat server does"):
+        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
+
+
+def test_a_body_that_cannot_be_unpacked_refuses_its_prompt_alone(serve):
+    fake = serve(raw=b"no gzip", headers={"Content-Encoding": "gzip"})
+    with pytest.raises(RefusedPrompt, match="sent a body that cannot be unpacked"):
+        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
+    assert len(fake.requests) == 2
+
+
+@pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "-3", "[]", '"many"', "9" * 300])
+def test_a_count_of_tokens_that_is_none_costs_no_answer(serve, count):
+    usage = json.dumps(completion({"content": "yes"}, {"completion_tokens": 0})).replace(
+        ": 0}", f": {count}}}"
+    )
+    fake = serve(raw=usage.encode())
+    assert ask(ChatEndpoint(fake.url, "tiny")).num_tokens == 0
+
+
+@pytest.mark.parametrize("asked", ["3600", "9" * 400, "²", "Wed, 21 Oct 2099 07:28:00 GMT"])
+def test_a_long_wait_is_bounded_and_told(serve, monkeypatch, asked):
+    waits, said = [], []
+    monkeypatch.setattr(endpoint_module.time, "sleep", waits.append)
+    fake = serve(failures=[503], headers={"Retry-After": asked.encode("utf-8").decode("latin-1")})
+    ask(ChatEndpoint(fake.url, "tiny", first_wait=0.5, longest_wait=20, say=said.append))
+    assert waits == [20 if asked == "3600" else 0.5]
+    assert said == (
+        [f"{fake.url}/chat/completions asks to wait 3600 s; waiting 20 s"] if asked == "3600" else []
+    )

@@ -6,7 +6,10 @@ import fcntl
 import importlib.util
 import json
 import os
+import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from tiny_training import configuration_of, counting_rows, save_tiny_base, write_rows
 
 from medusa import load_heads
+from medusa.files import locked
 from medusa.training.run import job, processes
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
@@ -119,6 +123,59 @@ def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_run
         train(resume="auto", output_dir=tmp_path / "other")
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("limit", "higher"),
+    [({"max_steps": 4}, {"max_steps": 6}), ({"max_steps": None, "num_epochs": 1}, {"num_epochs": 2})],
+    ids=["steps", "epochs"],
+)
+@pytest.mark.parametrize("resume", ["auto", "always"])
+def test_a_finished_run_stays_as_it_is_and_a_higher_limit_goes_on_from_its_end(
+    train, monkeypatch, capsys, limit, higher, resume
+):
+    run = train(**limit, evaluation_steps=2, tree_nodes=5)
+    (run.heads / "notes.txt").write_text("a tuned tree")
+    before = contents(run.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "prepared", fails)  # nothing is loaded
+        train(**limit, evaluation_steps=2, tree_nodes=5, resume=resume)
+    assert contents(run.path) == before
+    assert "is finished" in capsys.readouterr().err
+    first = losses(run)
+    train(**limit | higher, resume=resume)
+    assert losses(run)[: len(first)] == first
+    assert len(losses(run)) > len(first)
+    assert load_heads(run.heads).provenance["training"]["steps"] == len(losses(run))
+
+
+def test_a_time_limit_that_was_reached_is_a_finished_run(train, monkeypatch):
+    run = train(max_steps=None, max_minutes=0.004)
+    before = contents(run.path)
+    train(max_steps=None, max_minutes=0.004, resume="auto")
+    assert contents(run.path) == before
+
+
+def test_a_run_whose_tree_is_missing_is_not_finished(train, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("medusa.training.run.result.calibrate", fails)
+        train(tree_nodes=5)
+    run = train(tree_nodes=5, resume="auto")
+    assert load_heads(run.heads).tree.num_nodes == 5
+    assert len(losses(run)) == 4
+
+
+def test_heads_without_a_checkpoint_are_not_trained_again_from_the_start(train):
+    run = train()
+    shutil.rmtree(run.checkpoints)
+    before = contents(run.heads)
+    with pytest.raises(FileExistsError, match=r"holds the heads of a run and no checkpoint .* --overwrite"):
+        train(resume="auto", max_steps=6)
+    assert contents(run.heads) == before
+
+
 def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, monkeypatch):
     do_step = Trainer._step
 
@@ -161,11 +218,92 @@ def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkey
     assert not run.checkpoints.exists()
 
 
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        "checkpoints/model.pt",
+        "checkpoints/step-1/model.pt",
+        "best/notes.txt",
+        "heads/config.json",
+        "metrics.jsonl",
+        "config.yaml",
+    ],
+)
+def test_overwriting_removes_no_file_of_a_stranger(train, tmp_path, stranger):
+    path = tmp_path / "run" / stranger
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(FileExistsError, match=r"replaces only .* (choose another|move that away)"):
+        train(overwrite=True)
+    assert path.read_text() == "{}"
+
+
+def test_overwriting_keeps_the_heads_that_the_run_starts_from(train):
+    run = train()
+    before = contents(run.path)
+    with pytest.raises(ValueError, match=r"heads' must not hold what is read for it, got .*heads"):
+        train(overwrite=True, start_from=str(run.heads))
+    assert contents(run.path) == before
+
+
+def test_overwriting_names_what_it_removes(train, capsys):
+    run = train()
+    capsys.readouterr()
+    train(overwrite=True)
+    said = capsys.readouterr().err
+    assert all(f"removed {path} of" in said for path in (run.heads, run.best, run.checkpoints, run.metrics))
+
+
 def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
     train()
     (tmp_path / "run" / ".heads.partial-0123abcd").mkdir()
-    train(resume="auto")
-    assert not list((tmp_path / "run").glob(".heads.*"))
+    (tmp_path / "run" / ".config.yaml.partial-0123abcd").touch()
+    (tmp_path / "run" / "checkpoints" / ".step-00000003.partial").mkdir()
+    train(resume="auto", max_steps=5)
+    assert not [path for path in (tmp_path / "run").rglob(".*") if path.name != ".lock"]
+
+
+def test_heads_may_be_a_link_to_another_disk(train, tmp_path):
+    run = train(tree_nodes=5)
+    run.heads.rename(tmp_path / "disk")
+    run.heads.symlink_to(tmp_path / "disk")
+    train(tree_nodes=5, resume="auto", max_steps=5)
+    assert run.heads.is_symlink()
+    loaded = load_heads(tmp_path / "disk")
+    assert (loaded.tree.num_nodes, loaded.provenance["training"]["steps"]) == (5, 5)
+
+
+@pytest.mark.parametrize("content", [b"", b"- a\n- b\n", b"just text", b"a: [", b"\xff\xfe", b"other: 1\n"])
+@pytest.mark.parametrize("how", [{"resume": "auto"}, {"overwrite": True}], ids=str)
+def test_a_configuration_that_is_none_is_named(train, tmp_path, content, how):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    with pytest.raises((ValueError, FileExistsError), match=r"config.yaml.* choose another"):
+        train(**how)
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == content
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, capsys, has_states):
+    states = tmp_path / "states"
+    options = {"cache_hidden_states": True, "states_dir": states}
+    if has_states:
+        train(output_dir=tmp_path / "first", **options)
+    has_it = threading.Event()
+
+    def hold() -> None:
+        with locked(states):
+            has_it.set()
+            time.sleep(0.5)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    has_it.wait()
+    train(**options)
+    other.join()
+    assert f"{states} is in use by process" in capsys.readouterr().err
+    with locked(states), pytest.raises(BlockingIOError, match="states is in use by process"):
+        train(output_dir=tmp_path / "late", timeout_minutes=1e-3, **options)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_any_work(train, tmp_path, monkeypatch):
@@ -184,8 +322,8 @@ def test_the_tracker_sees_one_run_however_often_it_is_resumed(train, monkeypatch
     monkeypatch.setattr(
         "accelerate.Accelerator.init_trackers", lambda self, *arguments: started.append(arguments)
     )
-    for _ in range(2):
-        train(tracker="wandb", resume="auto", checkpoint_steps=2, fused_layers=[1])
+    for steps in (4, 5):
+        train(tracker="wandb", resume="auto", max_steps=steps, fused_layers=[1])
     (project, values, settings), again = started
     assert project == "medusa-heads"
     assert settings["wandb"]["id"] == again[2]["wandb"]["id"]
@@ -248,7 +386,7 @@ def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, t
     assert load_heads(run.heads).fingerprint.configuration["num_hidden_layers"] == 2
     assert load_heads(run.heads).tree.num_nodes == 5
     assert loaded == [1]
-    train(**options)  # the states are there: the layers are not even read
+    train(**options, max_steps=5)  # the states are there: the layers are not even read
     assert loaded == [1]
 
 

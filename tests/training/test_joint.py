@@ -236,6 +236,17 @@ def test_heads_held_to_the_base_are_held_to_the_adapted_one(tmp_path, rows):
     assert float(sums.heads.loss[0]) == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_same_seed_drops_the_same_out_of_the_adapter(tmp_path, rows):
+    options = {"lora_dropout": 0.5, "max_steps": 6, "joint_warmup_fraction": 0}
+    runs = [new_trainer(tmp_path / name, rows, **options) for name in ("one", "two")]
+    other = new_trainer(tmp_path / "other", rows, **options | {"seed": 5})
+    for number, each in enumerate((*runs, other)):
+        torch.manual_seed(number)  # what came before takes no part
+        each.train()
+    assert_equal_weights(*runs, rtol=0, atol=0)
+    assert history(other) != history(runs[0])
+
+
 def test_a_base_that_caps_its_logits_is_held_to_the_capped_ones():
     base = copy.deepcopy(tiny_model("gemma3")).requires_grad_(False)
     adapter = TrainedAdapter(base, JointOptions(joint=True, lora_rank=3), seed=1)

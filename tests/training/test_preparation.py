@@ -22,10 +22,11 @@ from transformers import (
 
 from medusa import load_heads
 from medusa.base.causal_lm import hidden_size
+from medusa.base.logits import logit_scale
 from medusa.training.config.options import BaseOptions, ConfigurationError
 from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents
-from medusa.training.losses.teacher import logit_scale, teacher_of
+from medusa.training.losses.teacher import teacher_of
 from medusa.training.run import job
 from medusa.training.run.base import check_causal, load_base
 from medusa.training.run.storing import load_without_layers

@@ -56,7 +56,7 @@ def test_what_can_be_launched_is_not_refused(launch_of, num_devices, environment
 def test_a_launcher_that_starts_one_process_instead_of_several_is_found_out(launch_of):
     """`accelerate launch --cpu --num_processes 2` leaves an address to meet at, and starts one process."""
     launch_of(0, ACCELERATE_USE_CPU="True", MASTER_PORT="29500")
-    with pytest.raises(ConfigurationError, match=r"--cpu starts a single process.*accelerate_ddp\.yaml"):
+    with pytest.raises(ConfigurationError, match=r"--cpu starts a single process.*configs accelerate_ddp"):
         processes.check_launch()
 
 

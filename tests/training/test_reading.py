@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 
@@ -128,3 +129,13 @@ def test_an_unknown_file_type_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must end in one of"):
         expanded([str(path)])
     assert Path(path).exists()
+
+
+@pytest.mark.parametrize(
+    "before", [codecs.BOM_UTF8, b" " * 3000, b"\n" * 2000 + b"  ", codecs.BOM_UTF8 + b"\n \n"]
+)
+def test_an_array_is_known_behind_a_byte_order_mark_and_any_blanks(tmp_path, before):
+    rows = [{"text": "one"}, {"text": "two"}]
+    for name, raw in (("a.json", json.dumps(rows, indent=1)), ("b.jsonl", "\n".join(map(json.dumps, rows)))):
+        (tmp_path / name).write_bytes(before + raw.encode())
+        assert [each.text for each in read_examples([str(tmp_path / name)])] == ["one", "two"]

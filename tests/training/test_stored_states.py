@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE, tiny_model
+from conftest import VOCAB_SIZE, longrope_model, tiny_model
 from rich.console import Console
+from safetensors.torch import save_file
 from tiny_training import (
     CHAT_TEMPLATE,
     SYSTEM,
@@ -43,7 +44,7 @@ from medusa.training.states import format as states_format
 from medusa.training.states import live as live_states
 from medusa.training.states.feeds import FeatureFeed, StateFeed
 from medusa.training.states.final_norm import final_norm
-from medusa.training.states.format import StatesDirectory
+from medusa.training.states.format import StatesDirectory, digest_of_weights
 from medusa.training.states.live import LiveStates, frozen_states
 from medusa.training.states.stored_states import StateFile
 
@@ -410,3 +411,37 @@ def test_a_disk_that_refuses_the_room_is_an_error_and_one_that_keeps_none_is_not
         assert begin(line)
         assert "this file system keeps no room" in said.getvalue()
     assert not (tmp_path / ".room").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "gguf"])
+def test_a_change_of_any_tensor_changes_the_digest_of_the_weights(tmp_path, kind):
+    """Small ones lie between matrices that are far larger than what is read of them."""
+    tensors = {}
+    for layer in range(12):
+        tensors[f"{layer}.matrix"] = torch.zeros(700, 700)
+        tensors[f"{layer}.norm"] = torch.ones(64)
+
+    def digest(**changed: torch.Tensor) -> str | None:
+        path = tmp_path / f"model.{kind}"
+        if kind == "bin":
+            torch.save(tensors | changed, path)
+        elif kind == "gguf":
+            path.write_bytes(b"".join(each.numpy().tobytes() for each in (tensors | changed).values()))
+        else:
+            save_file(tensors | changed, path, metadata={"format": "pt"})
+        return digest_of_weights(tmp_path)
+
+    before = digest()
+    assert digest() == before
+    same = [name for name in tensors if digest(**{name: 3 * tensors[name] + 1}) == before]
+    assert not same
+
+
+def test_the_stored_states_of_a_longrope_base_are_those_that_each_document_has_alone(tmp_path):
+    base, documents = longrope_model(), documents_of()
+    states, line = states_of(tmp_path, documents, base=base), ProgressReporter("states", Console(quiet=True))
+    states.compute(states.begin(False, line), LiveStates(base), DataOptions(tokens_per_batch=1000), line)
+    for index in range(len(documents)):
+        alone = frozen_states(base, collate(documents, [[index]]))[0]
+        needed = torch.from_numpy(states.needed[states.span(index)])
+        torch.testing.assert_close(states.of([index]), alone[needed], rtol=1e-4, atol=1e-4)

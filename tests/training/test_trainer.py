@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -195,7 +196,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path, rows, m
 
 
 def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
+    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5, max_steps=10)
     trainer.train()
     (trainer.run.checkpoints / "step-00000010" / "run.json").unlink()
     resumed = new_trainer(tmp_path, rows, checkpoint_steps=5, resume="always")
@@ -214,7 +215,7 @@ def zero(path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_a_damaged_checkpoint_is_named_and_an_older_whole_one_is_taken(tmp_path, rows, name, damage):
     options = {"checkpoint_steps": 5, "keep_checkpoints": 1}
-    new_trainer(tmp_path, rows, **options | {"keep_checkpoints": 2}).train()
+    new_trainer(tmp_path, rows, **options | {"keep_checkpoints": 2, "max_steps": 10}).train()
     resumed = new_trainer(tmp_path, rows, **options, resume="always")
     damage(resumed.run.checkpoints / "step-00000010" / name)
     said = io.StringIO()
@@ -223,11 +224,11 @@ def test_a_damaged_checkpoint_is_named_and_an_older_whole_one_is_taken(tmp_path,
     assert f"step-00000010/{name} is" in said.getvalue()
     assert "going on from step-00000005" in said.getvalue()
     assert resumed.state.step == 12
-    assert [path.name for path in resumed.run.checkpoints.iterdir()] == ["step-00000010"]
+    assert [path.name for path in resumed.run.checkpoints.iterdir()] == ["step-00000012"]
 
 
 def test_where_no_checkpoint_is_whole_the_files_are_named(tmp_path, rows):
-    new_trainer(tmp_path, rows, checkpoint_steps=10).train()
+    new_trainer(tmp_path, rows, max_steps=10).train()
     resumed = new_trainer(tmp_path, rows, resume="always")
     cut(resumed.run.checkpoints / "step-00000010" / "model.safetensors")
     with pytest.raises(ConfigurationError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
@@ -487,6 +488,15 @@ def test_a_time_limit_ends_the_run(tmp_path, rows):
     assert rates[-1] < 0.2 * max(rates)
 
 
+def test_a_run_plans_for_the_switch_of_its_base(tmp_path, rows, monkeypatch):
+    trainer = new_trainer(tmp_path, rows)
+    lengths = trainer.training.lengths
+    switch = int(np.median(lengths))
+    assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1, 2}
+    monkeypatch.setattr("medusa.training.run.trainer.switch_length", lambda base: switch)
+    assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1}
+
+
 def test_epochs_end_the_run(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, max_steps=None, num_epochs=2)
     trainer.train()
@@ -562,7 +572,7 @@ def test_overwriting_starts_anew(tmp_path, rows):
     again = new_trainer(tmp_path, rows, overwrite=True, max_steps=2)
     again.train()
     assert list(history(again)) == [1, 2]
-    assert not again.run.checkpoints.exists()
+    assert [path.name for path in again.run.checkpoints.iterdir()] == ["step-00000002"]
 
 
 def test_there_must_be_something_to_resume(tmp_path, rows):

@@ -77,7 +77,7 @@ class CompareOptions(ProgramOptions):
 
         medusa compare-drafters --base MODEL
         medusa compare-drafters --drafters heads suffix heads+suffix \\
-            --prompts configs/repetitive_prompts.jsonl
+            --prompts repetitive_prompts
         medusa compare-drafters --drafters early-exit draft-model --exit-layer 10 --draft-model DIR
         medusa compare-drafters --drafters draft-model --draft-model DIR --draft-length 8 \\
             --temperature 1 --rules exact token block --repeats 5

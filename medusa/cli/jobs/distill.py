@@ -160,8 +160,8 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
 
 def load_answerer(options: DistillOptions, log: Console) -> Answerer:
     if options.endpoint and options.model:
-        endpoints = [ChatEndpoint(url, options.model) for url in dict.fromkeys(options.endpoint)]
-        say = partial(log.print, soft_wrap=True)
+        say = partial(log.print, soft_wrap=True, markup=False)
+        endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     transformers_logging.disable_progress_bar()
     device = chosen_device(options.device)
@@ -200,7 +200,9 @@ def summarise(report: DistillationReport, seconds: float, output: Path, log: Con
     )
     if report.num_refused:
         log.print(
-            f"{report.num_refused} could not be answered, the first: {report.first_refusal}", soft_wrap=True
+            f"{report.num_refused} could not be answered, the first: {report.first_refusal}",
+            soft_wrap=True,
+            markup=False,
         )
     if report.num_unasked:
         log.print(f"{report.num_unasked} prompts left for another run: the time was up")

@@ -28,10 +28,9 @@ class TrainOptions(TrainingConfiguration):
         medusa train --config smollm2 --resume auto
         medusa train --config smollm2_demo --inspect
 
-    Several processes, here one for each of two GPUs, and the same from a checkout:
+    Several processes, here one for each of two GPUs:
 
         accelerate launch --num_processes 2 -m medusa train --config smollm2
-        accelerate launch --num_processes 2 train/train_heads.py --config configs/smollm2.yaml
 
     Every key below can stand in the YAML file and on the command line, which overrides the file; `--key
     none` takes a key of the file back. --inspect shows which tokens would be trained on, and stops. The

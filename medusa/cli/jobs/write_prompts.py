@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from medusa.cli.options import check_at_least
 from medusa.cli.reporting import command
-from medusa.files import replaced_file
+from medusa.files import read_yaml, replaced_file
 from medusa.progress import log_console
 
 PARTS = Path(__file__).with_name("prompt_parts.yaml")
@@ -56,7 +54,7 @@ def read_parts(path: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     Raises:
         ValueError: the file has another shape, or a template a blank without words.
     """
-    parts: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parts: Any = read_yaml(path)
     if not isinstance(parts, dict) or set(parts) != {"kinds", "words"}:
         raise ValueError(f"{path}: a parts file holds `kinds` and `words` and nothing else")
     kinds, words = parts["kinds"], parts["words"]

@@ -308,12 +308,13 @@ class RunOptions:
     """Replace an earlier run in output_dir."""
     resume: Resume = "never"
     """always, or --resume alone: continue from the latest checkpoint in output_dir. auto: the same where
-    there is one, else start; so one command starts a run and continues it."""
+    there is one, else start; so one command starts a run and continues it. A finished run stays as it is,
+    unless a limit is higher now."""
     inspect: bool = False
     """Print a sample of documents, the tokens trained on in colour, and stop."""
     stop_after: Literal["plan", "states"] | None = None
     """states: store the hidden states, and stop. plan: say only which are to be stored, for another program
-    to compute, such as scripts/store_states_with_vllm.py, and stop. --resume auto goes on."""
+    to compute, and stop. --resume auto goes on."""
     logging_steps: int = 10
     """Steps between log entries."""
     evaluation_steps: int | None = None

@@ -25,8 +25,15 @@ OPEN_ROWS = 32
 """Rows that packing keeps open: a document goes to the fullest one that still takes it."""
 
 
-def plan_epoch(lengths: np.ndarray, options: DataOptions, epoch: int) -> list[MicroBatch]:
-    """The micro-batches of one epoch over documents of ``lengths`` (n,), each document once."""
+def plan_epoch(
+    lengths: np.ndarray, options: DataOptions, epoch: int, switch: int | None = None
+) -> list[MicroBatch]:
+    """The micro-batches of one epoch over documents of ``lengths`` (n,), each document once.
+
+    ``switch`` is the base's :func:`medusa.base.causal_lm.switch_length`: documents longer than that share no
+    micro-batch with others, which the base would read otherwise beside them. Rows that are packed must not
+    reach past it.
+    """
     random = np.random.default_rng([options.seed, epoch])
     order = random.permutation(len(lengths))
     if options.packing:
@@ -35,15 +42,17 @@ def plan_epoch(lengths: np.ndarray, options: DataOptions, epoch: int) -> list[Mi
         return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
     plan: list[MicroBatch] = []
     for pool in _pools(order, lengths, POOL * options.tokens_per_batch):
-        plan += _alike_in_length(
-            pool[np.argsort(lengths[pool], kind="stable")], lengths, options.tokens_per_batch
-        )
+        by_length = pool[np.argsort(lengths[pool], kind="stable")]
+        plan += _alike_in_length(by_length, lengths, options.tokens_per_batch, switch)
     return [plan[index] for index in random.permutation(len(plan))]
 
 
-def plan_in_order(lengths: np.ndarray, options: DataOptions) -> list[MicroBatch]:
-    """Micro-batches of all documents, longest last, unpacked: for evaluation, where order means nothing."""
-    return _alike_in_length(np.argsort(lengths, kind="stable"), lengths, options.tokens_per_batch)
+def plan_in_order(lengths: np.ndarray, options: DataOptions, switch: int | None = None) -> list[MicroBatch]:
+    """Micro-batches of all documents, longest last, unpacked: for evaluation, where order means nothing.
+
+    ``switch`` as in :func:`plan_epoch`.
+    """
+    return _alike_in_length(np.argsort(lengths, kind="stable"), lengths, options.tokens_per_batch, switch)
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,14 @@ def _pools(order: np.ndarray, lengths: np.ndarray, tokens: int) -> list[np.ndarr
     return np.split(order, np.flatnonzero(np.diff(number)) + 1)
 
 
-def _alike_in_length(by_length: np.ndarray, lengths: np.ndarray, tokens: int) -> list[MicroBatch]:
+def _alike_in_length(
+    by_length: np.ndarray, lengths: np.ndarray, tokens: int, switch: int | None
+) -> list[MicroBatch]:
     """Documents given from short to long, as micro-batches of one document a row."""
     plan: list[MicroBatch] = []
     for index in by_length:
-        if plan and (len(plan[-1]) + 1) * lengths[index] <= tokens:
+        crosses = bool(plan) and switch is not None and lengths[plan[-1][0][0]] <= switch < lengths[index]
+        if plan and not crosses and (len(plan[-1]) + 1) * lengths[index] <= tokens:
             plan[-1].append([int(index)])
         else:
             plan.append([[int(index)]])

@@ -17,16 +17,17 @@ count from 1.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from medusa.prompts import template_options
+from medusa.prompts import check_keepable, parsed_json, template_options
 
 Message = dict[str, Any]
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -100,6 +101,7 @@ def parse_row(row: Any, origin: str) -> Example:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{origin} must be an object with {_SHAPES}, got {type(row).__name__}")
+    check_keepable(row, origin)
     was_cut = row.get("finish_reason") == "length"
     given = template_options(row, origin)
     if row.get("messages") is not None:
@@ -174,22 +176,15 @@ def _json_rows(path: Path) -> Iterator[Any]:
     """Rows of a JSON array, or of one JSON value a line, by content and not by name; blank lines skipped."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            is_array = file.read(1024).lstrip()[:1] == b"["
-            file.seek(0)
-            if is_array:
-                yield from _parsed_json(file.read(), str(path))
+            lines = (line for line in file if line.removeprefix(codecs.BOM_UTF8).strip())
+            first = next(lines, b"")
+            if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                yield from parsed_json(first + file.read(), str(path))
                 return
-            for number, line in enumerate((line for line in file if line.strip()), start=1):
-                yield _parsed_json(line, f"{path} row {number}")
+            for number, line in enumerate(chain([first] if first else [], lines), start=1):
+                yield parsed_json(line, f"{path} row {number}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a whole gzip file: {error}") from error
-
-
-def _parsed_json(raw: bytes, origin: str) -> Any:
-    try:
-        return json.loads(raw)
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
-        raise ValueError(f"{origin} is not valid JSON: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from medusa.files import read_json, write_json
 
@@ -24,15 +25,21 @@ class AnswerFile:
     A last line that a killed run left half-written is cut off on opening.
 
     Raises:
+        BlockingIOError: another run fills it.
         ValueError: the file was made with another configuration, or with none on record.
     """
 
     def __init__(self, path: str | Path, configuration: Mapping[str, Any]):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _check_configuration(self.path, configuration)
-        _cut_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
+        try:
+            _lock(self._file, self.path)
+            _check_configuration(self.path, configuration)
+            _cut_torn_line(self.path)
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -47,22 +54,42 @@ class AnswerFile:
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row was ever written, by an earlier run either."""
+        return self.path.stat().st_size == 0
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows that are there.
 
         Raises:
             ValueError: a row is not ours; the message names file and row.
         """
-        with self.path.open(encoding="utf-8") as lines:
+        with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 origin = f"{self.path} row {number}"
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"{origin} is not valid JSON ({error}); remove that line") from error
-                if not isinstance(row, dict) or not {"index", "messages", "finish_reason"} <= set(row):
-                    raise ValueError(f"{origin} must hold index, messages and finish_reason, got {line:.80}")
+                is_row = isinstance(row, dict) and {"index", "messages", "finish_reason"} <= set(row)
+                if not is_row or not isinstance(row["index"], int) or not isinstance(row["messages"], list):
+                    raise ValueError(
+                        f"{origin} must hold index, a number, messages, a list, and finish_reason, got "
+                        f"{line[:80]!r}; remove that line"
+                    )
                 yield row
+
+
+def _lock(file: TextIO, path: Path) -> None:
+    """Keep the file from all other runs, until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            f"output {str(path)!r} is being filled by another run, and two would write every answer twice; "
+            "wait until that has ended, or choose another output"
+        ) from error
 
 
 def configuration_path(path: Path) -> Path:

@@ -166,7 +166,8 @@ class LocalAnswerer:
 
     def _row(self, conversation: Conversation) -> Row:
         if conversation.messages:
-            encoded = encode_messages(self.tokenizer, conversation.messages, **conversation.template_options)
+            told = conversation.template_options
+            encoded = encode_messages(self.tokenizer, conversation.messages, template_options=told)
             prompt, stops = encoded["input_ids"][0].tolist(), self.stop_ids
             temperature = conversation.temperature
         else:

@@ -140,7 +140,7 @@ def distill(
         if conversation.num_answers:
             answers.append(_row(conversation))
             report.num_written += 1
-        elif not report.num_written and report.num_refused >= REFUSALS_BEFORE_GIVING_UP:
+        elif answers.is_empty and report.num_refused >= REFUSALS_BEFORE_GIVING_UP:
             raise ValueError(
                 f"the first {report.num_refused} prompts were all refused: {report.first_refusal}"
             )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from medusa.prompts import Message
+from medusa.prompts import Message, check_keepable
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
@@ -42,7 +43,9 @@ class ChatEndpoint:
         model: the name the server knows the model by.
         max_attempts: tries per request; waits 1, 2, 4, ... seconds between them, or what the server asks.
         first_wait: seconds before the second try.
+        longest_wait: seconds between two tries, whatever the server asks.
         api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if set.
+        say: is told when the server asks for a longer wait.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class ChatEndpoint:
         timeout: float = 600.0,
         max_attempts: int = 6,
         first_wait: float = 1.0,
+        longest_wait: float = 60.0,
         api_key: str | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(
@@ -61,6 +66,7 @@ class ChatEndpoint:
             )
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.model, self.max_attempts, self.first_wait = model, max_attempts, first_wait
+        self.longest_wait, self.say = longest_wait, say
         key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
         self._client = httpx.Client(
             timeout=timeout,
@@ -101,11 +107,16 @@ class ChatEndpoint:
         problem, wait, garbage = "", self.first_wait, ""
         for attempt in range(self.max_attempts):
             if attempt:
-                time.sleep(wait)
+                if wait > self.longest_wait:
+                    self.say(f"{self.url} asks to wait {wait:.0f} s; waiting {self.longest_wait:.0f} s")
+                time.sleep(wait := min(wait, self.longest_wait))
                 wait *= 2
             try:
                 response = self._client.post(self.url, json=request)
-            except httpx.TransportError as error:
+            except httpx.DecodingError as error:
+                problem = garbage = f"endpoint {self.url} sent a body that cannot be unpacked: {error}"
+                continue
+            except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code in RETRIED_STATUS:
@@ -138,7 +149,7 @@ class ChatEndpoint:
 def _asked_wait(response: httpx.Response, default: float) -> float:
     """Seconds the server asks to wait, ``default`` when it asks nothing."""
     asked = response.headers.get("retry-after", "")
-    return float(asked) if asked.isdigit() else default
+    return float(asked) if re.fullmatch("[0-9]{1,9}", asked) else default
 
 
 def _reply(response: httpx.Response) -> ChatReply | None:
@@ -152,12 +163,14 @@ def _reply(response: httpx.Response) -> ChatReply | None:
             content = "".join(part["text"] for part in content if part["type"] == "text")
         message: Message = {"role": "assistant", "content": content + ""}
         if reasoning := given.get("reasoning_content") or given.get("reasoning"):
-            message["reasoning_content"] = reasoning
+            message["reasoning_content"] = reasoning + ""
         if given.get("tool_calls"):
             message["tool_calls"] = [_with_parsed_arguments(call) for call in given["tool_calls"]]
-        num_tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
+        check_keepable(message, "the answer")
+        counted = (body.get("usage") or {}).get("completion_tokens")
+        num_tokens = counted if isinstance(counted, int) and 0 <= counted < 2**31 else 0
         return ChatReply(message, str(choice["finish_reason"]), num_tokens)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
 
 

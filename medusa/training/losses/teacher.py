@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding
+from medusa.base.logits import logits_of_states
 
 Teacher = Callable[[Tensor], Tensor]
 """Hidden states (C, D) -> the base's own logits (C, V') in the heads' columns."""
@@ -53,45 +54,13 @@ def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
     probe = 100 * probe.to(base.device, embedding_weight(embedding).dtype)  # large enough to meet a cap
     with torch.no_grad():
-        is_plain = torch.allclose(_through_forward(base, probe), embedding(probe), rtol=1e-3)
+        is_plain = torch.allclose(logits_of_states(base, probe), embedding(probe), rtol=1e-3)
     if not is_plain and token_map is None:
-        return lambda states: _through_forward(base, states)
+        return lambda states: logits_of_states(base, states)
     if not is_plain:
-        return lambda states: _through_forward(base, states)[:, token_map]
+        return lambda states: logits_of_states(base, states)[:, token_map]
     if token_map is None:
         return lambda states: embedding(states.to(embedding_weight(embedding).dtype))
     rows, bias = embedding_weight(embedding).detach()[token_map], getattr(embedding, "bias", None)
     bias = None if bias is None else bias.detach()[token_map]
     return lambda states: F.linear(states.to(rows.dtype), rows, bias)
-
-
-@torch.no_grad()
-def logit_scale(base: CausalLM) -> float:
-    """What ``base`` multiplies the logits of its output embedding by; 1 for most.
-
-    Found by a trial, with logits too small for a cap, to three digits: in low precision no more can be said.
-    """
-    embedding = output_embedding(base)
-    probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
-    probe = probe.to(base.device, embedding_weight(embedding).dtype)
-    probe = probe * (0.1 / embedding(probe).abs().max())
-    plain, own = embedding(probe).double(), _through_forward(base, probe).double()
-    scale = float((plain * own).sum() / plain.square().sum())
-    if (own - scale * plain).norm() > 0.05 * own.norm():
-        return 1.0  # it does something else than to scale
-    return float(f"{scale:.3g}")
-
-
-def _through_forward(base: CausalLM, states: Tensor) -> Tensor:
-    """Logits (C, V) of states (C, D): one dummy token's forward pass with its hidden state exchanged."""
-    embedding = output_embedding(base)
-
-    def exchange(_module: nn.Module, args: tuple) -> tuple:
-        return (states.to(embedding_weight(embedding).dtype)[None], *args[1:])
-
-    handle = embedding.register_forward_pre_hook(exchange)
-    try:
-        dummy = torch.zeros(1, 1, dtype=torch.long, device=states.device)
-        return base(input_ids=dummy, use_cache=False).logits[0]
-    finally:
-        handle.remove()

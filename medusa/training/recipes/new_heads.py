@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
+from medusa.base.logits import logit_scale
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
@@ -17,7 +18,6 @@ from medusa.training.config.options import ConfigurationError
 from medusa.training.data.batching import collate
 from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import needed_states
-from medusa.training.losses.teacher import logit_scale
 from medusa.training.states.live import LiveStates
 from medusa.training.states.stored_states import StateFile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medusa.base.causal_lm import CausalLM, context_length
+from medusa.base.causal_lm import CausalLM, context_length, switch_length
 from medusa.training.config.options import ConfigurationError, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents
@@ -43,6 +43,13 @@ def check_packing(live: LiveStates, documents: Documents, options: DataOptions) 
     """
     if not options.packing or len(documents) < 2:
         return
+    name, switch = type(live.base).__name__, switch_length(live.base)
+    if switch is not None and options.max_length > switch:
+        raise ConfigurationError(
+            f"packing with {name} needs max_length of at most {switch}, got {options.max_length}: past that "
+            "the base reads all documents of a batch with other rotary frequencies (LongRoPE); pass "
+            f"--packing false, or --max_length {switch}"
+        )
     chosen = (documents[index] for index in documents.spread(NUM_PACKED))
     some = Documents.of(Document(each.tokens[:MOST_TOKENS], each.is_label[:MOST_TOKENS]) for each in chosen)
     with torch.no_grad():
@@ -53,7 +60,6 @@ def check_packing(live: LiveStates, documents: Documents, options: DataOptions) 
         ours = packed[some.starts[index] : some.starts[index + 1]].float()
         theirs = alone[index].float()
         distances.append((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12))
-    name = type(live.base).__name__
     distance = float(torch.cat(distances).median())
     allowed = 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.1
     if distance > allowed:

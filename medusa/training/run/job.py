@@ -51,8 +51,15 @@ def train(configuration: TrainingConfiguration) -> bool:
     accelerator = processes.new_accelerator(configuration.optimisation, configuration.run)
     console = log_console()
     console.quiet = not accelerator.is_main_process
-    with processes.StopSignal(), claimed(configuration, accelerator) as run:
+    with processes.StopSignal(), claimed(configuration, accelerator) as (run, is_finished):
         console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
+        if is_finished:
+            console.print(
+                f"the run in {run.path} is finished, and {run.heads} stays as it is; a higher limit, such as "
+                "--max_steps, goes on from its end",
+                soft_wrap=True,
+            )
+            return bool(accelerator.is_main_process)
         start_tracker(configuration, accelerator, run)
         trainer = prepared(configuration, accelerator, console)
         if trainer is not None:
@@ -76,23 +83,29 @@ def check_libraries(configuration: TrainingConfiguration) -> None:
 
 
 @contextmanager
-def claimed(configuration: TrainingConfiguration, accelerator: Accelerator) -> Iterator[RunDirectory]:
-    """The output directory, checked, locked and begun by the main process for all of them.
+def claimed(
+    configuration: TrainingConfiguration, accelerator: Accelerator
+) -> Iterator[tuple[RunDirectory, bool]]:
+    """The output directory, checked and locked by the main process for all of them, and whether the run in it
+    is finished; else it is begun.
 
     Raises:
         OSError, ValueError: it holds something else, or another process works in it.
     """
     run = RunDirectory(configuration.run.output_dir)
 
-    def claim() -> None:
+    def claim() -> bool:
         run.check(configuration)
         stack.enter_context(locked(run.path))
         run.check(configuration)  # another run may have ended meanwhile
-        run.begin(configuration)
+        if is_finished := run.is_finished(configuration):
+            return is_finished
+        for removed in run.begin(configuration):
+            log_console().print(f"removed {removed} of an earlier run", soft_wrap=True)
+        return False
 
     with ExitStack() as stack:
-        processes.on_main_process(accelerator, claim)
-        yield run
+        yield run, processes.on_main_process(accelerator, claim)
 
 
 def start_tracker(configuration: TrainingConfiguration, accelerator: Accelerator, run: RunDirectory) -> None:
@@ -179,7 +192,7 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
     if (heads := trainer.gathered_heads()) is not None:
         num_nodes, held_out = trainer.configuration.run.tree_nodes, trainer.data.held_out
         tree = result.calibrated_tree(trainer.base, heads, held_out, num_nodes, states)
-    trainer.save(run.heads, measured, tree)
+    trainer.save(run.heads, measured, tree, is_finished=True)
     console.print(metrics.table("held_out", measured))
     if (report := recipe.closing_report(measured)) is not None:
         console.print(report, soft_wrap=True)

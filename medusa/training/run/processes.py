@@ -36,7 +36,7 @@ from medusa.training.data.batching import MicroBatch
 T = TypeVar("T")
 STOPPED = 75
 """Exit status of a run that SIGTERM has stopped and that --resume continues: EX_TEMPFAIL of sysexits.h."""
-ON_CPU = "accelerate launch --config_file configs/accelerate_ddp.yaml --num_processes N"
+ON_CPU = 'accelerate launch --config_file "$(medusa configs accelerate_ddp)" --num_processes N'
 
 RESTARTED = "medusa-restarted"
 """Scheme of the address at which processes meet that a launcher has restarted."""
@@ -72,7 +72,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
     if _is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
         raise ConfigurationError(
             "the launch asks for FSDP, which accelerate leaves out on "
-            f"{accelerator.device.type}; launch with configs/accelerate_ddp.yaml there"
+            f"{accelerator.device.type}; launch with the configuration accelerate_ddp there"
         )
     if accelerator.num_processes != _num_launched():
         raise ConfigurationError(

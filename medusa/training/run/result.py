@@ -50,8 +50,12 @@ def provenance(
     counts: Mapping[str, int],
     state: RunState,
     metrics: Mapping[str, float],
+    is_finished: bool = False,
 ) -> dict[str, Any]:
-    """How heads were made: command, configuration, versions, data, measurements. Plain JSON values."""
+    """How heads were made: command, configuration, versions, data, measurements. Plain JSON values.
+
+    ``is_finished`` marks a run's result, to which nothing is to be added.
+    """
     return {
         "command": shlex.join(sys.orig_argv),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -67,6 +71,7 @@ def provenance(
             "minutes": round(state.seconds / 60, 2),
             "seconds_per_step": round(state.seconds / max(1, state.step), 4),
             "changes": list(state.changes),
+            "is_finished": is_finished,
         },
         "metrics": dict(metrics),
     }

@@ -25,27 +25,37 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from medusa.files import (
+    Layout,
     check_writable_target,
     clear_interrupted,
     digest_of,
     disk_errors,
     read_json,
+    read_yaml,
+    replaceable_files,
     replaced_file,
     sync,
     sync_tree,
     write_json,
 )
+from medusa.heads.checkpoint import HEADS_LAYOUT, PROVENANCE_FILE
 from medusa.training.config.configuration import TrainingConfiguration, changed_keys
 from medusa.training.config.options import ConfigurationError
 from medusa.training.run.processes import on_main_process
 
 STATE_FILE = "run.json"
+RUN_KEYS = {"base", "data", "output_dir"}
+"""Keys by which the configuration of a run is known."""
 REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Kinds of launches, in accelerate's words, in which every process has all weights."""
+CHECKPOINTS_LAYOUT = Layout(
+    "the checkpoints of a run",
+    tuple(f"{name}{'/*' * depth}" for name in ("step-*", ".step-*.partial") for depth in (1, 2, 3)),
+    lambda directory: all((each / STATE_FILE).exists() for each in directory.glob("step-*")),
+)
 
 
 @dataclass
@@ -101,9 +111,10 @@ class RunDirectory:
         """Look before any work is done; changes nothing.
 
         Raises:
-            FileExistsError: something other than the data is here, and neither overwrite nor resume is set.
+            FileExistsError: something other than the data is here, and neither overwrite nor resume is set;
+                or heads that only a run from the start could follow.
             FileNotFoundError: there is nothing to resume.
-            ValueError: the run to resume had another configuration.
+            ValueError: the run to resume had another configuration; or overwrite would remove what is read.
         """
         resume = configuration.run.resume
         if resume == "always" and not self._checkpoints():
@@ -113,21 +124,81 @@ class RunDirectory:
             )
         if resume != "never" and self.config.exists():
             self._check_same_run(configuration)
-        elif not configuration.run.overwrite and self._foreign_entries(configuration.data.data):
+            if self.heads.exists() and not self._checkpoints() and not self.is_finished(configuration):
+                raise FileExistsError(
+                    f"{self.path} holds the heads of a run and no checkpoint to go on from, so they would be "
+                    "trained again from the start; choose another output_dir, or start anew with --overwrite"
+                )
+        elif configuration.run.overwrite:
+            self._earlier_run(configuration)
+        elif self._foreign_entries(configuration.data.data):
             check_writable_target(self.path)
 
-    def begin(self, configuration: TrainingConfiguration) -> None:
-        """Write the configuration; ``overwrite`` removes what an earlier run left, all but stored states."""
+    def is_finished(self, configuration: TrainingConfiguration) -> bool:
+        """Whether the run that ``configuration`` resumes has its result already, for limits no higher."""
+        record = self.heads / PROVENANCE_FILE
+        if configuration.run.resume == "never" or not record.exists():
+            return False
+        done, limits = read_json(record).get("training", {}), configuration.optimisation
+        reached = (
+            (limits.max_steps, done.get("steps", 0)),
+            (limits.num_epochs, done.get("epochs", 0)),
+            (limits.max_minutes and round(limits.max_minutes, 2), done.get("minutes", 0)),  # as recorded
+        )
+        return bool(done.get("is_finished")) and any(
+            limit is not None and limit <= number for limit, number in reached
+        )
+
+    def begin(self, configuration: TrainingConfiguration) -> list[Path]:
+        """Write the configuration; ``overwrite`` removes what an earlier run left, all but stored states.
+
+        What was removed comes back.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        if configuration.run.overwrite:
-            for directory in (self.heads, self.best, self.checkpoints):
-                shutil.rmtree(directory, ignore_errors=True)
-            for file in (self.metrics, self.picture, self.tracker):
-                file.unlink(missing_ok=True)
+        removed = self._earlier_run(configuration) if configuration.run.overwrite else []
+        for path in removed:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         for directory in (self.heads, self.best):
             clear_interrupted(directory)
+        for left in self.checkpoints.glob(".step-*.partial"):  # of a run that was killed
+            shutil.rmtree(left)
+        for left in self.path.glob(".*.partial-*"):
+            left.unlink()
         with replaced_file(self.config) as partial:
             partial.write_text(configuration.as_yaml(), encoding="utf-8")
+        return removed
+
+    def _earlier_run(self, configuration: TrainingConfiguration) -> list[Path]:
+        """What ``overwrite`` removes of an earlier run.
+
+        Raises:
+            FileExistsError: something of these names is not a run's.
+            ValueError: this run reads something of it.
+        """
+        sources = (configuration.base.base, configuration.heads.start_from, *configuration.data.data)
+        layouts = {self.heads: HEADS_LAYOUT, self.best: HEADS_LAYOUT, self.checkpoints: CHECKPOINTS_LAYOUT}
+        for directory, layout in layouts.items():
+            replaceable_files(directory, layout, filter(None, sources))
+        files = [path for path in (self.metrics, self.picture, self.tracker) if os.path.lexists(path)]
+        is_run = not self.config.exists() or self._configuration().keys() >= RUN_KEYS
+        if not is_run or (files and not self.config.exists()):
+            foreign = ", ".join(path.name for path in (self.config, *files) if path.exists())
+            raise FileExistsError(
+                f"overwrite replaces only an earlier run, and {self.path} holds {foreign} of something else; "
+                "choose another output_dir, or move that away"
+            )
+        return [path for path in layouts if path.exists()] + files
+
+    def _configuration(self) -> dict[str, Any]:
+        """What config.yaml says of the run; nothing where it is no configuration."""
+        try:
+            read = read_yaml(self.config)
+        except ValueError:
+            return {}
+        return read if isinstance(read, dict) else {}
 
     def tracker_id(self) -> str:
         """By which a tracker knows this run: the same each time it goes on."""
@@ -159,7 +230,7 @@ class RunDirectory:
         Raises:
             OSError: the disk refused.
         """
-        target = self.checkpoints / f"step-{state.step:08d}"
+        target = self._checkpoint_at(state.step)
         partial = self.checkpoints / f".{target.name}.partial"
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
@@ -234,9 +305,12 @@ class RunDirectory:
             f"{self.path} holds a run of {before} processes, this one has {after}, {advice}"
         )
 
-    def has_checkpoint(self) -> bool:
-        """Whether there is something to resume."""
-        return bool(self._checkpoints())
+    def has_checkpoint(self, step: int | None = None) -> bool:
+        """Whether there is something to resume, at ``step`` where one is given."""
+        return any(step is None or path == self._checkpoint_at(step) for path in self._checkpoints())
+
+    def _checkpoint_at(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
 
     def _checkpoints(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
@@ -258,7 +332,12 @@ class RunDirectory:
         return whole[-1], [f"{damage[path]}; going on from {whole[-1].name}" for path in later]
 
     def _check_same_run(self, configuration: TrainingConfiguration) -> None:
-        earlier = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        earlier = self._configuration()
+        if not earlier.keys() >= RUN_KEYS:
+            raise ConfigurationError(
+                f"{self.config} is not the configuration of a run; bring it back, or choose another "
+                "output_dir"
+            )
         changed = changed_keys(earlier, configuration)
         if changed:
             raise ConfigurationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from medusa.base import loading
 from medusa.base.causal_lm import CausalLM
 from medusa.base.requirements import check_decodable
+from medusa.files import locked
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
 from medusa.training.config.options import BaseOptions, ConfigurationError
@@ -40,6 +42,7 @@ def stored_states(
     called only by processes that have shards to write, or by all where they share the base.
 
     Raises:
+        BlockingIOError: another run has stored states there for too long.
         ConfigurationError, OSError: see :class:`medusa.training.states.stored_states.StateFile`.
     """
     options, run = configuration.optimisation, configuration.run
@@ -50,15 +53,25 @@ def stored_states(
         states = StateFile(
             directory, base, documents, num_heads, options.cache_dtype, layers, configuration.reads_text
         )
-    with ProgressReporter("hidden states", console, accelerator.is_main_process) as line:
-        missing = on_main_process(accelerator, lambda: states.begin(run.overwrite, line))
+    with (
+        ProgressReporter("hidden states", console, accelerator.is_main_process) as line,
+        ExitStack() as stack,
+    ):
+
+        def begin() -> list[int]:
+            """Other runs may share the states: they wait, and find what was stored meanwhile."""
+            seconds = 30 * run.timeout_minutes  # the other processes wait too, twice as long
+            stack.enter_context(locked(directory.parent, seconds, line.say))
+            return states.begin(run.overwrite, line)
+
+        missing = on_main_process(accelerator, begin)
         if run.stop_after == "plan":
             return states
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         if mine or (missing and configuration.base.is_shared):
             with accelerator.autocast():
                 states.compute(mine, load(), configuration.data, line)
-    accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
     present = [shard for shard in range(len(states.ends)) if shard not in missing]
     states.check(present[accelerator.process_index :: accelerator.num_processes])
     accelerator.wait_for_everyone()

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from medusa.base.causal_lm import output_embedding
+from medusa.base.causal_lm import output_embedding, switch_length
 from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
@@ -124,6 +124,8 @@ class Trainer:
             evaluated, metrics = self._loop(training, held_out, line, stop)
         self.watch.check(self.configuration)
         self.save(self.run.heads, metrics)  # what comes now may fail
+        if not on_main_process(self.accelerator, lambda: self.run.has_checkpoint(self.state.step)):
+            self.checkpoint()  # from which a longer run goes on
         return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
     def _loop(
@@ -160,7 +162,7 @@ class Trainer:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
         them would have had; empty when there are none. The heads with most tokens per step are kept."""
         self.watch.check(self.configuration)
-        plan = plan_in_order(self.data.held_out.lengths, self.configuration.data)
+        plan = plan_in_order(self.data.held_out.lengths, self.configuration.data, switch_length(self.base))
         sums = self.recipe.no_sums(self.accelerator.device)
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
         for read in self._read_alone(feed, share_of(plan, self.accelerator)):
@@ -180,22 +182,35 @@ class Trainer:
         tokens_per_step = metrics.get("held_out/tokens_per_step", 0.0)
         if tokens_per_step > self.state.most_tokens_per_step:
             self.state.most_tokens_per_step = tokens_per_step
-            self._write(self.run.best, heads, metrics, None)
+            self._write(self.run.best, heads, metrics)
 
-    def save(self, directory: Path, metrics: dict[str, float], tree: CandidateTree | None = None) -> None:
+    def save(
+        self,
+        directory: Path,
+        metrics: dict[str, float],
+        tree: CandidateTree | None = None,
+        is_finished: bool = False,
+    ) -> None:
         """Write the heads as they are now, with ``tree`` and ``metrics``; all processes must call it.
+
+        ``is_finished`` says that they are the run's result, to which nothing is to be added.
 
         Raises:
             OSError: the disk refused; what was in ``directory`` is untouched.
         """
         heads = self.gathered_heads()
         if heads is not None:
-            self._write(directory, heads, metrics, tree)
+            self._write(directory, heads, metrics, tree, is_finished)
 
     def _write(
-        self, directory: Path, heads: Heads, metrics: dict[str, float], tree: CandidateTree | None
+        self,
+        directory: Path,
+        heads: Heads,
+        metrics: dict[str, float],
+        tree: CandidateTree | None = None,
+        is_finished: bool = False,
     ) -> None:
-        record = provenance(self.configuration, self.data.counts, self.state, metrics)
+        record = provenance(self.configuration, self.data.counts, self.state, metrics, is_finished)
         made_for = (self.recipe.adapter(), BaseFingerprint.of(self.base))
         save_result(directory, heads, self.configuration.base.base, tree, record, *made_for)
 
@@ -251,6 +266,8 @@ class Trainer:
     def _begin(self) -> None:
         """Go on from the latest checkpoint where that is asked for and there is one."""
         resume = self.configuration.run.resume
+        # What drops out of an adapter; a checkpoint has the state to go on with.
+        torch.manual_seed(self.configuration.data.seed + self.accelerator.process_index)
         # One process looks: on a shared file system the others may see the directory as it was.
         if resume != "never" and on_main_process(self.accelerator, self.run.has_checkpoint):
             self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
@@ -324,7 +341,7 @@ class Trainer:
             epoch, done = epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
-        batches = plan_epoch(self.training.lengths, self.configuration.data, epoch)
+        batches = plan_epoch(self.training.lengths, self.configuration.data, epoch, switch_length(self.base))
         size = self.configuration.optimisation.gradient_accumulation_steps * self.accelerator.num_processes
         return [batches[start : start + size] for start in range(0, len(batches), size)]
 

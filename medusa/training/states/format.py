@@ -23,7 +23,9 @@ import hashlib
 import json
 import os
 import struct
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,13 @@ from medusa.files import read_json, replaced_file
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MANIFEST = "manifest.json"
+DOCUMENTS_FILE = "documents.safetensors"
 ROOM = ".room"
 """A file that is as large as the shards to come, and of which nothing was ever written."""
 SHARD_BYTES = 2**28
 """Of a shard, about: what a run that dies has to compute again, and what is held in memory."""
-NUM_BLOCKS, BLOCK = 1024, 4096
-"""Blocks read of each file of weights, evenly spread, and their bytes; a file of no more is read whole."""
+NUM_BLOCKS, BLOCK = 8, 4096
+"""Blocks read of each tensor of a file of weights, evenly spread, and their bytes."""
 
 
 class StatesDirectory:
@@ -246,7 +249,7 @@ def write_documents(
 ) -> None:
     """Write what the states are of, beside the manifest."""
     parts = zip(DOCUMENTS, (tokens, is_label, is_needed, starts), strict=True)
-    with replaced_file(directory / "documents.safetensors") as partial:
+    with replaced_file(directory / DOCUMENTS_FILE) as partial:
         save_file({name: torch.from_numpy(np.array(each)) for name, each in parts}, partial)
 
 
@@ -270,8 +273,11 @@ def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
 def digest_of_weights(directory: Path) -> str | None:
     """A hash of the weight files in ``directory``; None where there are none.
 
-    Of large files some blocks are read, closer together than the matrices that a fine-tuning changes are
-    large.
+    Of safetensors and PyTorch files the first and the last bytes of every tensor are read and some between;
+    small tensors, and files of other kinds, are read whole.
+
+    Raises:
+        ValueError: a file is damaged.
     """
     for pattern in ("*.safetensors", "*.bin", "*.gguf"):
         if files := sorted(directory.glob(pattern)):
@@ -282,16 +288,42 @@ def digest_of_weights(directory: Path) -> str | None:
 def _of_files(files: Iterable[Path]) -> str:
     found = hashlib.sha256()
     for path in files:
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        found.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
-            if size <= NUM_BLOCKS * BLOCK:
-                found.update(file.read())
-                continue
-            for number in range(NUM_BLOCKS):
-                file.seek(number * (size - BLOCK) // (NUM_BLOCKS - 1))
-                found.update(file.read(BLOCK))
+            for start, end in _spans(path):
+                for block in _blocks(start, end):
+                    file.seek(block)
+                    found.update(file.read(min(BLOCK, end - block)))
     return found.hexdigest()
+
+
+def _spans(path: Path) -> list[tuple[int, int]]:
+    """Where the header and each tensor of a file begin and end."""
+    size = path.stat().st_size
+    try:
+        if path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            places = [each["data_offsets"] for each in header.values()]
+            return [(each, each + BLOCK) for each in range(0, 8 + length, BLOCK)] + [
+                (8 + length + start, 8 + length + end) for start, end in places
+            ]
+        if zipfile.is_zipfile(path):  # entries are stored, each behind a header of its own
+            with zipfile.ZipFile(path) as archive:
+                starts = sorted(each.header_offset for each in archive.infolist())
+            return list(pairwise([*starts, size]))
+    except (struct.error, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); get it again") from error
+    return [(each, min(each + BLOCK, size)) for each in range(0, size, BLOCK)]
+
+
+def _blocks(start: int, end: int) -> Iterable[int]:
+    """Where the blocks begin that are read of a tensor: all of a small one, else some, and both ends."""
+    if end - start <= NUM_BLOCKS * BLOCK:
+        return range(start, end, BLOCK)
+    return (start + number * (end - start - BLOCK) // (NUM_BLOCKS - 1) for number in range(NUM_BLOCKS))
 
 
 def _checksum(states: Tensor) -> str:

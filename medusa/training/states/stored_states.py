@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import medusa
-from medusa.base.causal_lm import CausalLM
-from medusa.files import read_json, write_json
+from medusa.base.causal_lm import CausalLM, switch_length
+from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.progress import ProgressReporter
 from medusa.training.config.options import ConfigurationError, DataOptions
 from medusa.training.data.batching import collate, plan_in_order
@@ -29,6 +29,7 @@ from medusa.training.data.documents import Documents
 from medusa.training.losses.alignment import needed_states
 from medusa.training.states.final_norm import final_norm
 from medusa.training.states.format import (
+    DOCUMENTS_FILE,
     MANIFEST,
     ROOM,
     StatesDirectory,
@@ -39,6 +40,11 @@ from medusa.training.states.format import (
 from medusa.training.states.identity import identity_of
 from medusa.training.states.live import LiveStates, states_width
 
+STATES_LAYOUT = Layout(
+    "stored states",
+    (MANIFEST, ROOM, "*.safetensors", ".*.partial-*"),
+    lambda directory: (directory / DOCUMENTS_FILE).exists(),
+)
 StateType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -80,12 +86,13 @@ class StateFile(StatesDirectory):
         super().__init__(directory, header, starts, needed)
 
     def begin(self, replace: bool, line: ProgressReporter) -> list[int]:
-        """Make the directory ready and say which shards are missing; for one process.
+        """Make the directory ready and say which shards are missing; for one process, which has it alone.
 
         ``replace`` takes away the states of something else, and shards that are damaged.
 
         Raises:
             ConfigurationError: the directory holds the states of something else.
+            FileExistsError: it holds other things than states, which are not replaced.
             OSError: the disk has too little room; no shard was written.
         """
         manifest = self.directory / MANIFEST
@@ -95,6 +102,9 @@ class StateFile(StatesDirectory):
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
                     "--overwrite or --cache_hidden_states false"
                 )
+            line.say(
+                f"replacing {len(replaceable_files(self.directory, STATES_LAYOUT))} files of other states"
+            )
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
@@ -105,6 +115,8 @@ class StateFile(StatesDirectory):
             for shard in set(range(len(self.ends))) - set(self.missing()):
                 if self.damage(shard) is not None:
                     self.path(shard).unlink()
+        for left in self.directory.glob(".*.partial-*"):  # of a run that was killed
+            left.unlink()
         missing = self.missing()
         if not missing:
             line.say(f"hidden states in {self.directory} are those of this run")
@@ -165,7 +177,8 @@ class StateFile(StatesDirectory):
     def _computed(self, shard: int, live: LiveStates, options: DataOptions) -> Iterator[tuple[int, Tensor]]:
         """The states of each document of a shard."""
         documents = self.documents_of(shard)
-        for batch in plan_in_order(self.documents.lengths[documents.start : documents.stop], options):
+        lengths = self.documents.lengths[documents.start : documents.stop]
+        for batch in plan_in_order(lengths, options, switch_length(self._base)):
             rows = [[documents.start + index for index in row] for row in batch]
             found = live.of(collate(self.documents, rows), self.layers)
             for states, (index,) in zip(found, rows, strict=True):

@@ -444,6 +444,29 @@ def answer_together(fakes, tmp_path, num_prompts, said, concurrency=2):
     return read_rows(tmp_path / "answers.jsonl")
 
 
+def test_answers_that_cannot_be_kept_are_counted_and_named_and_the_run_goes_on(serve, tmp_path, capsys):
+    fake = serve()
+    plain = fake.answer
+
+    def answer(request):
+        answered = plain(request)
+        if "bad" in request["messages"][-1]["content"]:
+            answered["choices"][0]["message"]["content"] = "half \ud83d"
+        return answered
+
+    fake.answer = answer
+    rows = [{"prompt": text} for text in ("good", "bad 1", "bad 2", "bad 3")]
+    file, output = write_rows(tmp_path / "p.jsonl", *rows), tmp_path / "rows.jsonl"
+    command = ["distill", "--prompts", str(file), "--output", str(output), "--model", "tiny"]
+    command += ["--endpoint", fake.url, "--batch-size", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa.training.distillation.endpoint.time.sleep", lambda seconds: None)
+        assert main([*command, "--limit", "2"]) == 0
+        assert f"1 could not be answered, the first: {file} row 2: " in capsys.readouterr().err
+        assert main(command) == 0, "the rows of earlier runs count"
+    assert [row["index"] for row in read_rows(output)] == [0]
+
+
 def test_several_endpoints_are_all_kept_busy(serve, tmp_path):
     """Each answers only when all have been asked as much as they take: with one idle, none ever would."""
     fakes = [serve(), serve(), serve()]

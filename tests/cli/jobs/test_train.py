@@ -136,7 +136,8 @@ def test_a_launch_in_mixed_precision_stores_states_and_trains_in_it(workplace):
     loaded = load_heads(workplace / "mixed" / "heads")
     assert loaded.provenance["configuration"]["precision"] == "bf16"
     assert all(each.dtype == torch.float32 for each in loaded.heads.parameters())
-    resumed = launch(workplace, *arguments, "--resume", "--cache_hidden_states", "false")
+    more = ("--resume", "--max_steps", "8", "--cache_hidden_states", "false")
+    resumed = launch(workplace, *arguments, *more)
     assert resumed.returncode == 0, resumed.stderr
     assert "from step 6 on precision: 'bf16' -> 'fp32'" in resumed.stderr
 
