@@ -5,7 +5,7 @@ They stand alone here so that a program can show its help without importing torc
 
 from typing import Literal
 
-Engine = Literal["auto", "eager", "packed", "int8", "int8_weights", "int4_weights"]
+Engine = Literal["auto", "eager", "packed", "int8"]
 """How the base model's layers are executed; the table is in :mod:`medusa.engine`."""
 StepKind = Literal["general", "static", "compiled", "captured"]
 """How decode steps are run; the table is in :mod:`medusa.decoding.steps`."""

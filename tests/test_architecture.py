@@ -12,9 +12,7 @@ CORE = [path for path in LIBRARY if not {"training", "serving"} & set(path.parts
 PROGRAMS = sorted(
     path for folder in ("train", "inference", "scripts") for path in (ROOT / folder).glob("*.py")
 )
-GPU_PARTS = sorted((ROOT / "scripts/gpu_parts").glob("*.py"))
-"""What one program, scripts/on_gpu.py, is made of."""
-PROGRAM_NAMES = {path.stem for path in PROGRAMS} | {"train", "inference", "scripts", "tests", "gpu_parts"}
+PROGRAM_NAMES = {path.stem for path in PROGRAMS} | {"train", "inference", "scripts", "tests"}
 LATE = {
     "datasets",
     "deepspeed",
@@ -99,15 +97,8 @@ def test_the_library_imports_no_program(path):
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
 def test_a_program_imports_no_program_and_nothing_from_its_own_folder(path):
-    own = {"gpu_parts", "gpu_parts.lab"} if path.stem == "on_gpu" else set()
-    reached = set(program_imports(path.read_text())) - own
+    reached = program_imports(path.read_text())
     assert not reached, f"{name_of(path)} imports {reached}; move what both need into medusa/"
-
-
-@pytest.mark.parametrize("path", GPU_PARTS, ids=name_of)
-def test_parts_of_a_program_import_what_they_share_and_not_each_other(path):
-    shared = {"gpu_parts.lab"} if path.stem != "lab" else set()
-    assert set(program_imports(path.read_text())) <= shared
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
@@ -122,14 +113,14 @@ def test_the_library_imports_extras_and_slow_libraries_only_where_they_are_used(
     assert not early_imports(path.read_text())
 
 
-@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS, *GPU_PARTS], ids=name_of)
+@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS], ids=name_of)
 def test_every_module_says_what_it_is_and_is_named_after_it(path):
     source = path.read_text()
     assert ast.get_docstring(ast.parse(source)), f"{name_of(path)} has no docstring"
     assert path.stem not in VAGUE_NAMES
 
 
-@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS, *GPU_PARTS], ids=name_of)
+@pytest.mark.parametrize("path", [*LIBRARY, *PROGRAMS], ids=name_of)
 def test_no_star_imports_and_no_swallowed_errors(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -327,8 +327,7 @@ class ModelOptions:
     promises exactly the tokens of plain decoding: lower precision can flip near-ties."""
     engine: Engine = "auto"
     """eager: as loaded. packed: float32 weights packed once for this CPU, for twice the memory. auto: packed
-    where it applies. int8: linear layers in int8, faster, but another model with a text of its own;
-    int8_weights and int4_weights (the quant extra): such models on any device and in bfloat16 on CUDA."""
+    where it applies. int8: linear layers in int8, faster, but another model with a text of its own."""
     step: StepKind = "general"
     """How steps run. compiled: the forward pass compiled for this machine, minutes once, then the fastest on
     a CPU. static: fixed shapes that never wait for the host. captured: those as CUDA graphs."""

@@ -6,9 +6,6 @@
     packed        float32 weights, packed for this processor     float32 on a CPU, oneDNN   as with eager
     int8          int8 weights with a scale per output channel,  as packed, and sdpa        the int8 model's
                   int8 activations with a scale per row          attention
-    int8_weights  int8 weights, activations as loaded            torchao, any device        that model's
-    int4_weights  int4 weights with a scale and a zero for 64    torchao, bfloat16 on a     that model's
-                  inputs, activations as loaded                  CUDA device
     auto          packed where it applies, eager elsewhere       nothing                    as with eager
 
 ``auto`` never changes what a model says, so it never quantises and never casts:
@@ -28,9 +25,10 @@ In float32 and in int8 a tree gives the text that one token at a time gives on t
 precision, whatever the weights, they may differ where two tokens tie. Drafts cannot change the text, so
 under ``packed`` and ``int8`` Medusa heads compute in int8, and score the tokens of a token map so.
 
-These two views compute layers that read one input as one product, norms in one call, and attention without
+The two views compute layers that read one input as one product, norms in one call, and attention without
 repeating the keys that several heads share; see ``views``, ``joined_linears`` and ``medusa.base.attention``.
-The other two differ from the model as loaded in their weights alone; see ``weight_only``.
+Weights that are to lie quantised on any device are quantised when ``transformers`` loads the model; ``eager``
+runs it so.
 
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.
@@ -45,23 +43,15 @@ from medusa.base.causal_lm import CausalLM
 from medusa.choices import Engine
 from medusa.engine.int8 import int8_view, missing_for_int8
 from medusa.engine.packed import missing_for_packed, packed
-from medusa.engine.weight_only import (
-    int4_weights_view,
-    int8_weights_view,
-    missing_for_int4_weights,
-    missing_for_int8_weights,
-)
 
 _BUILDERS: dict[str, tuple[Callable[[CausalLM], str | None], Callable[[CausalLM], CausalLM]]] = {
     "packed": (missing_for_packed, packed),
     "int8": (missing_for_int8, int8_view),
-    "int8_weights": (missing_for_int8_weights, int8_weights_view),
-    "int4_weights": (missing_for_int4_weights, int4_weights_view),
 }
 """Engine -> what it lacks to run a model (None: nothing), and the view of the model that it runs."""
 
 
-QUANTISED_BYTES: dict[str, float] = {"int8": 1.0, "int8_weights": 1.0, "int4_weights": 0.5}
+QUANTISED_BYTES: dict[str, float] = {"int8": 1.0}
 """Engine that quantises, and so changes the text -> bytes of a weight in its linear layers."""
 
 

@@ -68,9 +68,7 @@ def step_floor_seconds(
 def stored_bytes(model: MedusaModel, weight: Tensor) -> float:
     """What a pass reads for a parameter of the base, as the engine holds it."""
     engine = model.runtime.engine
-    is_float = weight.dim() != 2 or engine not in QUANTISED_BYTES
-    # Where weights alone are quantised, the output embedding is not.
-    if is_float or (engine != "int8" and weight is embedding_weight(output_embedding(model.base))):
+    if weight.dim() != 2 or engine not in QUANTISED_BYTES:
         return weight.nbytes
     return QUANTISED_BYTES[engine] * weight.numel()
 

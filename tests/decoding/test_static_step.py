@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, random_prompts
+from host_traffic import HostTraffic
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -19,7 +20,6 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import united
-from medusa.measurement.host_waits import HostTraffic
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 CARD = "meta"

@@ -281,15 +281,16 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.fixture
-def model_on_a_card():
+def model_on_a_card(request):
     torch.manual_seed(0)
-    base = ARCHITECTURES["llama"]().to("cuda").eval()
+    base = ARCHITECTURES[getattr(request, "param", "llama")]().to("cuda").eval()
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, reads_path=True))
     return MedusaModel(base, heads, TREE)
 
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("model_on_a_card", sorted(ARCHITECTURES), indirect=True)
 @pytest.mark.parametrize("step", ["static", "compiled", "captured"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3}])
 def test_on_a_card_every_kind_of_step_gives_the_tokens_of_the_general_loop(model_on_a_card, step, options):
@@ -297,6 +298,7 @@ def test_on_a_card_every_kind_of_step_gives_the_tokens_of_the_general_loop(model
     batch = {name: each.to("cuda") for name, each in left_padded(random_prompts(3, 240), [240, 9, 1]).items()}
     options = {"do_sample": False, "max_new_tokens": 60, **options}
     expected = model_on_a_card.generate(**batch, **options)
+    assert torch.equal(expected, model_on_a_card.generate(**batch, **options, tree=CandidateTree.chain(0)))
     for _ in range(2):
         assert torch.equal(model_on_a_card.generate(**batch, **options, step=step), expected)
 

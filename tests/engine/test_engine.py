@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 
 import pytest
@@ -477,3 +478,16 @@ def test_heads_with_a_token_map_draft_in_int8_and_decode_exactly(engine, reads_p
     plain = model.generate(**prompt, **options, tree=CandidateTree.chain(0))
     assert model.generate(**prompt, **options).tolist() == plain.tolist()
     assert torch.equal(copy.deepcopy(heads)(hidden, base.get_output_embeddings(), path), exact)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install torchao")
+def test_a_model_that_transformers_has_quantised_runs_eagerly_and_decodes_exactly():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    base = copy.deepcopy(tiny_model("llama"))
+    quantize_(base, Int8WeightOnlyConfig(version=2, set_inductor_config=False))
+    model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3)), BUSHY, engine="auto")
+    assert model.runner is base
+    options = {"do_sample": False, "max_new_tokens": 20}
+    batch = left_padded(random_prompts(3, 14), [14, 2, 9])
+    assert model.generate(**batch, **options).tolist() == base.generate(**batch, **options).tolist()

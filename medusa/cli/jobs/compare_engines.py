@@ -37,7 +37,7 @@ class EnginesOptions(ProgramOptions):
 
         medusa compare-engines --engine int8
         medusa compare-engines --engine int8 --prompts ANSWERS.jsonl --llama-cpp MODEL-q8_0.gguf
-        medusa compare-engines --engine int8_weights --limit 4 --tokens-per-pass 1
+        medusa compare-engines --engine int8 --limit 4 --tokens-per-pass 1
     """
 
     llama_cpp: tuple[Path, ...] = ()
