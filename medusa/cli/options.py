@@ -13,7 +13,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -46,7 +46,6 @@ def parse(
     description: str | None = None,
     prog: str | None = None,
     presets: Callable[[], Mapping[str, Any]] = dict,
-    removed: Mapping[str, str] | None = None,
 ) -> T:
     """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
 
@@ -57,7 +56,6 @@ def parse(
 
     Args:
         description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
-        removed: what to do instead of each key, or value as `key=value`, that there once was.
 
     Raises:
         SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
@@ -70,14 +68,12 @@ def parse(
         given = _words(presets(), flags, "presets")
     except ValueError as error:
         _refuse(str(error))
-    _refuse_removed(_given_pairs(words), removed or {}, "the command line")
     if file is not None:
         try:
             file = named_file(file, ".yaml", "configuration file")
         except FileNotFoundError as error:
             _refuse(str(error))
         values = _read_file(file)
-        _refuse_removed(values.items(), removed or {}, str(file))
         given += _words(values, flags, str(file))
     if {"-h", "--help"} & set(words):
         text = inspect.getdoc(options) if description is None else description
@@ -210,23 +206,6 @@ _ALONE = {"true": "always", "false": "never"}
 
 def _stands_alone(kind: Any) -> bool:
     return {"always", "never"} <= set(get_args(kind))
-
-
-def _given_pairs(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Every key on a command line, and the word after it or its `=`."""
-    pairs = []
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        if word.startswith("--"):
-            key, _, value = word[2:].partition("=")
-            pairs.append((key.replace("-", "_"), value or following))
-    return pairs
-
-
-def _refuse_removed(given: Iterable[tuple[str, Any]], removed: Mapping[str, str], where: str) -> None:
-    for key, value in given:
-        for name in (str(key), f"{key}={value}"):
-            if name in removed:
-                _refuse(f"{name} in {where} was removed: {removed[name]}")
 
 
 def _optional(kind: Any) -> Any | None:

@@ -42,8 +42,6 @@ from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 
 FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)
-"""1, of medusa 0.1.0, held no fingerprint of the base, but a sample of it with an adapter."""
 CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
     "config.json",
     "model.safetensors",
@@ -227,14 +225,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """config.json, of a format that this version reads."""
     path = directory / CONFIG_FILE
     raw = read_json(path)
-    if raw.get("format_version") not in READ_VERSIONS:
+    if raw.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version={reprlib.repr(raw.get('format_version'))}, this version of medusa "
-            f"reads {' and '.join(map(str, READ_VERSIONS))}; is it a heads directory written by "
-            "`medusa train`?"
+            f"reads {FORMAT_VERSION}; is it a heads directory written by `medusa train`?"
         )
-    if raw["format_version"] == 1:
-        raw.pop("rank", None)  # of low_rank heads, which were removed; all files hold it
     if not isinstance(raw.get("base_model", ""), str):
         raise ValueError(f"{path}: base_model must be text, got {reprlib.repr(raw['base_model'])}")
     return raw
@@ -249,11 +244,6 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
-    if kind == "eagle":
-        raise ValueError(
-            f"{config_path} says kind='eagle', a head that medusa 0.1.0 trained and that was removed; train "
-            "one with --head-kind eagle3, which guesses better and which other engines serve"
-        )
     if kind not in ("medusa", "eagle3"):
         raise ValueError(
             f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle3'"
@@ -362,8 +352,6 @@ def _check_tensors(
 def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprint | None:
     """The fingerprint of the base in ``raw``, the config.json; None where it holds none."""
     said, path = raw.get(FINGERPRINT), directory / CONFIG_FILE
-    if raw["format_version"] == 1 and isinstance(raw.get(ADAPTER), dict) and "base_sample" in raw[ADAPTER]:
-        said = {"sample": raw[ADAPTER]["base_sample"]}
     return None if said is None else BaseFingerprint.from_json(said, f"{path}: {FINGERPRINT}")
 
 

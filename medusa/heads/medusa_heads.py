@@ -88,11 +88,6 @@ class HeadsConfig:
                 f"context must be null or the sizes of a layer with hidden_size={self.hidden_size}, got "
                 f"{reprlib.repr(self.context)}"
             )
-        if self.unembedding == "low_rank":
-            raise ValueError(
-                "unembedding='low_rank' was removed, since it gained nothing; medusa 0.1.0 is the last "
-                "version that has it. Train the heads again with another unembedding"
-            )
         if self.unembedding not in get_args(Unembedding):
             raise ValueError(f"unembedding must be one of {get_args(Unembedding)}, got {self.unembedding!r}")
         if (self.unembedding == "token_map") != (self.token_map_size is not None):

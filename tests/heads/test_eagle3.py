@@ -131,10 +131,6 @@ def test_what_is_saved_is_what_is_loaded(saved):
     ("change", "message"),
     [
         ({"kind": "hydra"}, "says kind='hydra', this version of medusa reads 'medusa' or 'eagle3'"),
-        (
-            {"kind": "eagle"},
-            "a head that medusa 0.1.0 trained and that was removed; train one with --head-kind",
-        ),
         ({"max_dept": 3}, r"unknown key 'max_dept'; did you mean 'max_depth'\?"),
         ({"hidden_size": 64}, r"tensor .fc.weight. must have shape \(64, 128\), got \(32, 64\)"),
         ({"num_attention_heads": 5}, "num_key_value_heads must divide num_attention_heads=5, got 2"),

@@ -174,11 +174,6 @@ def test_sizes_that_are_no_count_are_refused(name):
             config_of("shared", **{name: value})
 
 
-def test_low_rank_heads_are_refused_by_the_version_that_had_them():
-    with pytest.raises(ValueError, match=r"'low_rank' was removed.*medusa 0\.1\.0 is the last version"):
-        config_of("low_rank")
-
-
 def test_an_unknown_unembedding_is_refused():
     with pytest.raises(ValueError, match=r"unembedding must be one of \('shared', .*, got 'tied'"):
         config_of("tied")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medusa.cli.options import parse
-from medusa.training.config.configuration import REMOVED, TrainingConfiguration
+from medusa.training.config.configuration import TrainingConfiguration
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if "compute_environment" not in path.read_text())
@@ -21,7 +21,7 @@ def test_there_are_training_configurations():
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_configuration_is_complete(path):
-    parse(TrainingConfiguration, ["--config", str(path)], removed=REMOVED)
+    parse(TrainingConfiguration, ["--config", str(path)])
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

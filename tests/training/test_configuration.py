@@ -1,4 +1,4 @@
-"""YAML and command line fill one checked configuration; removed keys are named, resumed runs compared."""
+"""YAML and command line fill one checked configuration, resumed runs compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tiny_training import configuration_of
 from medusa.cli.jobs.train import TrainOptions
 from medusa.cli.options import flag_types, parse
 from medusa.training.config.configuration import (
-    REMOVED,
     TrainingConfiguration,
     changed_keys,
     launched_precision,
@@ -26,7 +25,7 @@ REQUIRED = ["--base", "some/model", "--output_dir", "out", "--data", "a.jsonl", 
 
 
 def read(*arguments: str) -> TrainingConfiguration:
-    return parse(TrainingConfiguration, arguments, removed=REMOVED)
+    return parse(TrainingConfiguration, arguments)
 
 
 def write(path: Path, text: str) -> list[str]:
@@ -145,30 +144,6 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path, capsys, wrong, nearest):
 
 
 @pytest.mark.parametrize(
-    ("removed", "value", "instead"),
-    [
-        ("depth_weighting", "dpace", "depth_weighting in"),
-        ("dpace_smoothing", "0.5", "dpace_smoothing in"),
-        ("rank", "64", "rank in"),
-        ("objective", "lk", "objective=lk in"),
-        ("unembedding", "low_rank", "unembedding=low_rank in"),
-        ("head_kind", "eagle", "head_kind=eagle in"),
-        ("feature_weight", "10", "feature_weight in"),
-    ],
-)
-def test_what_was_removed_is_named_as_such(tmp_path, capsys, removed, value, instead):
-    for arguments in (
-        write(tmp_path / "run.yaml", f"{removed}: {value}\n"),
-        [f"--{removed}", value],
-        [f"--{removed.replace('_', '-')}={value}"],
-    ):
-        with pytest.raises(SystemExit):
-            read(*arguments, *REQUIRED)
-        said = capsys.readouterr().err
-        assert instead in said and "was removed: " in said
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_heads": 0}, "num_heads must be an int from 1 to 256, got 0"),
@@ -244,11 +219,3 @@ def test_a_resumed_run_may_change_how_long_and_not_what(config):
     assert changed_keys(earlier, longer) == []
     other = read(*config, "--num_heads", "3", "--seed", "8")
     assert sorted(changed_keys(earlier, other)) == ["num_heads: 4 -> 3", "seed: 0 -> 8"]
-
-
-def test_a_run_recorded_with_removed_keys_is_resumed_where_they_changed_nothing(config):
-    recorded = yaml.safe_load(read(*config).as_yaml())
-    harmless = recorded | {"depth_weighting": "decay", "dpace_smoothing": 0.5, "rank": 64}
-    assert changed_keys(harmless, read(*config)) == []
-    (said,) = changed_keys(recorded | {"depth_weighting": "dpace"}, read(*config))
-    assert said == "depth_weighting: 'dpace', which was removed"

@@ -31,25 +31,6 @@ from medusa.training.config.options import (
 
 KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "joint": ("medusa", "joint")}
 """The groups of options that each kind of training reads beside those that all do."""
-REMOVED = {
-    "depth_weighting": "depths are weighed by decay",
-    "dpace_smoothing": "depths are weighed by decay",
-    "rank": "low_rank heads were removed; choose unembedding shared, full or token_map",
-    "unembedding=low_rank": "choose shared, full or token_map",
-    "objective=lk": "choose ce, kl or blend",
-    "head_kind=eagle": "choose eagle3, which took its place",
-    "num_attention_heads": "an eagle3 head has the attention heads of its base",
-    "feature_weight": "an eagle3 head is not held to the base's features",
-}
-"""Keys, and values of keys, that there were once: what to do instead."""
-_HARMLESS = {
-    "depth_weighting": "decay",
-    "dpace_smoothing": 0.5,
-    "rank": 64,
-    "num_attention_heads": 8,
-    "feature_weight": 10.0,
-}
-"""Removed keys at the values at which they changed nothing, as earlier runs recorded them."""
 _LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
 
@@ -177,10 +158,7 @@ def changed_keys(earlier: dict[str, Any], now: TrainingConfiguration) -> list[st
     ours = now.as_dict()
     before = defaults | earlier  # some keys came later
     changed = [key for key in ours if key not in FREE_TO_CHANGE and before[key] != ours[key]]
-    removed = [key for key, value in _HARMLESS.items() if before.get(key, value) != value]
-    return [f"{key}: {before[key]!r} -> {ours[key]!r}" for key in changed] + [
-        f"{key}: {before[key]!r}, which was removed" for key in removed
-    ]
+    return [f"{key}: {before[key]!r} -> {ours[key]!r}" for key in changed]
 
 
 def launched_precision() -> str:
