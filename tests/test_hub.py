@@ -64,7 +64,9 @@ def test_heads_come_at_the_revision_that_their_name_has(filled, name, number):
 
 
 def test_only_the_files_of_a_heads_directory_are_downloaded(filled):
-    filled.put("ada/heads", {**filled.files("ada/heads"), "exports/tgi/config.json": b"{}", "big.bin": b"x"})
+    filled.put(
+        "ada/heads", {**filled.files("ada/heads"), "exports/vllm-medusa/config.json": b"{}", "big.bin": b"x"}
+    )
     load_heads("ada/heads")
     fetched = {request.rpartition("/")[2] for request in filled.requests if "/resolve/" in request}
     assert fetched == {"config.json", "model.safetensors", "provenance.json"}

@@ -263,16 +263,15 @@ class ExportOptions:
     instead.
 
         medusa export runs/mine/heads --to vllm-medusa --output exports/vllm
-        medusa export runs/mine/heads --to tgi --output exports/tgi --dtype bfloat16
         medusa export runs/eagle3/heads --to vllm-eagle3 --output exports/eagle3
     """
 
     heads: tyro.conf.Positional[str]
     """A heads directory, a hub id, or the name of heads that ship."""
     to: ForeignName
-    """Who reads the result. Plain Medusa heads: vllm-medusa is vLLM's medusa method, tgi is Text Generation
-    Inference. An EAGLE-3 head: vllm-eagle3 is what vLLM, SGLang and llama.cpp read, speculators the layout
-    from which vLLM starts alone."""
+    """Who reads the result. Plain Medusa heads: vllm-medusa is vLLM's medusa method. An EAGLE-3 head:
+    vllm-eagle3 is what vLLM, SGLang and llama.cpp read, speculators the layout from which vLLM starts
+    alone."""
     output: Path
     """Directory to write."""
     base: str | None = None
@@ -292,7 +291,7 @@ class ImportOptions:
     """Read heads that another project trained, and write them as a heads directory.
 
     Read are heads of FasterDecoding/Medusa (medusa_lm_head.pt or .safetensors), its Medusa-2 models, Medusa
-    heads for vLLM and for Text Generation Inference, and EAGLE-3 heads of SafeAILab, AngelSlim, SpecForge and
+    heads for vLLM, and EAGLE-3 heads of SafeAILab, AngelSlim, SpecForge and
     speculators. Afterwards they decode as heads trained here do.
 
         medusa import FasterDecoding/medusa-vicuna-7b-v1.3 --output runs/vicuna/heads --trust-tensors
@@ -331,7 +330,7 @@ class CheckOptions:
     heads.
 
         medusa check exports/vllm --as vllm-medusa
-        medusa check exports/tgi --as tgi --base models/smollm2-135m-instruct --prompts FILE --limit 20
+        medusa check exports/vllm --as vllm-medusa --prompts FILE --limit 20
     """
 
     directory: tyro.conf.Positional[str]
@@ -366,7 +365,7 @@ class PushOptions:
 
         medusa push runs/mine/heads me/smollm2-heads --dry-run runs/mine/repository
         medusa push runs/mine/heads me/smollm2-heads --evaluation report.json --license apache-2.0
-        medusa push runs/plain/heads me/plain-heads --base owner/base --exports vllm-medusa tgi
+        medusa push runs/plain/heads me/plain-heads --base owner/base --exports vllm-medusa
     """
 
     heads: tyro.conf.Positional[str]

@@ -65,7 +65,7 @@ COMMANDS = {
         "jobs.compare_engines:compare", "jobs.compare_engines:EnginesOptions", "quantised engines and float32"
     ),
     "info": Command("info:info", "commands:InfoOptions", "look into a heads directory"),
-    "export": Command("interop:export", "commands:ExportOptions", "write heads for vLLM or TGI"),
+    "export": Command("interop:export", "commands:ExportOptions", "write heads for vLLM and others"),
     "check": Command("interop:check", "commands:CheckOptions", "hold an export to its server's rules"),
     "import": Command("interop:import_foreign", "commands:ImportOptions", "read heads that others trained"),
     "push": Command("push:push", "commands:PushOptions", "publish heads on the Hugging Face hub"),

@@ -2,7 +2,6 @@
 
     name          written by             read by                    files
     vllm-medusa   medusa export          vLLM                       config.json, model.safetensors
-    tgi           medusa export          Text Generation Inference  config.json, medusa_lm_head.safetensors
     vllm-eagle3   medusa export          vLLM, SGLang, llama.cpp    config.json, model.safetensors
     speculators   medusa export          vLLM                       config.json, model.safetensors
     medusa        FasterDecoding/Medusa  medusa import, and others  config.json, medusa_lm_head.pt

@@ -12,11 +12,10 @@ from medusa.files import Layout, read_json
 from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
 from medusa.interop.medusa_reference import MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ForeignFormat
-from medusa.interop.tgi import TGI
 from medusa.interop.vllm_medusa import VLLM_MEDUSA
 
 FORMATS: dict[str, ForeignFormat] = {
-    each.name: each for each in (VLLM_MEDUSA, TGI, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
+    each.name: each for each in (VLLM_MEDUSA, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
 }
 """Every format that is read; those with ``export`` are written too."""
 
@@ -49,7 +48,7 @@ def format_of(directory: Path) -> ForeignFormat:
     held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
         f"{directory} holds no heads of a known format. Known are medusa_lm_head.pt and "
-        "medusa_lm_head.safetensors (FasterDecoding/Medusa, Text Generation Inference), a config.json that "
+        "medusa_lm_head.safetensors (FasterDecoding/Medusa), a config.json that "
         "says model_type 'medusa' (vLLM), draft_vocab_size (EAGLE-3) or speculators_model_type, and a model "
         f"with medusa_head.* among its weights; it holds {held}. Give the directory that holds the heads"
     )

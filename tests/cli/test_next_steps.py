@@ -42,8 +42,8 @@ RUNS = {
     "compare-drafters": "{measured} --drafters suffix --draft-length 2 --plot {new}/picture.png",
     "compare-engines": "{measured}",
     "info": "{heads}",
-    "export": "{heads} --to tgi --output {new}",
-    "check": "{export} --as tgi --base {base} --prompts {prompts} --max-new-tokens 25",
+    "export": "{heads} --to vllm-medusa --output {new}",
+    "check": "{export} --as vllm-medusa --base {base} --prompts {prompts} --max-new-tokens 25",
     "import": "{export} --base {base} --output {new}/heads",
     "push": f"{{heads}} me/heads --base {HUB_BASE} --dry-run {{new}}",
 }
@@ -61,7 +61,7 @@ def place(tmp_path_factory) -> dict[str, str]:
     save_heads(HeadsCheckpoint(counting_heads(SIZE), str(base)), heads)
     (folder / "prompts.jsonl").write_text('{"prompt": "One"}\n{"prompt": "Two"}\n')
     write_rows(folder / "data.jsonl", counting_rows(30))
-    assert main(["export", str(heads), "--to", "tgi", "--output", str(folder / "export")]) == 0
+    assert main(["export", str(heads), "--to", "vllm-medusa", "--output", str(folder / "export")]) == 0
     names = {name: str(folder / name) for name in ("base", "heads", "export")}
     names |= {name: str(folder / f"{name}.jsonl") for name in ("prompts", "data")}
     names["model"] = f"--base {base} --heads {heads}"
@@ -117,7 +117,10 @@ def test_an_eagle3_head_goes_on_to_other_engines():
     [
         (ModelOptions, ["--base", "a b", "--engine", "int8", "--trust-remote-code"]),
         (ChatOptions, ["--max-new-tokens", "128", "--plain", "--limit", "3"]),
-        (PushOptions, ["runs/heads", "me/heads", "--exports", "tgi", "vllm-medusa", "--dry-run", "out"]),
+        (
+            PushOptions,
+            ["runs/heads", "me/heads", "--exports", "speculators", "vllm-medusa", "--dry-run", "out"],
+        ),
         (TrainOptions, ["--config", "smollm2_joint", "--checkpoint_minutes", "none", "--no-packing"]),
     ],
 )

@@ -155,11 +155,10 @@ def test_exports_lie_beside_the_heads_and_the_card_says_how_to_serve_them(tmp_pa
     chat_base().save_pretrained("base")
     config = HeadsConfig(hidden_size=32, vocab_size=260, num_heads=2)
     save_heads(HeadsCheckpoint(MedusaHeads(config), "base"), "plain")
-    asked = ["--base", BASE, "--exports", "vllm-medusa", "tgi", "--dry-run", "folder"]
+    asked = ["--base", BASE, "--exports", "vllm-medusa", "--dry-run", "folder"]
     assert push("plain", "ada/heads", *asked) == 0
     written = json.loads((tmp_path / "folder/exports/vllm-medusa/config.json").read_text())
     assert written["base_model_name_or_path"] == BASE
-    assert (tmp_path / "folder/exports/tgi/medusa_lm_head.safetensors").exists()
     assert load_heads(tmp_path / "folder").base_model == BASE
     card = (tmp_path / "folder/README.md").read_text()
     assert f"vllm serve {BASE}" in card and "hf download ada/heads --include 'exports/vllm-medusa/*'" in card

@@ -17,7 +17,7 @@ from medusa import HeadsCheckpoint, save_heads
 from medusa.cli.main import main
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
-WEIGHTS = {"vllm-medusa": "model.safetensors", "tgi": "medusa_lm_head.safetensors"}
+WEIGHTS = {"vllm-medusa": "model.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def config(drop="", **changes):
     return lambda directory: edit_config(directory, drop, **changes)
 
 
-VLLM, TGI = "vllm-medusa", "tgi"
+VLLM = "vllm-medusa"
 BROKEN = {
     "biases that vLLM would drop": (
         VLLM,
@@ -123,20 +123,6 @@ BROKEN = {
         VLLM,
         lambda directory: save_file({"x": torch.zeros(1)}, directory / "y.safetensors"),
         "must hold one safetensors file for vLLM, got model.safetensors, y.safetensors",
-    ),
-    "heads that TGI leaves out": (
-        TGI,
-        config(architectures=["MedusaModel"]),
-        r"says architectures=\['MedusaModel'\], and Text Generation Inference loads Medusa heads only",
-    ),
-    "no count for TGI": (TGI, config(drop="medusa_num_heads"), "config.json must say medusa_num_heads"),
-    "no base for TGI": (TGI, config(drop="base_model_name_or_path"), "must say base_model_name_or_path"),
-    "a wrong count for TGI": (TGI, config(medusa_num_heads=4), "says medusa_num_heads=4, .* holds 3"),
-    "layers without rows": (TGI, config(medusa_num_layers=2), "scores with the base's LM head only where"),
-    "a lost file": (
-        TGI,
-        lambda directory: (directory / WEIGHTS[TGI]).unlink(),
-        "medusa_lm_head.safetensors does not exist",
     ),
 }
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from foreign_heads import VllmMedusa, reference_heads, reference_logits
+from foreign_heads import VllmMedusa
 from safetensors.torch import load_file
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, wide_tree
 from transformers import GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
@@ -57,7 +57,7 @@ def exported(to: str, heads: str, directory: Path, *words: str) -> tuple[dict, d
     """config.json and the tensors of an export."""
     output = directory / to
     assert main(["export", heads, "--to", to, "--output", str(output), *words]) == 0
-    file = {"vllm-medusa": "model.safetensors", "tgi": "medusa_lm_head.safetensors"}[to]
+    file = "model.safetensors"
     assert sorted(path.name for path in output.iterdir()) == sorted(["config.json", file])
     return json.loads((output / "config.json").read_text()), load_file(output / file)
 
@@ -98,29 +98,6 @@ def test_what_vllm_makes_of_an_export_guesses_the_same(unembedding, num_layers, 
         assert torch.equal(logits, ours)
 
 
-@pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
-def test_what_tgi_makes_of_an_export_guesses_the_same(unembedding, num_layers, base, tmp_path):
-    heads = plain_heads(unembedding, num_layers)
-    config, tensors = exported("tgi", saved(tmp_path, base, heads), tmp_path)
-    has_rows = (unembedding, num_layers) != ("shared", 1)
-    assert config == {
-        "base_model_name_or_path": base,
-        "medusa_num_heads": 3,
-        "medusa_num_layers": num_layers,
-        "hidden_size": HIDDEN_SIZE,
-        "vocab_size": VOCAB_SIZE,
-        "version": "1" if has_rows else "2",
-    }
-    theirs = reference_heads(BASE, 3, num_layers)
-    if not has_rows:
-        tensors |= {f"{k}.1.weight": BASE.lm_head.weight for k in range(3)}
-    theirs.load_state_dict(tensors, strict=True)
-    with torch.no_grad():
-        ours = heads(hidden_states(), BASE.lm_head)
-        logits = reference_logits(theirs, hidden_states())
-    assert torch.equal(logits.argmax(dim=-1), guesses(ours, heads))
-
-
 @pytest.fixture(scope="module")
 def scaled_base(tmp_path_factory) -> str:
     """A base that divides its logits by 8."""
@@ -140,7 +117,7 @@ def scaled_base(tmp_path_factory) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
+@pytest.mark.parametrize("to", ["vllm-medusa"])
 @pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_the_scale_of_the_logits_goes_out_and_comes_back(unembedding, to, scaled_base, tmp_path):
     heads = plain_heads(unembedding, logit_scale=0.125)
@@ -158,7 +135,7 @@ def test_the_scale_of_the_logits_goes_out_and_comes_back(unembedding, to, scaled
     assert load_heads(tmp_path / "other").heads.config.logit_scale == expected
 
 
-@pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
+@pytest.mark.parametrize("to", ["vllm-medusa"])
 @pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
 def test_an_export_comes_back_to_the_bit(unembedding, num_layers, to, base, tmp_path):
     heads = plain_heads(unembedding, num_layers)
@@ -212,7 +189,7 @@ def refused(heads: str, tmp_path: Path, capsys, message: str, *words: str, to: s
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("to", ["vllm-medusa", "tgi"])
+@pytest.mark.parametrize("to", ["vllm-medusa"])
 def test_the_heads_that_ship_are_refused_with_what_to_train(to, tmp_path, capsys):
     message = r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads .* with --reads-path false"
     words = ("--base", "no/such/base")  # which is not asked for
@@ -262,18 +239,18 @@ def test_weights_too_large_for_the_type_are_refused(base, tmp_path, capsys):
 
 def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
     heads = saved(tmp_path, base, plain_heads())
-    exported("tgi", heads, tmp_path)
-    before = (tmp_path / "tgi" / "config.json").read_bytes()
+    exported("vllm-medusa", heads, tmp_path)
+    before = (tmp_path / "vllm-medusa" / "config.json").read_bytes()
 
     def disk_full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(medusa.interop.conversion, "save_file", disk_full)
-    words = ["export", heads, "--to", "tgi", "--output", str(tmp_path / "tgi")]
+    words = ["export", heads, "--to", "vllm-medusa", "--output", str(tmp_path / "vllm-medusa")]
     assert main(words) == 1  # it holds something
     assert main([*words, "--overwrite"]) == 1
-    assert (tmp_path / "tgi" / "config.json").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "tgi"]
+    assert (tmp_path / "vllm-medusa" / "config.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "vllm-medusa"]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +275,7 @@ def test_overwriting_removes_nothing_but_an_export(base, tmp_path, capsys, outpu
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "model" / name).write_text("{}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    words = ["export", heads, "--to", "tgi", "--output", str(tmp_path / output)]
+    words = ["export", heads, "--to", "vllm-medusa", "--output", str(tmp_path / output)]
     assert main([*words, "--overwrite"]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -306,9 +283,9 @@ def test_overwriting_removes_nothing_but_an_export(base, tmp_path, capsys, outpu
 
 def test_overwriting_names_what_it_replaces(base, tmp_path, capsys):
     heads = saved(tmp_path, base, plain_heads())
-    exported("tgi", heads, tmp_path)
-    exported("tgi", heads, tmp_path, "--overwrite")
-    assert f"to be replaced:\n  {tmp_path / 'tgi' / 'config.json'}\n" in capsys.readouterr().err
+    exported("vllm-medusa", heads, tmp_path)
+    exported("vllm-medusa", heads, tmp_path, "--overwrite")
+    assert f"to be replaced:\n  {tmp_path / 'vllm-medusa' / 'config.json'}\n" in capsys.readouterr().err
 
 
 def test_the_flags_name_the_formats_that_are_written():

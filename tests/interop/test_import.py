@@ -78,7 +78,7 @@ def v2_repeated_once(directory, base):
     return without(written, SAFE, lambda name: ".1.linear." in name), heads
 
 
-def tgi(directory, base):
+def v2_with_size(directory, base):
     heads = use_base_rows(reference_heads(BASE), BASE)
     written = without(
         write_heads(directory, heads, base, SAFE), SAFE, lambda name: name.endswith(".1.weight")
@@ -124,7 +124,7 @@ VARIANTS = {
     "vLLM": (vllm, {"is_shared": False}, "full"),
     "vLLM, one LM head": (vllm, {"is_shared": True, "num_layers": 2}, "shared"),
     "vLLM, the first head's rows": (vllm_first_rows, {}, "shared"),
-    "TGI": (tgi, {}, "shared"),
+    "v2 with its size": (v2_with_size, {}, "shared"),
 }
 
 
@@ -294,7 +294,7 @@ def test_bad_heads_are_refused_in_one_line_that_names_the_file_and_nothing_is_wr
     refused(["import", str(directory), "--base", base], tmp_path, capsys, f"error: {directory}.*{message}")
 
 
-BAD_TGI = {
+BAD_V2 = {
     "pickled objects": (
         lambda directory: ((directory / SAFE).unlink(), pickled_objects(directory)),
         f"{PICKLE} holds pickled Python objects beside tensors",
@@ -320,10 +320,10 @@ BAD_TGI = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_TGI)
-def test_bad_heads_for_tgi_are_refused(what, base, tmp_path, capsys):
-    spoil, message = BAD_TGI[what]
-    directory, _ = tgi(tmp_path / "theirs", base)
+@pytest.mark.parametrize("what", BAD_V2)
+def test_bad_heads_in_safetensors_are_refused(what, base, tmp_path, capsys):
+    spoil, message = BAD_V2[what]
+    directory, _ = v2_with_size(tmp_path / "theirs", base)
     spoil(directory)
     refused(["import", str(directory), "--base", base], tmp_path, capsys, f"error: {directory}.*{message}")
 
