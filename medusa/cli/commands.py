@@ -106,7 +106,8 @@ class AddressOptions:
     port: int = 8000
     """0 takes any that is free, and says which."""
     api_key: tuple[str, ...] = ()
-    """Clients must send one of these as Bearer key; also from MEDUSA_API_KEY, with commas between."""
+    """Clients must send one of these as Bearer key; also from MEDUSA_API_KEY, with commas between. May be given
+    several times."""
     cors_origin: tuple[str, ...] = ()
     """Origins whose web pages may call the server; none by default."""
     max_body_mib: int = 4

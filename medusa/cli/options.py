@@ -52,7 +52,7 @@ def parse(
     ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
     before the command line as words of it, so one parser checks both and the command line wins.
     What ``presets`` returns goes before the file in the same way. ``--key none`` takes back an optional key
-    of the file.
+    of the file. A flag that takes several values may be given several times on the command line.
 
     Args:
         description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
@@ -63,7 +63,7 @@ def parse(
     """
     file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
     flags = flag_types(options)
-    words = _switches(words, flags)
+    words = _gathered(_switches(words, flags), flags)
     try:
         given = _words(presets(), flags, "presets")
     except ValueError as error:
@@ -199,6 +199,34 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         else:
             kept.append(word)
     return kept
+
+
+def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
+    """``words`` with all values of a list behind its first flag: of several the parser takes the last alone."""
+    groups: list[list[str]] = [[]]  # a flag and what stands behind it
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    lists: dict[str, list[str]] = {}
+    for group in groups[1:]:
+        flag, is_joined, value = group[0].partition("=")
+        key = flag[2:].replace("-", "_")
+        if not _is_list(flags.get(key)):
+            continue
+        values = [*([value] if is_joined else []), *group[1:]]
+        if not values:
+            _refuse(f"{flag} must have a value, got none; leave it out or name one")
+        if (first := lists.setdefault(key, group)) is not group:
+            first += values
+            group.clear()
+    return [word for group in groups for word in group]
+
+
+def _is_list(kind: Any) -> bool:
+    while get_origin(kind) is Annotated or _optional(kind) is not None:
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else _optional(kind)
+    return get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,))
 
 
 _ALONE = {"true": "always", "false": "never"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from medusa.cli.chat_session import use_compiled_if_there
@@ -12,6 +14,7 @@ from medusa.decoding.continuous_batch import BatchLimits
 from medusa.progress import log_console
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+KEY_VARIABLE = "MEDUSA_API_KEY"
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
@@ -21,14 +24,14 @@ def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ValueError: the model cannot be served in this way.
+        ValueError: the model cannot be served in this way, or a key is none.
         OSError: the address cannot be listened on.
     """
     from medusa.serving.application import AccessSettings
     from medusa.serving.server import run_server
     from medusa.serving.service import Service, ServiceSettings
 
-    keys = (*options.address.api_key, *filter(None, os.environ.get("MEDUSA_API_KEY", "").split(",")))
+    keys = api_keys(options.address.api_key, os.environ)
     if options.address.host not in LOOPBACK and not keys:
         log_console().print(
             f"warning: listening on {options.address.host} without --api-key: whoever reaches this machine "
@@ -53,3 +56,21 @@ def serve(options: ServeOptions) -> list[str]:
     address = options.address
     run_server(Service(model, settings), access, address.host, address.port, address.grace)
     return []  # its first line said where it answers
+
+
+def api_keys(flags: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys of ``--api-key`` and of ``environment``, each once, without the blanks around them.
+
+    Raises:
+        ValueError: one of them is empty, or is nothing that a client can send. An empty one is a variable
+            that was not set where somebody wanted a key: without this the server would be open.
+    """
+    variable = environment.get(KEY_VARIABLE)
+    given = [("--api-key", key) for key in flags]
+    given += [] if variable is None else [(KEY_VARIABLE, key) for key in variable.split(",")]
+    for source, key in given:
+        if not re.fullmatch("[!-~]+", key.strip()):
+            got = "a key with others in it" if key.strip() else "an empty key"
+            advice = "name a key, or leave it out to want none"
+            raise ValueError(f"{source} must hold keys of visible ASCII characters, got {got}; {advice}")
+    return tuple(dict.fromkeys(key.strip() for _, key in given))

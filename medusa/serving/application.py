@@ -179,9 +179,9 @@ class Gate:
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
         if self.access.api_keys and path not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-            known = [hmac.compare_digest(given, key.encode()) for key in self.access.api_keys]
-            if not any(known):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_keys]
+            if scheme.lower() != b"bearer" or not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
         if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
             return overloaded()

@@ -85,6 +85,12 @@ def test_underscores_and_hyphens_mean_the_same():
     assert read("--learning_rate", "3") == read("--learning-rate", "3")
 
 
+def test_a_list_may_be_given_several_times_on_the_command_line(config):
+    path = config("names: [of the file]\n")
+    options = read("--config", path, "--names", "a", "b", "--sizes=4", "--names=c", "--sizes", "3")
+    assert (options.names, options.sizes) == (["a", "b", "c"], (3, 4))
+
+
 def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
     def presets():
         return {"precision": "bf16", "learning_rate": 7.0}
@@ -135,6 +141,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, tex
         (["--exit-layer", "0"], "exit_layer must be at least 1, got 0"),
         (["--sizes", "2,0"], "must be at least 1, got 0"),
         (["--precision", "fp8"], "'fp32'"),
+        (["--names", "--sizes", "1"], "--names must have a value, got none"),
         (["--config"], "--config takes one file and is given once"),
         (["--config", "nowhere.yaml"], "configuration file 'nowhere.yaml' does not exist"),
     ],

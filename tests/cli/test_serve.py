@@ -14,6 +14,7 @@ import pytest
 from conftest import CHECKOUT, REAL_BASE
 from tiny_chat import save_chat_model
 
+from medusa.cli import serve
 from medusa.cli.main import main
 from medusa.serving import server
 
@@ -31,18 +32,59 @@ def flags_of(directories) -> list[str]:
 def test_flags_reach_the_server(directories, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(server, "run_server", lambda *given: started.append(given))
-    monkeypatch.setenv("MEDUSA_API_KEY", "second,third")
+    monkeypatch.setenv("MEDUSA_API_KEY", "third, fourth")
     assert main(flags_of(directories)) == 0
     assert started.pop()[0].worker.batches[False].limits.chunk == 64
-    flags = ["--api-key", "first", "--max-rows", "3", "--prefix-mib", "1", "--chunk", "7", "--timeout", "9"]
+    flags = [
+        "--api-key",
+        "first",
+        "--api-key=second",
+        "--max-rows",
+        "3",
+        "--prefix-mib",
+        "1",
+        "--chunk",
+        "7",
+        "--timeout",
+        "9",
+    ]
     assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", "--model-name", "mine"]) == 0
     ((service, access, host, port, grace),) = started
     limits = service.worker.batches[False].limits
     assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
     assert (service.settings.model_name, service.settings.seconds) == ("mine", 9)
-    assert access.api_keys == ("first", "second", "third")
+    assert access.api_keys == ("first", "second", "third", "fourth")
     assert (host, port, grace) == ("0.0.0.0", 0, 30)
     assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "source"),
+    [
+        (["--api-key", ""], None, "--api-key"),
+        (["--api-key="], None, "--api-key"),
+        (["--api-key", "good", "--api-key", " "], None, "--api-key"),
+        (["--api-key"], None, "--api-key"),
+        (["--api-key", "a\nb"], None, "--api-key"),
+        (["--api-key", "clé"], None, "--api-key"),
+        ([], "", "MEDUSA_API_KEY"),
+        ([], "good, ", "MEDUSA_API_KEY"),
+        (["--api-key", "good"], ",", "MEDUSA_API_KEY"),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_key_that_is_none_starts_no_server(monkeypatch, capsys, flags, variable, source, host):
+    monkeypatch.delenv("MEDUSA_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MEDUSA_API_KEY", variable)
+    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("a model is loaded"))
+    try:
+        status = main(["serve", "--host", host, *flags])
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr().err
+    assert status in (1, 2) and f"error: {source} must" in said
+    assert not {"good", "clé"} & set(said.split())
 
 
 def test_another_host_without_a_key_is_warned_of(directories, monkeypatch, capsys):

@@ -507,11 +507,12 @@ def test_metrics_count_what_was_done(server):
 def test_a_server_with_a_key_wants_it_and_large_bodies_are_refused():
     with running(chat_model(), AccessSettings(api_keys=("secret", "other"), max_body_bytes=2000)) as guarded:
         url = f"{guarded.url}/v1/models"
-        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xe9"}):
-            reply = httpx.get(url, headers={name: value.encode("latin-1") for name, value in header.items()})
+        for given in ("", "Bearer wrong", "Bearer \xe9", "Bearer", "Basic other", "bearerother", "other"):
+            reply = httpx.get(url, headers={"Authorization": given.encode("latin-1")} if given else {})
             assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
         key = {"Authorization": "Bearer other"}
-        assert httpx.get(url, headers=key).status_code == 200
+        for given in ("Bearer other", "bearer other", "BEARER   secret"):
+            assert httpx.get(url, headers={"Authorization": given}).status_code == 200
         assert httpx.get(f"{guarded.url}/health").status_code == 200
         assert httpx.get(f"{guarded.url}/metrics").status_code == 401
         body = json.dumps({"prompt": "x" * 3000}).encode()
