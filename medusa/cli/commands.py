@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -97,6 +99,11 @@ class GenerateOptions(AnsweringOptions):
             raise ValueError("system goes with the chat template, which raw leaves out; give one of them")
 
 
+HOST_NAME = r"[A-Za-z0-9_.-]+|[0-9a-fA-F:.]+(%\w+)?"
+"""A name, or an address of either kind."""
+ORIGIN = r"\*|[a-zA-Z][\w+.-]*://[^/\s]+"
+
+
 @dataclass(frozen=True)
 class AddressOptions:
     """Where to listen, and to whom."""
@@ -106,10 +113,13 @@ class AddressOptions:
     port: int = 8000
     """0 takes any that is free, and says which."""
     api_key: tuple[str, ...] = ()
-    """Clients must send one of these as Bearer key; also from MEDUSA_API_KEY, with commas between. May be given
-    several times."""
+    """Clients must send one of these as Bearer key; may be given several times. Also from MEDUSA_API_KEY,
+    with commas between."""
+    allowed_host: tuple[str, ...] = ()
+    """Names by which clients may reach the server, beside localhost, its addresses and --host."""
     cors_origin: tuple[str, ...] = ()
-    """Origins whose web pages may call the server; none by default."""
+    """Origins whose web pages may call the server, as https://chat.example; * is all. None but its own page
+    by default."""
     max_body_mib: int = 4
     """Largest body of a request."""
     log_prompts: bool = False
@@ -120,6 +130,16 @@ class AddressOptions:
     def __post_init__(self) -> None:
         check_at_least(self, 0, "port", "grace")
         check_at_least(self, 1, "max_body_mib")
+        self._check_names("host", (self.host,), HOST_NAME, "a name or an address without scheme and port")
+        names = "names or addresses without scheme and port"
+        self._check_names("allowed_host", self.allowed_host, HOST_NAME, names)
+        origins = "origins as https://chat.example, without a path, or *"
+        self._check_names("cors_origin", self.cors_origin, ORIGIN, origins)
+
+    def _check_names(self, option: str, given: Sequence[str], form: str, rule: str) -> None:
+        for name in given:
+            if not re.fullmatch(form, name):
+                raise ValueError(f"{option} must be {rule}, got {name!r}")
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
 
 
 def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """``words`` with all values of a list behind its first flag: of several the parser takes the last alone."""
+    """``words`` with all values of a list behind its first flag: of several the parser takes the last."""
     groups: list[list[str]] = [[]]  # a flag and what stands behind it
     for word in words:
         if word.startswith("--"):

@@ -13,7 +13,6 @@ from medusa.cli.program import load_model
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.progress import log_console
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 KEY_VARIABLE = "MEDUSA_API_KEY"
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
@@ -28,13 +27,15 @@ def serve(options: ServeOptions) -> list[str]:
         OSError: the address cannot be listened on.
     """
     from medusa.serving.application import AccessSettings
+    from medusa.serving.origins import is_loopback
     from medusa.serving.server import run_server
     from medusa.serving.service import Service, ServiceSettings
 
-    keys = api_keys(options.address.api_key, os.environ)
-    if options.address.host not in LOOPBACK and not keys:
+    address = options.address
+    keys = api_keys(address.api_key, os.environ)
+    if not is_loopback(address.host) and not keys:
         log_console().print(
-            f"warning: listening on {options.address.host} without --api-key: whoever reaches this machine "
+            f"warning: listening on {address.host} without --api-key: whoever reaches this machine "
             "may use the model",
             style="bold red",
             soft_wrap=True,
@@ -51,9 +52,12 @@ def serve(options: ServeOptions) -> list[str]:
     )
     settings = ServiceSettings(name, limits, load.max_new_tokens, load.timeout, options.plain)
     access = AccessSettings(
-        keys, options.address.max_body_mib * 2**20, options.address.cors_origin, options.address.log_prompts
+        api_keys=keys,
+        max_body_bytes=address.max_body_mib * 2**20,
+        cors_origins=tuple(origin.lower() for origin in address.cors_origin),
+        allowed_hosts=(address.host, *address.allowed_host),
+        logs_prompts=address.log_prompts,
     )
-    address = options.address
     run_server(Service(model, settings), access, address.host, address.port, address.grace)
     return []  # its first line said where it answers
 

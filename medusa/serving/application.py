@@ -30,6 +30,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from medusa.serving.errors import RequestError
+from medusa.serving.origins import refusal_of_host, refusal_of_origin
 from medusa.serving.replies import Replies, usage_of
 from medusa.serving.requests import (
     ChatRequest,
@@ -64,7 +65,9 @@ class AccessSettings:
     """One of these is wanted where there are any."""
     max_body_bytes: int = 4 * 2**20
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may read answers; none by default."""
+    """Origins whose pages may ask, in lower case; * is all. None but the server's own by default."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may reach the server, beside localhost and its addresses."""
     logs_prompts: bool = False
 
 
@@ -149,7 +152,7 @@ def page_headers(page: str) -> dict[str, str]:
 
 
 class Gate:
-    """Keys, body sizes and request ids, before anything is read or parsed."""
+    """Hosts, origins, keys, body sizes and request ids, before anything is read or parsed."""
 
     def __init__(self, app: Callable[..., Any], access: AccessSettings):
         self.app, self.access, self.num_under_way = app, access, 0
@@ -167,7 +170,7 @@ class Gate:
             await send(message)
 
         headers = dict(scope["headers"])
-        refusal = self._refusal(scope["path"], headers)
+        refusal = self._refusal_of_place(scope, headers) or self._refusal(scope["path"], headers)
         if refusal is not None:
             await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send_with_id)
             return
@@ -176,6 +179,15 @@ class Gate:
             await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
         finally:
             self.num_under_way -= 1
+
+    def _refusal_of_place(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        refusal = None
+        if b"host" in headers:  # without one it is no browser
+            refusal = refusal_of_host(host, scope["server"][0], self.access.allowed_hosts)
+        if refusal is None and b"origin" in headers:
+            refusal = refusal_of_origin(origin, host, self.access.cors_origins)
+        return refusal
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
         if self.access.api_keys and path not in OPEN_PATHS:

@@ -35,25 +35,17 @@ def test_flags_reach_the_server(directories, monkeypatch, capsys):
     monkeypatch.setenv("MEDUSA_API_KEY", "third, fourth")
     assert main(flags_of(directories)) == 0
     assert started.pop()[0].worker.batches[False].limits.chunk == 64
-    flags = [
-        "--api-key",
-        "first",
-        "--api-key=second",
-        "--max-rows",
-        "3",
-        "--prefix-mib",
-        "1",
-        "--chunk",
-        "7",
-        "--timeout",
-        "9",
-    ]
+    flags = ["--allowed-host", "a.example", "b.example", "--cors-origin", "https://Chat.example"]
+    flags += ["--api-key", "first", "--api-key=second", "--max-rows", "3", "--prefix-mib", "1"]
+    flags += ["--chunk", "7", "--timeout", "9"]
     assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", "--model-name", "mine"]) == 0
     ((service, access, host, port, grace),) = started
     limits = service.worker.batches[False].limits
     assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
     assert (service.settings.model_name, service.settings.seconds) == ("mine", 9)
     assert access.api_keys == ("first", "second", "third", "fourth")
+    assert access.allowed_hosts == ("0.0.0.0", "a.example", "b.example")
+    assert access.cors_origins == ("https://chat.example",)
     assert (host, port, grace) == ("0.0.0.0", 0, 30)
     assert "warning" not in capsys.readouterr().err
 
@@ -85,6 +77,26 @@ def test_a_key_that_is_none_starts_no_server(monkeypatch, capsys, flags, variabl
     said = capsys.readouterr().err
     assert status in (1, 2) and f"error: {source} must" in said
     assert not {"good", "clé"} & set(said.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("host", ""),
+        ("host", "http://127.0.0.1"),
+        ("allowed-host", ""),
+        ("allowed-host", "chat.example:8000"),
+        ("allowed-host", "*"),
+        ("cors-origin", "chat.example"),
+        ("cors-origin", "https://chat.example/"),
+        ("cors-origin", "null"),
+        ("cors-origin", ""),
+    ],
+)
+def test_a_name_that_no_browser_sends_is_refused(capsys, flag, value):
+    with pytest.raises(SystemExit):
+        main(["serve", f"--{flag}", value])
+    assert f"{flag.replace('-', '_')} must be" in " ".join(capsys.readouterr().err.split())
 
 
 def test_another_host_without_a_key_is_warned_of(directories, monkeypatch, capsys):

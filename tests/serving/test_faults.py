@@ -63,7 +63,7 @@ def whole(server: Running, **more) -> str:
 def post(server: Running, body: dict) -> socket.socket:
     """A connection that has asked, and has read nothing."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.connect(("127.0.0.1", server.port))
@@ -90,7 +90,7 @@ def test_clients_that_read_slowly_or_vanish_keep_nobody_waiting(server, text):
 def test_half_a_body_is_given_up(server, text, monkeypatch):
     monkeypatch.setattr(application, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)) as half:
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
         assert b" 408 " in half.recv(65536)
     assert whole(server) == text and server.num_active == 0
 

@@ -23,6 +23,7 @@ from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings
 from medusa.serving.errors import RequestError
+from medusa.serving.origins import refusal_of_host, refusal_of_origin
 from medusa.serving.requests import ChatRequest
 from medusa.serving.server import log, log_to_standard_error
 from medusa.serving.service import Service, ServiceSettings
@@ -485,7 +486,7 @@ def test_a_client_that_leaves_frees_its_row(server):
     connection.close()
     wait_until(lambda: server.num_active == 0)
     with socket.create_connection(("127.0.0.1", server.port)) as half:
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -519,6 +520,92 @@ def test_a_server_with_a_key_wants_it_and_large_bodies_are_refused():
         for content in (body, iter([body[:1500], body[1500:]])):
             reply = httpx.post(f"{guarded.url}/v1/completions", content=content, headers=key)
             assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
+
+
+OTHERS = AccessSettings(
+    cors_origins=("https://chat.example", "tauri://localhost"), allowed_hosts=("medusa.example", "10.0.0.7")
+)
+
+
+@pytest.fixture(scope="module")
+def open_server(tiny_chat_model):
+    with running(tiny_chat_model, OTHERS) as started:
+        yield started
+
+
+FOREIGN_HOSTS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", "10.0.0.8", ""]
+FOREIGN_HOSTS += [
+    "localhost.evil.example",
+    "[::2]:{port}",
+    "x@127.0.0.1",
+    "127.0.0.1:1:2",
+    "medusa.example.org",
+]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/completions"])
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+def test_a_name_that_is_not_the_servers_own_gets_nothing(open_server, host, path):
+    host = host.format(port=open_server.port)
+    method = "POST" if path == "/v1/completions" else "GET"
+    reply = httpx.request(
+        method,
+        open_server.url + path,
+        headers={"Host": host, "Origin": f"http://{host}"},
+        json={"prompt": "a"},
+    )
+    assert reply.status_code == 403 and reply.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:{port}", "127.0.0.1", "127.0.0.9:{port}", "[::1]:{port}", "0.0.0.0:1"]
+)
+def test_local_names_and_addresses_are_the_servers_own(server, open_server, host):
+    for each in (server, open_server):
+        headers = {"Host": host.format(port=each.port)}
+        assert httpx.get(f"{each.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_names_that_the_operator_allows_are_the_servers_own(server, open_server):
+    for host in ("medusa.example", "Medusa.Example:80", "10.0.0.7:5"):
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        assert httpx.get(f"{open_server.url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 403
+
+
+FOREIGN_ORIGINS = ["https://evil.example", "null", "", "http://localhost:1", "http://127.0.0.1", "file://"]
+FOREIGN_ORIGINS += ["https://chat.example.org", "http://chat.example", "https://chat.example:8000"]
+
+
+@pytest.mark.parametrize("origin", FOREIGN_ORIGINS)
+def test_pages_of_other_origins_have_nothing_computed(open_server, origin):
+    headers = {"Origin": origin, "Content-Type": "text/plain"}
+    body = json.dumps({"prompt": "a", "max_tokens": 1})
+    before = num_ended(open_server)
+    reply = httpx.post(f"{open_server.url}/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 403 and reply.json()["error"]["code"] == "origin_not_allowed"
+    assert num_ended(open_server) == before
+
+
+def test_pages_of_the_server_and_of_origins_that_the_operator_names_may_ask(server, open_server):
+    body = {"prompt": "a", "max_tokens": 1}
+    for origin in ("http://127.0.0.1:{port}", "https://chat.example", "tauri://localhost"):
+        headers = {"Origin": origin.format(port=open_server.port)}
+        reply = httpx.post(f"{open_server.url}/v1/completions", json=body, headers=headers)
+        assert reply.status_code == 200
+        allowed = None if "port" in origin else origin
+        assert reply.headers.get("access-control-allow-origin") == allowed
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 403
+    own = {"Origin": f"http://127.0.0.1:{server.port}"}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, headers=own).status_code == 200
+    assert refusal_of_origin("https://any.example", "127.0.0.1", ("*",)) is None
+
+
+def test_a_server_answers_to_the_address_on_which_it_was_asked():
+    for own in ("192.0.2.3", "::ffff:192.0.2.3"):
+        assert refusal_of_host("192.0.2.3:8000", own, ()) is None
+        assert refusal_of_host("192.0.2.4:8000", own, ()) is not None
+    assert refusal_of_host("[2001:DB8:0::1]:8000", "2001:db8::1", ()) is None
 
 
 def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end():
