@@ -14,7 +14,7 @@ One thread at a time may use a batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -73,6 +73,8 @@ class Row:
     """Of one row."""
     tag: Any = None
     """Whatever the caller knows the row by."""
+    owner: Hashable = None
+    """Whose it is: what it has read helps no row of another owner, nor the other way round."""
     tokens: list[int] = field(default_factory=list)
     """The answer; a token that ended it included."""
     finish_reason: str | None = None
@@ -304,7 +306,7 @@ class ContinuousBatch:
         ids = row.prompt + row.tokens
         tokens = torch.tensor([ids], device=row.request.tokens.device)
         request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
-        prefix, row.num_reused = self._known_prefix(ids)
+        prefix, row.num_reused = self._known_prefix(ids, row.owner)
         return _Reading(row, ids, request, prefix)
 
     def _has_room_for(self, length: int) -> bool:
@@ -328,13 +330,15 @@ class ContinuousBatch:
         """Slots that so many rows take, with a tree behind ``longest`` tokens."""
         return num_rows * -(-(longest + self._max_nodes) // GROWTH_STEP) * GROWTH_STEP
 
-    def _known_prefix(self, ids: list[int]) -> tuple[Prefix, int]:
-        """A copy of what has been read of ``ids`` before, by a row under way or one that has ended; all but
-        the last token at most, after which the first new one is chosen."""
-        prefix, length = self.prefixes.longest(ids[:-1])
+    def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[Prefix, int]:
+        """A copy of what this owner has read of ``ids`` before, in a row under way or one that has ended; all
+        but the last token at most, after which the first new one is chosen."""
+        prefix, length = self.prefixes.longest(ids[:-1], owner)
         state, source = self._state, -1
         for index, number in enumerate(() if state is None else state.rows):
             row = self._rows[number]
+            if row.owner != owner:
+                continue
             committed = (row.prompt + row.tokens)[:-1]
             shared = num_shared(committed, ids[:-1])
             if shared > length:
@@ -482,11 +486,12 @@ class ContinuousBatch:
 
     def _keep_prefix(self, row: Row, state: DecodeState, index: int) -> None:
         ids = (row.prompt + row.tokens)[:-1]
-        if self.limits.prefix_bytes and not self.prefixes.is_known(ids):
+        if self.limits.prefix_bytes and not self.prefixes.is_known(ids, row.owner):
             features = None
             if state.features is not None:
                 features = state.features[index : index + 1, : len(ids)].clone()
-            self.prefixes.keep(ids, Prefix(state.cache.copy_of_row(index, len(ids)), features))
+            prefix = Prefix(state.cache.copy_of_row(index, len(ids)), features)
+            self.prefixes.keep(ids, prefix, row.owner)
 
 
 def _cause(error: Exception) -> Exception:

@@ -170,7 +170,7 @@ class Gate:
             await send(message)
 
         headers = dict(scope["headers"])
-        refusal = self._refusal_of_place(scope, headers) or self._refusal(scope["path"], headers)
+        refusal = self._refusal_of_place(scope, headers) or self._refusal(scope, headers)
         if refusal is not None:
             await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send_with_id)
             return
@@ -189,12 +189,14 @@ class Gate:
             refusal = refusal_of_origin(origin, host, self.access.cors_origins)
         return refusal
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
+    def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
+        path = scope["path"]
         if self.access.api_keys and path not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_keys]
             if scheme.lower() != b"bearer" or not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
+            scope["state"]["owner"] = known.index(True)
         if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
             return overloaded()
         length = headers.get(b"content-length", b"0")
@@ -329,7 +331,8 @@ async def _reply(
     grammar = None
     if asked.is_formed:
         grammar = await compiling.run(service.grammar, asked)
-    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of, grammar)
+    owner = request.scope["state"].get("owner")
+    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of, grammar, owner)
     service.submit(answers)
     record = _Record(request, asked, answers, len(prompt), access)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -256,8 +256,10 @@ class Service:
         prompt: Sequence[int],
         listener_of: Callable[[int], Callable[[Update], None]],
         grammar: Grammar | None = None,
+        owner: Hashable = None,
     ) -> list[Answer]:
-        """The ``n`` answers to ``prompt``, not yet under way; choice i draws from ``seed + i``.
+        """The ``n`` answers to ``prompt``, not yet under way; choice i draws from ``seed + i``. What is read
+        for them is read again for other owners.
 
         Raises:
             RequestError: something asked for is not to be had here.
@@ -292,8 +294,12 @@ class Service:
             except ValueError as error:
                 raise RequestError(str(error)) from error
             text = AnswerText(self.tokenizer, asked.stops)
-            seconds, is_plain = self.settings.seconds, asked.medusa_plain
-            answers.append(Answer(request, text, listener_of(choice), is_plain=is_plain, seconds=seconds))
+            given: dict[str, Any] = {
+                "is_plain": asked.medusa_plain,
+                "seconds": self.settings.seconds,
+                "owner": owner,
+            }
+            answers.append(Answer(request, text, listener_of(choice), **given))
         return answers
 
     def submit(self, answers: Sequence[Answer]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,9 @@ class Answer:
         *,
         is_plain: bool = False,
         seconds: float = float("inf"),
+        owner: Hashable = None,
     ):
-        self.row = Row(request, tag=self)
+        self.row = Row(request, tag=self, owner=owner)
         self.text, self.listener, self.is_plain = text, listener, is_plain
         self.arrived = self.last = time.monotonic()
         self.deadline = self.arrived + seconds

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.decoding.continuous_batch import MAX_PASSED, BatchLimits, ContinuousBatch, QueueFull, Row
+from medusa.decoding.prefixes import PrefixStore
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
@@ -176,6 +177,34 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new():
     assert (second.num_reused, third.num_reused) == (59, 62)
     for row in (second, third):
         assert row.tokens == alone(model, row.prompt, {"max_new_tokens": 10, "do_sample": False})
+
+
+def test_what_one_owner_has_read_is_read_again_for_another():
+    model, options = model_of("llama"), {"max_new_tokens": 10, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits())
+    prompt = random_prompts(1, 50)[0].tolist()
+
+    def rows_of(*owners):
+        rows = [Row(row_of(model, prompt, **options).request, owner=owner) for owner in owners]
+        answer_all(batch, rows)
+        return [row.num_reused for row in rows]
+
+    assert rows_of("a", "b", "a", None) == [0, 0, 49, 0]  # those before are under way
+    assert rows_of("c", "b", "a", None) == [0, 49, 49, 49]  # those before have ended
+    assert len(batch.prefixes) == 4
+
+
+def test_the_prefixes_of_all_owners_share_one_bound():
+    model = model_of("llama")
+    batch = model.continuous_batch(BatchLimits())
+    prompt = random_prompts(1, 50)[0].tolist()
+    answer_all(batch, [row_of(model, prompt, max_new_tokens=2, do_sample=False)])
+    prefix, _ = batch.prefixes.longest(prompt)
+    store = PrefixStore(3 * prefix.num_bytes)
+    for owner in range(4):
+        store.keep(prompt, prefix, owner)
+    assert [store.is_known(prompt, owner) for owner in range(4)] == [False, True, True, True]
+    assert store.num_bytes == store.max_bytes
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_the_others():

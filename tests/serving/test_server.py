@@ -522,6 +522,17 @@ def test_a_server_with_a_key_wants_it_and_large_bodies_are_refused():
             assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
 
 
+def test_a_key_does_not_learn_what_another_has_asked(tiny_chat_model):
+    with running(tiny_chat_model, AccessSettings(api_keys=("a", "b"))) as guarded:
+
+        def num_cached(key: str) -> int:
+            client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
+            asked = {"model": "tiny", "prompt": "my number is 1234", "max_tokens": 4, "seed": 1}
+            return client.completions.create(**asked).usage.prompt_tokens_details.cached_tokens
+
+        assert [num_cached(key) for key in "abab"] == [0, 0, 16, 16]
+
+
 OTHERS = AccessSettings(
     cors_origins=("https://chat.example", "tauri://localhost"), allowed_hosts=("medusa.example", "10.0.0.7")
 )
