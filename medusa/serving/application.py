@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -29,6 +30,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from medusa.acceptance.grammar import Grammar
 from medusa.serving.errors import RequestError
 from medusa.serving.origins import refusal_of_host, refusal_of_origin
 from medusa.serving.replies import Replies, usage_of
@@ -38,9 +40,12 @@ from medusa.serving.requests import (
     field_of,
     has_depth_of_at_most,
     message_of,
+    telling,
 )
 from medusa.serving.service import Service, overloaded
 from medusa.serving.worker import Answer, Update
+
+_Listener = Callable[[Update], None]
 
 log = logging.getLogger("medusa.serving")
 PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
@@ -89,30 +94,32 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     page = (home / "page.html").read_text(encoding="utf-8")
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
 
-    @app.get("/")
+    readable = partial(app.api_route, methods=["GET", "HEAD"])
+
+    @readable("/")
     async def chat_page() -> HTMLResponse:
         return HTMLResponse(page, headers=page_headers(page))
 
-    @app.get("/vendor/{name}")
+    @readable("/vendor/{name}")
     async def page_script(name: str) -> Response:
         if name not in scripts:
             raise HTTPException(404)
         return Response(scripts[name], media_type="text/javascript; charset=utf-8")
 
-    @app.get("/health")
+    @readable("/health")
     async def health() -> JSONResponse:
         ready = service.is_ready
         return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
 
-    @app.get("/metrics")
+    @readable("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.exposed(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
+    @readable("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
 
-    @app.get("/v1/models/{name:path}")
+    @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
         if name != service.settings.model_name:
             raise RequestError(f"the model {name!r} is not here", 404, "model", "model_not_found")
@@ -120,11 +127,11 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _reply(request, ChatRequest, service, service.chat_prompt, threads, access)
+        return await _reply(request, ChatRequest, service, threads, access)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _reply(request, CompletionRequest, service, service.text_prompt, threads, access)
+        return await _reply(request, CompletionRequest, service, threads, access)
 
     return app
 
@@ -293,9 +300,9 @@ def _checked(raw: bytes, kind: Any) -> Any:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = field_of(first["loc"])
-        raise RequestError(f"{name or 'the body'}: {message_of(first)}", param=name or None) from error
+        wrong = telling(error.errors(include_url=False, include_context=False, include_input=False))
+        name = field_of(wrong["loc"])
+        raise RequestError(f"{name or 'the body'}: {message_of(wrong)}", param=name or None) from error
 
 
 def _no_number(name: str) -> None:
@@ -306,7 +313,6 @@ async def _reply(
     request: Request,
     kind: type[ChatRequest | CompletionRequest],
     service: Service,
-    prompt_of: Callable[[Any], list[int]],
     threads: tuple[_Threads, _Threads],
     access: AccessSettings,
 ) -> Response:
@@ -318,23 +324,21 @@ async def _reply(
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
-    def listener_of(choice: int) -> Callable[[Update], None]:
+    def listener_of(num_before: int, choice: int) -> _Listener:
         def listen(update: Update) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(queue.put_nowait, (choice, update))
+                loop.call_soon_threadsafe(queue.put_nowait, (num_before + choice, update))
 
         return listen
 
-    prompt = await preparing.run(prompt_of, asked)
-    if not prompt:
-        raise RequestError("the prompt must not be empty", param="prompt")
+    prompts = await preparing.run(service.prompts, asked)
     grammar = None
     if asked.is_formed:
         grammar = await compiling.run(service.grammar, asked)
     owner = request.scope["state"].get("owner")
-    answers = await run_in_threadpool(service.answers, asked, prompt, listener_of, grammar, owner)
+    answers = await run_in_threadpool(_answers, service, asked, prompts, listener_of, grammar, owner)
     service.submit(answers)
-    record = _Record(request, asked, answers, len(prompt), access)
+    record = _Record(request, asked, answers, sum(map(len, prompts)), access)
 
     def end() -> None:
         service.worker.cancel(answers)
@@ -354,6 +358,22 @@ async def _reply(
         if (failure := _failure(of_choice[-1].finish_reason)) is not None:
             raise failure
     return JSONResponse(replies.whole(updates, record.usage))
+
+
+def _answers(
+    service: Service,
+    asked: ChatRequest | CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    listener_of: Callable[[int, int], _Listener],
+    grammar: Grammar | None,
+    owner: int | None,
+) -> list[Answer]:
+    """The answers to all prompts, one after the other."""
+    answers: list[Answer] = []
+    for prompt in prompts:
+        numbered = partial(listener_of, len(answers))
+        answers += service.answers(asked, prompt, numbered, grammar, owner)
+    return answers
 
 
 class EventStream(StreamingResponse):
@@ -455,13 +475,14 @@ class _Record:
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
         self.said = {"request_id": request.scope["state"]["request_id"], "path": request.url.path}
         self.said |= {"stream": asked.stream, "n": asked.n}
+        self.num_choices = asked.n  # of each prompt
         if access.logs_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
             self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 
     @property
     def usage(self) -> dict[str, Any]:
-        reused = self.answers[0].row.num_reused
+        reused = sum(answer.row.num_reused for answer in self.answers[:: self.num_choices])
         return usage_of(self.num_prompt, reused, sum(answer.num_tokens for answer in self.answers))
 
     def write(self) -> None:

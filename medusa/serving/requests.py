@@ -8,32 +8,66 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    field_validator,
+    model_validator,
+)
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
 MAX_TOOLS = 128
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
-TYPE_NAME = re.compile(r"str|int|float|bool|list\[.*\]")
+MAX_PROMPTS = 64
+TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
 """What pydantic puts behind a field that may have several types."""
 TOKEN_ID = re.compile(r"[0-9]{1,10}")
 LEAST_TEMPERATURE = 1e-5
 """Less is 0: clients write such numbers for it, and logits that are divided by them are no numbers."""
 SEEDS = 2**62
-"""Seeds are whole numbers of less than this."""
+"""Different seeds: what clients send, which has 64 bits and a sign, is taken modulo this."""
 
 FIRST_ALONE = Field(fail_fast=True)
 """For lists: one wrong item is enough, and a million of them would take gigabytes to list."""
-Whole = Annotated[int, Field(strict=True)]
+
+
+def _as_whole(given: Any) -> Any:
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+Token = Annotated[int, Field(strict=True)]
+Whole = Annotated[int, BeforeValidator(_as_whole), Field(strict=True)]
+"""Also 4.0, which is the same number in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 
-class StreamOptions(BaseModel):
+class Body(BaseModel):
+    """A part of a request. null leaves a field out: clients send it for what they do not care about."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or not cls._has_value(name)}
+
+    @classmethod
+    def _has_value(cls, name: str) -> bool:
+        """Whether this is a field, with a value where it is left out."""
+        field = cls.model_fields.get(name)
+        return field is not None and not field.is_required() and field.default is not None
+
+
+class StreamOptions(Body):
     """What a stream carries beside the answer."""
 
     include_usage: StrictBool = False
@@ -41,7 +75,7 @@ class StreamOptions(BaseModel):
     """Ours: ``medusa`` in each choice, the text in pieces with the depth of the guess behind each."""
 
 
-class SharedFields(BaseModel):
+class SharedFields(Body):
     """The fields that both endpoints read."""
 
     model_config = ConfigDict(extra="ignore")
@@ -49,17 +83,17 @@ class SharedFields(BaseModel):
     model: str | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] = 1
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=2**31)] | None = None
+    top_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=10)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Field(strict=True, ge=0, lt=SEEDS)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], FIRST_ALONE] | None = None
     ignore_eos: StrictBool = False
     medusa_plain: StrictBool = False
@@ -96,6 +130,10 @@ class SharedFields(BaseModel):
         return self.max_tokens
 
     @property
+    def num_answers(self) -> int:
+        return self.n
+
+    @property
     def is_formed(self) -> bool:
         """Whether answers must keep to a form."""
         return False
@@ -109,14 +147,23 @@ class SharedFields(BaseModel):
         return None
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: str
     text: str
 
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, given: str) -> str:
+        if given != "text":
+            raise ValueError(
+                f"must be 'text', the only kind of part that this server reads, got {given[:40]!r}"
+            )
+        return given
 
-class CalledFunction(BaseModel):
+
+class CalledFunction(Body):
     """The function of a call that the model has made before."""
 
     name: str
@@ -135,7 +182,7 @@ class CalledFunction(BaseModel):
         return given
 
 
-class GivenCall(BaseModel):
+class GivenCall(Body):
     """A call that the model has made before."""
 
     id: str = ""
@@ -143,7 +190,7 @@ class GivenCall(BaseModel):
     function: CalledFunction
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One message of a conversation."""
 
     model_config = ConfigDict(extra="ignore")
@@ -176,7 +223,7 @@ class ChatMessage(BaseModel):
         return message
 
 
-class OfferedFunction(BaseModel):
+class OfferedFunction(Body):
     """What the model may call; other keys are handed to the template as they are."""
 
     model_config = ConfigDict(extra="allow")
@@ -185,7 +232,7 @@ class OfferedFunction(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(Body):
     """A tool that the model may call."""
 
     model_config = ConfigDict(extra="allow")
@@ -194,27 +241,27 @@ class Tool(BaseModel):
     function: OfferedFunction
 
 
-class FunctionName(BaseModel):
+class FunctionName(Body):
     """Names one of the tools."""
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Body):
     """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Body):
     """What an answer must be. OpenAI's ``strict`` changes nothing here: schemas are always kept."""
 
     name: str = ""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -238,9 +285,9 @@ class ChatRequest(SharedFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
-    max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -297,19 +344,35 @@ class ChatRequest(SharedFields):
 class CompletionRequest(SharedFields):
     """``POST /v1/completions``."""
 
-    prompt: str | Annotated[list[Whole], FIRST_ALONE]
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = 16
+    prompt: (
+        str
+        | Annotated[list[Token], FIRST_ALONE]
+        | Annotated[list[str], FIRST_ALONE]
+        | Annotated[list[Annotated[list[Token], FIRST_ALONE]], FIRST_ALONE]
+    )
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = 16
     echo: StrictBool | None = None
     suffix: str | None = None
     best_of: Whole | None = None
 
     @field_validator("prompt")
     @classmethod
-    def _not_empty(cls, given: str | list[int]) -> str | list[int]:
-        if not given:
+    def _few_and_not_empty(cls, given: Any) -> Any:
+        if given and len(_prompts_of(given)) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} texts, got {len(given)}; send them in several requests")
+        if not given or not all(_prompts_of(given)):
             raise ValueError("must not be empty")
         return given
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each gets ``n`` answers."""
+        return _prompts_of(self.prompt)
+
+    @property
+    def num_answers(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -320,6 +383,10 @@ class CompletionRequest(SharedFields):
             if is_asked and not (name == "best_of" and self.best_of == self.n):
                 return name, f"this server has no {name}; leave it out"
         return None
+
+
+def _prompts_of(given: Any) -> list[str | list[int]]:
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
@@ -335,7 +402,7 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
     arguments["repetition_penalty"] = asked.repetition_penalty or 1.0
     if temperature > 0:
         arguments |= {"temperature": temperature, "top_k": max(0, asked.top_k or 0)}
-        arguments |= {"top_p": asked.top_p or 1.0, "min_p": asked.min_p or None}
+        arguments |= {"top_p": 1.0 if asked.top_p is None else asked.top_p, "min_p": asked.min_p or None}
     if asked.logit_bias:
         arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in asked.logit_bias.items()]
     return arguments
@@ -361,6 +428,15 @@ def field_of(location: tuple[Any, ...]) -> str:
     parts = [part for part in location if not (isinstance(part, str) and TYPE_NAME.fullmatch(part))]
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".")
+
+
+def telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The error that says most: where a field may have several types, that of the type that fits furthest."""
+
+    def depth(error: Mapping[str, Any]) -> tuple[int, list[int]]:
+        return len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]
+
+    return max(errors, key=depth)
 
 
 def message_of(error: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from medusa.model import MedusaModel
 from medusa.serving.answer_text import AnswerText
 from medusa.serving.errors import RequestError
 from medusa.serving.metrics import ServerMetrics
-from medusa.serving.requests import ChatRequest, CompletionRequest, SharedFields, sampling_arguments
+from medusa.serving.requests import SEEDS, ChatRequest, CompletionRequest, SharedFields, sampling_arguments
 from medusa.serving.tool_calls import forced_call
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 
@@ -200,17 +200,27 @@ class Service:
         """The template that renders tools."""
         return self.tokenizer.get_chat_template(tools=[{}])
 
-    def text_prompt(self, asked: CompletionRequest) -> list[int]:
-        """The tokens of text to continue.
+    def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """The tokens of a conversation, or of each text to continue.
 
         Raises:
-            RequestError: a token id is none of the model's.
+            RequestError: nothing can be answered there, as in :meth:`chat_prompt`; a text is too long, has no
+                tokens, or a token id is none of the model's.
         """
-        if isinstance(asked.prompt, str):
-            self._check_length(asked.prompt, "prompt")
-            return self.tokenizer(asked.prompt)["input_ids"]
-        self._check_tokens(asked.prompt, "prompt")
-        return list(asked.prompt)
+        if isinstance(asked, ChatRequest):
+            prompts = [self.chat_prompt(asked)]
+        else:
+            prompts = [self._text_prompt(prompt) for prompt in asked.prompts]
+        if not all(prompts):
+            raise RequestError("the prompt must not be empty", param="prompt")
+        return prompts
+
+    def _text_prompt(self, given: str | list[int]) -> list[int]:
+        if isinstance(given, str):
+            self._check_length(given, "prompt")
+            return self.tokenizer(given)["input_ids"]
+        self._check_tokens(given, "prompt")
+        return given
 
     @functools.cached_property
     def max_characters(self) -> int:
@@ -245,8 +255,13 @@ class Service:
             raise RequestError(refusal[1], param=refusal[0])
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
         self._check_open()
+        if asked.num_answers > (most := self.settings.limits.max_rows + self.settings.limits.max_waiting):
+            raise RequestError(
+                f"a request may want {most} answers here, got {asked.num_answers}; ask for fewer at once",
+                param="n",
+            )
         try:
-            self.worker.check_room(asked.medusa_plain, asked.n)
+            self.worker.check_room(asked.medusa_plain, asked.num_answers)
         except QueueFull as error:
             raise overloaded() from error
 
@@ -276,9 +291,7 @@ class Service:
             processors.append(OccurrencePenalty(len(prompt), frequency, presence))
         if self.model.base.generation_config.pad_token_id is None:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
-        first = asked.seed
-        if first is None:
-            first = int(torch.randint(2**62 - asked.n, ()))
+        first = int(torch.randint(SEEDS, ())) if asked.seed is None else asked.seed % SEEDS
         ids = torch.tensor([list(prompt)], device=self.model.device)
         answers = []
         for choice in range(asked.n):

@@ -24,7 +24,7 @@ from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings
 from medusa.serving.errors import RequestError
 from medusa.serving.origins import refusal_of_host, refusal_of_origin
-from medusa.serving.requests import ChatRequest
+from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.server import log, log_to_standard_error
 from medusa.serving.service import Service, ServiceSettings
 
@@ -305,7 +305,11 @@ def test_templates_that_read_control_tokens_in_messages_are_followed_or_the_mess
 WRONG = [
     ({"messages": HELLO, "temperature": 3}, "temperature"),
     ({"messages": HELLO, "temperature": "hot"}, "temperature"),
-    ({"messages": HELLO, "top_p": 0}, "top_p"),
+    ({"messages": HELLO, "top_p": -0.1}, "top_p"),
+    ({"messages": HELLO, "seed": 2**63}, "seed"),
+    ({"messages": HELLO, "max_tokens": 4.5}, "max_tokens"),
+    ({"messages": HELLO, "max_tokens": "4"}, "max_tokens"),
+    ({"messages": HELLO, "n": True}, "n"),
     ({"messages": HELLO, "n": 0}, "n"),
     ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
     ({"messages": HELLO, "max_completion_tokens": 99999}, "max_completion_tokens"),
@@ -318,6 +322,10 @@ WRONG = [
     ({"messages": HELLO, "tools": TOOLS}, "tools"),
     ({"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages"),
     ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HELLO, "tool_choice": 5}, "tool_choice"),
+    ({"messages": HELLO, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": None}, "messages"),
     ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
     ({"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
     ({"messages": HELLO, "response_format": form({"type": "nonsense"})}, "response_format"),
@@ -337,6 +345,114 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, body, field
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == field and error["type"] == "invalid_request_error" and error["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_refused_in_words_that_say_so(server, kind):
+    part = {"type": kind, kind: {"url": "data:image/png;base64,"}}
+    content = [{"type": "text", "text": "What is this?"}, part]
+    reply = httpx.post(
+        f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]}
+    )
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "messages[0].content[1].type"
+    assert f"must be 'text', the only kind of part that this server reads, got '{kind}'" in error["message"]
+
+
+SAME = [
+    {"n": None, "stream": None, "ignore_eos": None, "medusa_plain": None, "seed": 5},
+    {"stream_options": {"include_usage": None, "include_depths": None}, "seed": 5.0},
+    {"stop": None, "logit_bias": None, "top_k": None, "response_format": {"type": None}, "seed": 5},
+    {"max_tokens": 12.0, "n": 1.0, "top_k": 0.0, "top_logprobs": None, "tools": None, "seed": 5},
+    {"seed": 5 - 2**62},
+]
+
+
+@pytest.mark.parametrize("given", SAME, ids=lambda given: next(iter(given)))
+def test_null_leaves_a_field_out_and_whole_numbers_may_have_a_point(server, tiny_chat_model, given):
+    _, text = expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": 12}, seed=5)
+    body = {"messages": HELLO, "max_tokens": 12, **given}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert [choice["message"]["content"] for choice in reply.json()["choices"]] == [text]
+
+
+def test_calls_of_earlier_turns_may_have_nulls():
+    called = {"id": None, "type": None, "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [called]}
+    (message,) = ChatRequest.model_validate({"messages": [said]}).messages
+    assert message.as_template["tool_calls"] == [
+        {**called, "id": "", "type": "function"} | {"function": {"name": "f", "arguments": {}}}
+    ]
+
+
+def test_nothing_but_the_likeliest_token_is_left_by_a_top_p_of_0(server, tiny_chat_model):
+    _, text = expected(tiny_chat_model, HELLO, do_sample=False, max_new_tokens=12)
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": -1}
+    reply = client_of(server).chat.completions.create(**asked, top_p=0)
+    assert reply.choices[0].message.content == text
+    assert client_of(server).chat.completions.create(**asked).choices[0].message.content != text
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_each_of_several_prompts_gets_the_answers_that_it_gets_alone(server, num_choices, as_tokens):
+    client, prompts = client_of(server), ["Hello", "Once upon", "x"]
+    given = [TOKENIZER(prompt)["input_ids"] for prompt in prompts] if as_tokens else prompts
+    asked = {"model": "tiny", "max_tokens": 6, "seed": 3, "n": num_choices}
+    alone = [client.completions.create(**asked, prompt=prompt) for prompt in prompts]
+    texts = [choice.text for reply in alone for choice in reply.choices]
+    one = client.completions.create(**asked, prompt=given[:1])
+    assert [choice.text for choice in one.choices] == texts[:num_choices]
+    together = client.completions.create(**asked, prompt=given)
+    assert [choice.text for choice in together.choices] == texts
+    assert [choice.index for choice in together.choices] == [*range(3 * num_choices)]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert getattr(together.usage, name) == sum(getattr(reply.usage, name) for reply in alone)
+    streamed = dict.fromkeys(range(3 * num_choices), "")
+    for chunk in client.completions.create(**asked, prompt=given, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert [*streamed.values()] == texts
+
+
+WRONG_PROMPTS = [
+    ([], "prompt"),
+    ([""], "prompt"),
+    (["a", ""], "prompt"),
+    ([[]], "prompt"),
+    ([[5], []], "prompt"),
+    (["a", 5], "prompt[1]"),
+    ([5, "a"], "prompt[1]"),
+    ([[5], ["a"]], "prompt[1][0]"),
+    ([[5], [99999]], "prompt"),
+    (["a"] * 65, "prompt"),
+    (None, "prompt"),
+    ({}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "field"), WRONG_PROMPTS)
+def test_a_wrong_prompt_is_refused_with_its_place(server, prompt, field):
+    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+
+
+def test_more_answers_than_ever_fit_are_refused_for_good():
+    service = Service(chat_model(), ServiceSettings("tiny", BatchLimits(max_rows=2, max_waiting=1)))
+    for body in ({"prompt": ["a"] * 4}, {"prompt": "a", "n": 4}, {"prompt": ["a", "b"], "n": 2}):
+        with pytest.raises(RequestError, match="a request may want 3 answers here, got 4") as refused:
+            service.check(CompletionRequest.model_validate(body))
+        assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/tiny", "/vendor/purify.min.js"]
+)
+def test_what_can_be_got_has_a_head(server, path):
+    reply, whole = httpx.head(server.url + path), httpx.get(server.url + path)
+    assert reply.status_code == 200 and not reply.content
+    assert reply.headers["content-type"] == whole.headers["content-type"]
 
 
 def chain(length: int, link: str = "$ref") -> dict:
