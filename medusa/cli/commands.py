@@ -185,6 +185,9 @@ class ServeOptions:
     """What clients call the model; none is the last part of the base's name."""
     plain: bool = False
     """Decode without heads: the same text, slower."""
+    race: bool = False
+    """Let clients decode plainly too (medusa_plain), for the race of the chat page: up to half of the time
+    goes there, and as much key-value cache again."""
     address: AddressOptions = AddressOptions()
     load: LoadOptions = LoadOptions()
     traceback: bool = False

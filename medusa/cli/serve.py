@@ -50,7 +50,7 @@ def serve(options: ServeOptions) -> list[str]:
         chunk=load.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
         prefix_bytes=load.prefix_mib * 2**20,
     )
-    settings = ServiceSettings(name, limits, load.max_new_tokens, load.timeout, options.plain)
+    settings = ServiceSettings(name, limits, load.max_new_tokens, load.timeout, options.plain, options.race)
     access = AccessSettings(
         api_keys=keys,
         max_body_bytes=address.max_body_mib * 2**20,

@@ -92,6 +92,8 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     threads = _Threads(NUM_PREPARING, most), _Threads(1, most)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
+    if service.settings.allows_race:
+        page = page.replace('id="race" hidden', 'id="race"')
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
 
     readable = partial(app.api_route, methods=["GET", "HEAD"])

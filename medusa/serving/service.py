@@ -53,6 +53,9 @@ class ServiceSettings:
     """Longest time that an answer may take."""
     plain: bool = False
     """Guess nothing."""
+    allows_race: bool = False
+    """Clients may ask for answers without guessing, for comparison. They have a batch of their own, of as
+    much memory, and half of the time while both are busy."""
 
 
 class Service:
@@ -66,11 +69,10 @@ class Service:
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
         self.model, self.settings, self.tokenizer = model, settings, model.tokenizer
-        few = replace(settings.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
-        batches = {
-            False: model.continuous_batch(settings.limits, plain=settings.plain),
-            True: model.continuous_batch(few, plain=True),
-        }
+        batches = {False: model.continuous_batch(settings.limits, plain=settings.plain)}
+        if settings.allows_race:
+            few = replace(settings.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
+            batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = ServerMetrics(batches)
         self.worker = Worker(batches, self.metrics)
         self.is_draining = False
@@ -250,6 +252,12 @@ class Service:
                 404,
                 "model",
                 "model_not_found",
+            )
+        if asked.medusa_plain and not self.settings.allows_race:
+            raise RequestError(
+                "this server has no medusa_plain, which takes time from all others; leave it out, or have "
+                "the server started with --race",
+                param="medusa_plain",
             )
         if (refusal := asked.refused()) is not None:
             raise RequestError(refusal[1], param=refusal[0])

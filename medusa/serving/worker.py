@@ -1,8 +1,8 @@
 """The thread that decodes: it alone touches the batches, and tells each request what it got.
 
 Requests come in as :class:`Answer` from any thread. Each has a listener, which this thread calls with what is
-new. Plain and drafted requests have a batch each; where both are busy they share the machine's time evenly,
-so that two answers to one question can be raced.
+new. Where plain requests are allowed they have a batch of their own; where both are busy they share the
+machine's time evenly, so that two answers to one question can be raced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WorkerEnded(RuntimeError):
 
 
 class Worker:
-    """Runs ``batches``, drafted (False) and plain (True), on a thread of its own."""
+    """Runs ``batches``, drafted (False) and perhaps plain (True), on a thread of its own."""
 
     def __init__(self, batches: Mapping[bool, ContinuousBatch], metrics: ServerMetrics):
         self.batches, self.metrics = dict(batches), metrics

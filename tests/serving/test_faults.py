@@ -197,7 +197,7 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
     chance, seen, num_asked = random.Random(0), [], 0
     limits = BatchLimits(max_rows=4, chunk=32, prefix_bytes=2**20)  # full within seconds
-    with running(chat_model(), limits=limits) as server:
+    with running(chat_model(), limits=limits, allows_race=True) as server:
         url = f"{server.url}/v1/chat/completions"
 
         async def visit(client: httpx.AsyncClient) -> None:
@@ -354,7 +354,7 @@ class InProcess:
     """The application without a socket."""
 
     def __init__(self) -> None:
-        service = Service(chat_model(), ServiceSettings("tiny"))
+        service = Service(chat_model(), ServiceSettings("tiny", allows_race=True))
         service.start()
         self.service, self.loop = service, asyncio.new_event_loop()
         self.app = create_application(service, AccessSettings())

@@ -39,7 +39,7 @@ def tiny_chat_model():
 
 @pytest.fixture(scope="module")
 def server(tiny_chat_model):
-    with running(tiny_chat_model) as started:
+    with running(tiny_chat_model, allows_race=True) as started:
         yield started
 
 
@@ -647,6 +647,17 @@ def test_a_key_does_not_learn_what_another_has_asked(tiny_chat_model):
             return client.completions.create(**asked).usage.prompt_tokens_details.cached_tokens
 
         assert [num_cached(key) for key in "abab"] == [0, 0, 16, 16]
+
+
+def test_decoding_plainly_is_for_servers_that_allow_it(server, open_server):
+    body = {"messages": HELLO, "max_tokens": 4, "medusa_plain": True}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    refused = httpx.post(f"{open_server.url}/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "medusa_plain"
+    assert [*open_server.service.worker.batches] == [False]
+    assert ['id="race" hidden' in httpx.get(each.url).text for each in (server, open_server)] == [False, True]
+    for each in (server, open_server):
+        assert httpx.get(f"{each.url}/metrics").status_code == 200
 
 
 OTHERS = AccessSettings(
