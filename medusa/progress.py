@@ -5,10 +5,12 @@ Programs talk to the reader on standard error; standard output is for results.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -19,9 +21,24 @@ SECONDS_BETWEEN_LINES = 10.0
 Item = TypeVar("Item")
 
 
+class _StandardError:
+    """Loses what cannot be written, as on a full disk: that is no reason to lose the work as well."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def log_console() -> Console:
     """Where programs talk to the reader: standard error."""
-    return Console(stderr=True, highlight=False)
+    return Console(file=cast(IO[str], _StandardError()), highlight=False)
 
 
 class ProgressReporter:

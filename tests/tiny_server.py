@@ -14,7 +14,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.decoding.continuous_batch import BatchLimits
 from medusa.serving.application import AccessSettings, create_application
 from medusa.serving.connections import bounded_protocol
-from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, listening_socket
+from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket
 from medusa.serving.service import Service, ServiceSettings
 
 TOKENIZER = chat_tokenizer()
@@ -36,10 +36,11 @@ class Running:
 def running(model: MedusaModel, access: AccessSettings | None = None, **options) -> Iterator[Running]:
     limits = options.pop("limits", BatchLimits(max_rows=4, chunk=32))
     protocol = bounded_protocol(options.pop("max_connections", MAX_CONNECTIONS))
+    grace_seconds = options.pop("grace_seconds", 30.0)
     service = Service(model, ServiceSettings("tiny", limits, **options))
-    listening = listening_socket("127.0.0.1", 0)
+    listening = bound_socket("127.0.0.1", 0)
     app = create_application(service, access or AccessSettings())
-    server = SignalledServer(uvicorn.Config(app, log_level="error", http=protocol), service)
+    server = SignalledServer(uvicorn.Config(app, log_level="error", http=protocol), service, grace_seconds)
     service.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

@@ -129,6 +129,8 @@ class AddressOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "port", "grace")
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, got {self.port}")
         check_at_least(self, 1, "max_body_mib")
         self._check_names("host", (self.host,), HOST_NAME, "a name or an address without scheme and port")
         names = "names or addresses without scheme and port"

@@ -28,7 +28,7 @@ def serve(options: ServeOptions) -> list[str]:
     """
     from medusa.serving.application import AccessSettings
     from medusa.serving.origins import is_loopback
-    from medusa.serving.server import run_server
+    from medusa.serving.server import bound_socket, run_server
     from medusa.serving.service import Service, ServiceSettings
 
     address = options.address
@@ -40,17 +40,6 @@ def serve(options: ServeOptions) -> list[str]:
             style="bold red",
             soft_wrap=True,
         )
-    model, load = load_model(options.model), options.load
-    use_compiled_if_there(model)
-    name = options.model_name or PurePath(model.base.name_or_path or "model").name
-    limits = BatchLimits(
-        max_rows=load.max_rows,
-        max_slots=load.max_slots,
-        max_waiting=load.max_waiting,
-        chunk=load.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
-        prefix_bytes=load.prefix_mib * 2**20,
-    )
-    settings = ServiceSettings(name, limits, load.max_new_tokens, load.timeout, options.plain, options.race)
     access = AccessSettings(
         api_keys=keys,
         max_body_bytes=address.max_body_mib * 2**20,
@@ -58,7 +47,21 @@ def serve(options: ServeOptions) -> list[str]:
         allowed_hosts=(address.host, *address.allowed_host),
         logs_prompts=address.log_prompts,
     )
-    run_server(Service(model, settings), access, address.host, address.port, address.grace)
+    with bound_socket(address.host, address.port) as bound:
+        model, load = load_model(options.model), options.load
+        use_compiled_if_there(model)
+        name = options.model_name or PurePath(model.base.name_or_path or "model").name
+        limits = BatchLimits(
+            max_rows=load.max_rows,
+            max_slots=load.max_slots,
+            max_waiting=load.max_waiting,
+            chunk=load.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
+            prefix_bytes=load.prefix_mib * 2**20,
+        )
+        settings = ServiceSettings(
+            name, limits, load.max_new_tokens, load.timeout, options.plain, options.race
+        )
+        run_server(Service(model, settings), access, bound, address.grace)
     return []  # its first line said where it answers
 
 

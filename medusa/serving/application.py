@@ -16,7 +16,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -29,6 +29,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from medusa.acceptance.grammar import Grammar
 from medusa.serving.errors import RequestError
@@ -42,7 +43,7 @@ from medusa.serving.requests import (
     message_of,
     telling,
 )
-from medusa.serving.service import Service, overloaded
+from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.worker import Answer, Update
 
 _Listener = Callable[[Update], None]
@@ -56,8 +57,12 @@ MAX_REQUESTS = 704
 """Requests under way at once, whether they wait, decode or are being read."""
 BODY_SECONDS = 30.0
 """In which a body must have come."""
+MAX_LOGGED_PATH = 200
+"""Characters of a path in the log."""
 MAX_DEPTH = 128
 """Levels of lists and objects in a body."""
+DONE = "data: [DONE]\n\n"
+"""The last event of every stream, also of one that fails."""
 NUM_PREPARING = 4
 """Requests that are read or tokenised at once."""
 
@@ -86,7 +91,6 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
         )
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_refused)
-    app.add_exception_handler(Exception, _broken)
 
     most = service.settings.limits.max_rows + service.settings.limits.max_waiting
     threads = _Threads(NUM_PREPARING, most), _Threads(1, most)
@@ -171,23 +175,34 @@ class Gate:
             await self.app(scope, receive, send)
             return
         scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
+        has_begun = False
 
         async def send_with_id(message: Any) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 own = ((b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff"))
                 message["headers"] = [*message["headers"], *own]
             await send(message)
 
         headers = dict(scope["headers"])
         refusal = self._refusal_of_place(scope, headers) or self._refusal(scope, headers)
-        if refusal is not None:
-            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send_with_id)
-            return
-        self.num_under_way += 1
-        try:
-            await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
-        finally:
-            self.num_under_way -= 1
+        if refusal is None:
+            self.num_under_way += 1
+            try:
+                await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+            except ClientDisconnect:
+                scope["state"]["refusal"] = RequestError("the client has left", 499, code="disconnected")
+            except Exception as error:
+                log.error("request %s failed", identity, exc_info=error)
+                refusal = RequestError(
+                    f"the server failed on this request; its log knows it as {identity}", 500
+                )
+            finally:
+                self.num_under_way -= 1
+        if refusal is not None and not has_begun:
+            await _answer(refusal, scope)(scope, receive, send_with_id)
+        _log_refusal(scope)
 
     def _refusal_of_place(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
@@ -233,21 +248,30 @@ def _too_large(most: int) -> RequestError:
     return RequestError(f"the body must have at most {most} bytes", 413, code="body_too_large")
 
 
-async def _refused(_request: Request, error: Any) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
+async def _refused(request: Request, error: Any) -> JSONResponse:
+    return _answer(error, request.scope)
 
 
 async def _http_refused(request: Request, error: Any) -> JSONResponse:
     says = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
     refusal = RequestError(says.get(error.status_code, "the request cannot be read"), error.status_code)
-    return JSONResponse(refusal.body, error.status_code, error.headers)
+    return _answer(refusal, request.scope, error.headers)
 
 
-async def _broken(request: Request, error: Exception) -> JSONResponse:
-    identity = request.scope["state"]["request_id"]
-    log.error("request %s failed", identity, exc_info=error)
-    refusal = RequestError(f"the server failed on this request; its log knows it as {identity}", 500)
-    return JSONResponse(refusal.body, 500)
+def _answer(refusal: RequestError, scope: Any, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    scope["state"]["refusal"] = refusal
+    return JSONResponse(refusal.body, refusal.status, headers or refusal.headers)
+
+
+def _log_refusal(scope: Any) -> None:
+    """One line for a request that was refused before it was counted, without what the client wrote."""
+    state = scope["state"]
+    refusal = state.get("refusal")
+    if refusal is not None and "is_logged" not in state:
+        said = {"request_id": state["request_id"], "path": scope["path"][:MAX_LOGGED_PATH]}
+        log.info(
+            json.dumps({**said, "refused": refusal.status, "code": refusal.code, "param": refusal.param})
+        )
 
 
 class _Threads:
@@ -408,6 +432,7 @@ async def _events(
         index, update = await queue.get()
         if (failure := _failure(update.finish_reason)) is not None:
             yield _event(failure.body)
+            yield DONE
             return
         chunk = replies.part(index, update)
         if chunk is not None:
@@ -415,7 +440,7 @@ async def _events(
         left -= update.finish_reason is not None
     if asked.stream_options is not None and asked.stream_options.include_usage:
         yield _event(replies.usage(record.usage))
-    yield "data: [DONE]\n\n"
+    yield DONE
 
 
 def _event(body: Any) -> str:
@@ -428,6 +453,8 @@ def _failure(reason: str | None) -> RequestError | None:
         return RequestError("the answer took longer than this server allows", 504, code="timeout")
     if reason == "overloaded":
         return overloaded()
+    if reason == "shutdown":
+        return shutting_down()
     if reason == "form":
         text = "the answer cannot go on in the form that was asked for; ask for a simpler one"
         return RequestError(text, code="form_failed")
@@ -475,7 +502,8 @@ class _Record:
         access: AccessSettings,
     ):
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
-        self.said = {"request_id": request.scope["state"]["request_id"], "path": request.url.path}
+        self.state = request.scope["state"]
+        self.said = {"request_id": self.state["request_id"], "path": request.url.path}
         self.said |= {"stream": asked.stream, "n": asked.n}
         self.num_choices = asked.n  # of each prompt
         if access.logs_prompts:
@@ -491,6 +519,7 @@ class _Record:
         ended = [answer.finish_reason or "cancelled" for answer in self.answers]
         counted = {**self.usage, "seconds": round(time.monotonic() - self.began, 4), "ended": ended}
         log.info(json.dumps({**self.said, **counted}, default=str))
+        self.state["is_logged"] = True
 
 
 def _as_json(part: Any) -> Any:

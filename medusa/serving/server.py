@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,29 +22,49 @@ MAX_CONNECTIONS = application.MAX_REQUESTS + 64
 """Connections at once, also to those paths that are never refused. Less than the 1,024 files that processes
 usually may open."""
 
+LAST_SECONDS = 2.0
+"""In which clients can read what they are told of answers that the end of the server cuts off."""
+
 log = logging.getLogger("medusa.serving")
 
 
 class SignalledServer(uvicorn.Server):
     """Refuses new requests from the first signal on; a second one does not wait for running answers."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(self, config: uvicorn.Config, service: Service, grace_seconds: float = 30.0):
         super().__init__(config)
-        self.service = service
+        self.service, self.grace_seconds, self.is_hurried = service, grace_seconds, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.service.is_draining, self.force_exit, self.should_exit = True, self.should_exit, True
+        self.service.is_draining, self.is_hurried, self.should_exit = True, self.should_exit, True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(self._end_what_is_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_what_is_late(self) -> None:
+        until = time.monotonic() + self.grace_seconds
+        while time.monotonic() < until and not self.is_hurried:
+            await asyncio.sleep(0.05)
+        self.service.is_draining = True
+        self.service.worker.end()
+        await asyncio.sleep(LAST_SECONDS)
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()  # whose client reads nothing, or sends nothing more
 
 
 def run_server(
-    service: Service, access: AccessSettings, host: str, port: int, grace_seconds: float = 30.0
+    service: Service, access: AccessSettings, bound: socket.socket, grace_seconds: float = 30.0
 ) -> None:
-    """Serve until SIGINT or SIGTERM; running answers then get ``grace_seconds`` to end.
+    """Serve on ``bound`` until SIGINT or SIGTERM; running answers then get ``grace_seconds`` to end.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: another listens there since it was bound.
     """
-    with log_to_standard_error(), listening_socket(host, port) as listening:
+    with log_to_standard_error():
         service.start()
         try:
             config = uvicorn.Config(
@@ -51,29 +73,42 @@ def run_server(
                 access_log=False,
                 server_header=False,
                 http=bounded_protocol(MAX_CONNECTIONS),
-                timeout_graceful_shutdown=max(1, round(grace_seconds)),
             )
-            address = f"[{host}]" if ":" in host else host
-            log.info("ready: http://%s:%s", address, listening.getsockname()[1])
-            SignalledServer(config, service).run(sockets=[listening])
+            host, port = bound.getsockname()[:2]
+            with address_errors(host, port):
+                bound.listen()  # a client that connects before uvicorn accepts waits
+            log.info("ready: http://%s:%s", f"[{host}]" if ":" in host else host, port)
+            SignalledServer(config, service, grace_seconds).run(sockets=[bound])
         finally:
             service.worker.close()
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there; taken before anything else, so that a port in use is said at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket with this address, which does not listen yet; taken before a model is loaded, so that a port
+    in use is said at once.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
-        listening.listen()  # a client that connects before uvicorn accepts waits
+        with address_errors(host, port):
+            bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+@contextmanager
+def address_errors(host: str, port: int) -> Iterator[None]:
+    """Names the address in an OSError, and what to do."""
+    try:
+        yield
     except OSError as error:
-        listening.close()
-        raise OSError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
-        ) from error
-    return listening
+        text = f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        raise OSError(text) from error
 
 
 @contextmanager

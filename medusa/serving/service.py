@@ -40,6 +40,12 @@ def overloaded() -> RequestError:
     return RequestError(text, 503, code="overloaded", retry_after=RETRY_AFTER)
 
 
+def shutting_down() -> RequestError:
+    """What a client is told where the server is about to end."""
+    text = "the server is shutting down; ask again when it is back"
+    return RequestError(text, 503, code="shutting_down", retry_after=RETRY_AFTER)
+
+
 @dataclass(frozen=True)
 class ServiceSettings:
     """What a server allows."""
@@ -339,9 +345,7 @@ class Service:
 
     def _check_open(self) -> None:
         if self.is_draining:
-            raise RequestError(
-                "the server is shutting down", 503, code="shutting_down", retry_after=RETRY_AFTER
-            )
+            raise shutting_down()
 
     def _longest(self, asked: SharedFields, num_prompt: int) -> int:
         """Tokens that the answer may have."""

@@ -35,7 +35,7 @@ class Update:
     num_steps: int = 0
     """Forward passes that it took so far, the reading of the prompt included as one."""
     finish_reason: str | None = None
-    """"stop", "length", "timeout", "overloaded", "form" or "error": the last update."""
+    """"stop", "length", "timeout", "overloaded", "form", "shutdown" or "error": the last update."""
 
 
 class Answer:
@@ -80,11 +80,15 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after the step under way; what is not answered then ends with an error."""
+    def end(self) -> None:
+        """Have the thread end after the step under way; what is not answered then is told so."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """:meth:`end`, and wait for it."""
+        self.end()
         self._thread.join()
 
     @property
@@ -147,12 +151,13 @@ class Worker:
         """End what is under way with an error, and at the end what waits too."""
         with self._changed:
             lost, self._active = self._active, set()
+            reason = "shutdown" if self._is_closing else "error"
             if self._is_closing:
                 lost, self._added = lost.union(self._added), []
         for batch in self.batches.values():
             batch.clear()
         for answer in lost:
-            self._end(answer, "error")
+            self._end(answer, reason)
 
     def _take_changes(self) -> bool:
         """Take in what was submitted and cancelled, waiting while there is nothing to do; false to end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import signal
@@ -12,11 +14,13 @@ import sys
 import openai
 import pytest
 from conftest import CHECKOUT, REAL_BASE
-from tiny_chat import save_chat_model
+from tiny_chat import chat_model, save_chat_model
 
 from medusa.cli import serve
 from medusa.cli.main import main
 from medusa.serving import server
+from medusa.serving.application import AccessSettings
+from medusa.serving.service import Service, ServiceSettings
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,11 @@ def flags_of(directories) -> list[str]:
 
 def test_flags_reach_the_server(directories, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(server, "run_server", lambda *given: started.append(given))
+
+    def run(service, access, bound, grace):
+        started.append((service, access, bound.getsockname()[0], grace))
+
+    monkeypatch.setattr(server, "run_server", run)
     monkeypatch.setenv("MEDUSA_API_KEY", "third, fourth")
     assert main(flags_of(directories)) == 0
     assert started.pop()[0].worker.batches[False].limits.chunk == 64
@@ -39,14 +47,14 @@ def test_flags_reach_the_server(directories, monkeypatch, capsys):
     flags += ["--api-key", "first", "--api-key=second", "--max-rows", "3", "--prefix-mib", "1"]
     flags += ["--chunk", "7", "--timeout", "9"]
     assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", "--model-name", "mine"]) == 0
-    ((service, access, host, port, grace),) = started
+    ((service, access, host, grace),) = started
     limits = service.worker.batches[False].limits
     assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
     assert (service.settings.model_name, service.settings.seconds) == ("mine", 9)
     assert access.api_keys == ("first", "second", "third", "fourth")
     assert access.allowed_hosts == ("0.0.0.0", "a.example", "b.example")
     assert access.cors_origins == ("https://chat.example",)
-    assert (host, port, grace) == ("0.0.0.0", 0, 30)
+    assert (host, grace) == ("0.0.0.0", 30)
     assert "warning" not in capsys.readouterr().err
 
 
@@ -106,18 +114,54 @@ def test_another_host_without_a_key_is_warned_of(directories, monkeypatch, capsy
     assert "without --api-key" in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_address_in_use_is_said_before_anything_else(directories, capsys):
+def test_a_port_in_use_is_said_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("a model is loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert main([*flags_of(directories)[:-1], port]) == 1
+        assert main(["serve", "--port", port]) == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in " ".join(capsys.readouterr().err.split())
 
 
-def test_clients_can_connect_from_the_moment_that_the_server_says_ready():
-    with server.listening_socket("127.0.0.1", 0) as listening:
-        socket.create_connection(listening.getsockname(), timeout=5).close()
+class FullDisk(io.StringIO):
+    def write(self, _text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_server_whose_log_cannot_be_written_serves(directories, monkeypatch):
+    started = []
+    monkeypatch.setattr(server.SignalledServer, "run", lambda *_, **__: started.append(True))
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert main([*flags_of(directories), "--host", "0.0.0.0"]) == 0
+    assert started
+
+
+def test_a_port_that_is_none_is_refused_by_its_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "99999"])
+    assert "port must be at most 65535, got 99999" in " ".join(capsys.readouterr().err.split())
+
+
+def test_clients_can_connect_from_the_moment_that_the_server_says_ready(monkeypatch):
+    connected = []
+
+    def connect(record):
+        if record.getMessage().startswith("ready: http://127.0.0.1:"):
+            socket.create_connection(bound.getsockname(), timeout=5).close()
+            connected.append(record)
+        return True
+
+    monkeypatch.setattr(server.SignalledServer, "run", lambda *_, **__: None)
+    server.log.addFilter(connect)
+    try:
+        with server.bound_socket("127.0.0.1", 0) as bound:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(bound.getsockname(), timeout=5)
+            server.run_server(Service(chat_model(), ServiceSettings("tiny")), AccessSettings(), bound)
+    finally:
+        server.log.removeFilter(connect)
+    assert connected
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -784,6 +785,85 @@ def test_told_to_stop_a_server_ends_what_is_running_and_takes_nothing_new(tiny_c
             for _ in range(500):
                 assert httpx.get(f"{ending.url}/health").status_code == 503
                 time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("grace", "num_signals"), [(0, 1), (0.4, 1), (60, 2)])
+def test_answers_that_are_cut_off_at_the_end_are_told_so(tiny_chat_model, caplog, grace, num_signals):
+    with running(tiny_chat_model, grace_seconds=grace) as ending, ThreadPoolExecutor() as pool:
+        batch = ending.service.worker.batches[False]
+        step = batch.step
+        batch.step = lambda: time.sleep(0.05) or step()
+        body = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True}
+        url = f"{ending.url}/v1/chat/completions"
+        whole = pool.submit(httpx.post, url, json=body, timeout=60)
+        streamed = pool.submit(httpx.post, url, json={**body, "stream": True}, timeout=60)
+        wait_until(lambda: ending.num_active == 2 and batch.num_rows == 2)
+        began = time.monotonic()
+        for _ in range(num_signals):
+            ending.server.handle_exit(signal.SIGTERM, None)
+        assert whole.result().status_code == 503 and whole.result().headers["retry-after"]
+        assert whole.result().json()["error"]["code"] == "shutting_down"
+        *_, failure, done, rest = streamed.result().text.split("\n\n")
+        assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert (done, rest) == ("data: [DONE]", "")
+        assert grace * (num_signals == 1) <= time.monotonic() - began < 20
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_client_that_reads_nothing_does_not_keep_the_server_from_its_end(
+    tiny_chat_model, monkeypatch, caplog
+):
+    monkeypatch.setattr("medusa.serving.server.LAST_SECONDS", 0.1)
+    with running(tiny_chat_model, grace_seconds=0) as ending, socket.socket() as half:
+        half.connect(("127.0.0.1", ending.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
+        wait_until(lambda: ending.server.server_state.tasks)
+        ending.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: not ending.server.server_state.connections, 20)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_half_a_body_leaves_one_line_in_the_log(server, caplog):
+    caplog.set_level(logging.INFO)
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
+    wait_until(lambda: [name for name, *_ in caplog.record_tuples if name == "medusa.serving"])
+    (record,) = [each for each in caplog.records if each.name in ("medusa.serving", "uvicorn.error")]
+    assert json.loads(record.message)["refused"] == 499 and not record.exc_info
+
+
+REFUSED = [
+    ({"path": "/nowhere/secret" * 100}, 404, None),
+    ({"path": "/v1/completions", "method": "GET"}, 405, None),
+    ({"json": {"prompt": "secret", "n": 99}}, 400, None),
+    ({"json": {"prompt": "a", "model": "secret"}}, 404, "model_not_found"),
+    ({"content": b"secret"}, 400, "invalid_json"),
+    ({"content": b"secret" * 2**20}, 413, "body_too_large"),
+    ({"headers": {"Origin": "https://secret.example"}}, 403, "origin_not_allowed"),
+]
+
+
+@pytest.mark.parametrize(("asked", "status", "code"), REFUSED)
+def test_a_refused_request_leaves_one_line_without_what_was_written(server, caplog, asked, status, code):
+    given = {"path": "/v1/completions", "method": "POST", **asked}
+    with caplog.at_level(logging.INFO, "medusa.serving"):
+        reply = httpx.request(url=server.url + given.pop("path"), **given)
+        wait_until(lambda: caplog.messages)
+    (line,) = [json.loads(message) for message in caplog.messages]
+    assert reply.status_code == line["refused"] == status and line["code"] == code
+    assert line["request_id"] == reply.headers["x-request-id"] and len(line["path"]) <= 200
+    assert "secret" not in json.dumps({**line, "path": ""})
+
+
+def test_a_fault_of_the_server_leaves_one_traceback_and_tells_nothing(server, caplog, monkeypatch):
+    def fails(*_given):
+        raise ArithmeticError("secret")
+
+    monkeypatch.setattr(Service, "prompts", fails)
+    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+    assert reply.status_code == 500 and reply.headers["x-request-id"] in reply.json()["error"]["message"]
+    assert "secret" not in reply.text
+    assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
 def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog):
