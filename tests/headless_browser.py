@@ -39,12 +39,23 @@ class Browser:
         """The tab that is told what to do."""
         self.messages: list[dict[str, Any]] = []
         """Events: requests, what the console said, exceptions."""
+        self._context: str | None = None
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forgets every tab, what they kept and what they said, and opens one tab."""
+        self.tab = None
+        if self._context is not None:
+            self.send("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self.send("Target.createBrowserContext")["browserContextId"]
+        self.messages.clear()
         self.open_tab()
 
     def open_tab(self) -> None:
         """From now on a new tab is told what to do."""
         self.tab = None
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        created = self.send("Target.createTarget", url="about:blank", browserContextId=self._context)
+        target = created["targetId"]
         self.tab = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.send(f"{domain}.enable")

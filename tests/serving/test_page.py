@@ -54,14 +54,20 @@ def server():
         yield started
 
 
-@pytest.fixture
-def browser(server):
+@pytest.fixture(scope="module")
+def chromium():
     with closing(Browser()) as opened:
-        opened.visit(server.url)
         yield opened
-        assert opened.complaints == []
-        asked = {url.split("/")[2] for url in opened.requested if url.startswith("http")}
-        assert asked == {server.url.split("/")[2]}
+
+
+@pytest.fixture
+def browser(chromium, server):
+    chromium.start_anew()
+    chromium.visit(server.url)
+    yield chromium
+    assert chromium.complaints == []
+    asked = {url.split("/")[2] for url in chromium.requested if url.startswith("http")}
+    assert asked == {server.url.split("/")[2]}
 
 
 def answered(browser: Browser, number: int) -> None:
