@@ -16,7 +16,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Browser:
-    """One page."""
+    """One page, or several in tabs of their own."""
 
     def __init__(self) -> None:
         assert CHROMIUM is not None
@@ -34,11 +34,29 @@ class Browser:
         os.close(theirs_in)
         os.close(theirs_out)
         self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
-        self._number, self._rest, self._session = 0, b"", None
+        self._number, self._rest = 0, b""
+        self.tab: str | None = None
+        """The tab that is told what to do."""
         self.messages: list[dict[str, Any]] = []
         """Events: requests, what the console said, exceptions."""
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._context: str | None = None
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forgets every tab, what they kept and what they said, and opens one tab."""
+        self.tab = None
+        if self._context is not None:
+            self.send("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self.send("Target.createBrowserContext")["browserContextId"]
+        self.messages.clear()
+        self.open_tab()
+
+    def open_tab(self) -> None:
+        """From now on a new tab is told what to do."""
+        self.tab = None
+        created = self.send("Target.createTarget", url="about:blank", browserContextId=self._context)
+        target = created["targetId"]
+        self.tab = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.send(f"{domain}.enable")
         self.send("Page.setLifecycleEventsEnabled", enabled=True)
@@ -46,8 +64,8 @@ class Browser:
     def send(self, method: str, **params: Any) -> Any:
         self._number += 1
         call = {"id": self._number, "method": method, "params": params}
-        if self._session is not None:
-            call["sessionId"] = self._session
+        if self.tab is not None:
+            call["sessionId"] = self.tab
         self._out.write(json.dumps(call).encode() + b"\0")
         self._out.flush()
         while True:

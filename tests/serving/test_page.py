@@ -35,6 +35,15 @@ TAMED = """[...document.querySelectorAll('.assistant .body *')].every((each) =>
   [...document.querySelectorAll('main a')].every(({ href, rel }) =>
     (!href || /^(https?|mailto):/.test(href)) && rel.includes('noopener'))"""
 ENTER, ESCAPE = ("Enter", 13), ("Escape", 27)
+BY_HAND = """null; window.sent = []; stream = (body, signal, onChunk) => new Promise((end, fail) => {
+  sent.push(body.messages.map(({ role, content }) => `${role}: ${content}`).join(', '));
+  signal.addEventListener('abort', () => { window.stopped = true; fail(signal.reason); });
+  const medusa = (text) => ({ pieces: [[text, 1]], num_tokens: 1, num_steps: 1 });
+  window.say = (text) => onChunk({ choices: [{ delta: { content: text }, medusa: medusa(text) }] });
+  window.end = end; window.breakOff = (why) => fail(new Error(why));
+}); null"""
+"""The test answers: ``say`` is a chunk, ``end`` and ``breakOff`` end it; ``sent`` is what was asked."""
+SHOWN = "document.querySelector('main').innerText"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 
@@ -45,14 +54,20 @@ def server():
         yield started
 
 
-@pytest.fixture
-def browser(server):
+@pytest.fixture(scope="module")
+def chromium():
     with closing(Browser()) as opened:
-        opened.visit(server.url)
         yield opened
-        assert opened.complaints == []
-        asked = {url.split("/")[2] for url in opened.requested if url.startswith("http")}
-        assert asked == {server.url.split("/")[2]}
+
+
+@pytest.fixture
+def browser(chromium, server):
+    chromium.start_anew()
+    chromium.visit(server.url)
+    yield chromium
+    assert chromium.complaints == []
+    asked = {url.split("/")[2] for url in chromium.requested if url.startswith("http")}
+    assert asked == {server.url.split("/")[2]}
 
 
 def answered(browser: Browser, number: int) -> None:
@@ -100,7 +115,7 @@ def test_an_answer_can_be_stopped_with_the_keyboard(browser, server):
         browser.press(*ENTER)
         browser.until("running && document.querySelector('.assistant .note')?.textContent")
         browser.press(*ESCAPE)
-        browser.until("!running && document.getElementById('status').textContent === 'stopped'")
+        browser.until("!running && $('status').textContent === 'stopped'")
     finally:
         batch.step = step
     assert browser.value("messages.length >= 1")
@@ -117,6 +132,174 @@ def test_a_race_ends_with_the_same_text_on_both_sides(browser):
     verdict = browser.value("document.querySelector('main > p.note')?.textContent")
     assert verdict.startswith("The same text.") and "times as fast" in verdict
     assert not browser.value("document.querySelector('main button').disabled")
+
+
+def test_a_race_of_one_token_says_that_it_is_too_short(browser):
+    browser.value("localStorage.clear(), longest.value = 1, question.value = 'Hello'")
+    browser.click("#race")
+    browser.until("!running && document.querySelector('main > p.note')?.textContent")
+    verdict = browser.value("document.querySelector('main > p.note').textContent")
+    assert verdict == "The same text. They are too short to tell which is faster."
+
+
+def test_a_failed_side_of_a_race_stops_the_other_and_keeps_the_question(browser):
+    browser.value(BY_HAND)
+    browser.value("question.value = 'Hello'")
+    browser.click("#race")
+    browser.value("say('Half'), breakOff('the server is busy')")  # the second side, with heads
+    browser.until("!running")
+    assert browser.value("stopped")
+    assert browser.value("messages.map((each) => each.content)") == ["Hello", "Half"]
+    assert browser.value("document.querySelector('.assistant .again').checkVisibility()")
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.value(f"question.value = {json.dumps(text)}, form.requestSubmit()")
+    assert browser.value("Boolean(running)")
+
+
+@pytest.mark.parametrize(("came", "again"), [("", "Retry"), ("Half an an", "Regenerate")])
+def test_a_reload_in_the_middle_keeps_what_was_asked_and_what_came(browser, server, came, again):
+    browser.value(BY_HAND)
+    ask(browser, "Hello")
+    if came:
+        browser.value(f"say({came!r})")
+    browser.visit(server.url)
+    shown = browser.value(SHOWN)
+    assert "Hello" in shown and came in shown and again in shown
+    assert ("ended early" in shown) == bool(came)
+    browser.value(BY_HAND)
+    browser.value("[...document.querySelectorAll('.again')].find((each) => each.checkVisibility()).click()")
+    browser.value("say('Whole.'), end()")
+    answered(browser, 1)
+    assert browser.value("[sent, messages.map((each) => each.content)]") == [
+        ["user: Hello"],
+        ["Hello", "Whole."],
+    ]
+    assert "ended early" not in browser.value(SHOWN)
+
+
+def test_an_answer_under_way_is_kept_every_second(browser):
+    browser.value(BY_HAND)
+    ask(browser, "Hello")
+    assert browser.value("JSON.parse(localStorage.getItem(KEPT)).messages[0].content") == "Hello"
+    browser.value("say('Half'), saved -= 1001, say(' an')")
+    assert "Half an" in browser.value("localStorage.getItem(KEPT)")
+    browser.value("end()")
+
+
+def test_each_tab_keeps_its_own_chat_and_a_new_one_begins_with_the_latest(browser, server):
+    browser.value(BY_HAND)
+    ask(browser, "First")
+    browser.value("say('one'), end()")
+    answered(browser, 1)
+    first = browser.tab
+    browser.open_tab()
+    browser.visit(server.url)
+    assert browser.value("messages.length") == 2
+    browser.click("#new")
+    browser.value(BY_HAND)
+    ask(browser, "Second")
+    browser.value("say('two'), end()")
+    answered(browser, 1)
+    second = browser.tab
+    browser.tab = first
+    browser.click("#colours")  # is kept, and with it the chat
+    for tab, contents in ((first, ["First", "one"]), (second, ["Second", "two"])):
+        browser.tab = tab
+        browser.visit(server.url)
+        assert browser.value("messages.map((each) => each.content)") == contents
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_who_scrolls_up_or_selects_is_left_alone_while_an_answer_comes(browser, colours):
+    browser.value(BY_HAND)
+    browser.value(f"$('colours').checked = {json.dumps(colours)}")
+    ask(browser, "Hello")
+    browser.value("say('A **first** paragraph.\\n\\n'), say('line\\n\\n'.repeat(99) + 'The last li')")
+    at_end = "log.scrollHeight - log.scrollTop - log.clientHeight < 2"
+    assert browser.value(f"log.scrollHeight > 2 * log.clientHeight && {at_end}")
+    browser.value("question.blur()")
+    browser.value("getSelection().selectAllChildren(document.querySelector('.assistant .body').firstChild)")
+    browser.value("log.scrollTop = 40, new Promise(requestAnimationFrame).then(() => null)")
+    selected = browser.value("getSelection().toString()")
+    assert "first paragraph" in selected.replace("*", "")
+    browser.value("say('ne.\\n\\nMore')")
+    browser.value("end()")
+    answered(browser, 1)
+    assert browser.value("messages[1].content.endsWith('The last line.\\n\\nMore')")
+    assert browser.value("[log.scrollTop, getSelection().toString().startsWith('A ')]") == [40, True]
+
+
+@pytest.mark.parametrize("storage", ["full", "forbidden"])
+def test_a_chat_that_cannot_be_kept_goes_on_and_says_so(browser, server, storage):
+    if storage == "full":
+        more = "at.setItem(Math.random(), 'x'.repeat(size))"
+        fill = f"let size = 2 ** 22; while (size) try {{ {more} }} catch {{ size >>= 1 }}"
+        browser.value(f"for (const at of [localStorage, sessionStorage]) {{ at.clear(); {fill} }}")
+    else:
+        forbid = (
+            "Object.defineProperty(window, name, { get() { throw new DOMException('', 'SecurityError') } })"
+        )
+        script = f"for (const name of ['localStorage', 'sessionStorage']) {forbid}"
+        browser.send("Page.addScriptToEvaluateOnNewDocument", source=script)
+    browser.visit(server.url)
+    browser.value(BY_HAND)
+    ask(browser, "Hello")
+    browser.value("say('Good day.'), end()")
+    answered(browser, 1)
+    assert "not kept" in browser.value("document.querySelector('footer').innerText")
+    browser.click("#new")
+    assert browser.value("document.querySelectorAll('.message').length") == 0
+
+
+def test_a_kept_chat_that_cannot_be_read_is_an_empty_one(browser):
+    for kept in ("{", "5", "null", '{"messages": 5}', '{"messages": [{"role": "user"}, {"content": "x"}]}'):
+        browser.value(f"sessionStorage.clear(), localStorage.setItem(KEPT, {kept!r}), load(), draw()")
+        assert browser.value("messages") == []
+
+
+def test_after_an_error_the_question_waits_with_retry_and_is_not_sent_twice(browser):
+    browser.value(BY_HAND)
+    ask(browser, "One")
+    browser.value("breakOff('the server is busy')")
+    browser.until("!running && $('status').textContent === 'the server is busy'")
+    browser.click(".user .again")
+    browser.value("breakOff('the server is busy')")
+    browser.until("!running")
+    ask(browser, "Two")
+    browser.value("say('Answer'), breakOff('the server is busy')")
+    browser.until("!running")
+    visible = "[...document.querySelectorAll('.again')].filter((each) => each.checkVisibility())"
+    assert browser.value(f"{visible}.map((each) => each.textContent)") == ["Regenerate"]
+    assert "not answered" in browser.value(
+        "getComputedStyle(document.querySelector('.who'), '::after').content"
+    )
+    browser.click(".assistant .again")
+    browser.value("breakOff('the server is busy')")
+    browser.until("!running")
+    assert browser.value("messages.map((each) => each.content)") == ["One", "Two", "Answer"]
+    ask(browser, "Three")
+    assert browser.value("sent") == [
+        *["user: One"] * 2,
+        *["user: Two"] * 2,
+        "user: Two, assistant: Answer, user: Three",
+    ]
+    browser.value("end()")
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ("new Response('<h1>Bad gateway</h1>', { status: 502 })", "the server answered with status 502"),
+        ("new Response('')", "the server ended the answer early"),
+    ],
+)
+def test_what_is_no_answer_is_an_error(browser, reply, told):
+    browser.value(f"fetch = async () => {reply}, null")
+    browser.value("question.value = 'Hello', form.requestSubmit()")
+    browser.until("!running")
+    assert browser.value("$('status').textContent") == told
 
 
 def say(browser: Browser, text: str) -> None:
@@ -155,14 +338,48 @@ def test_html_that_no_sanitiser_has_seen_is_refused_by_the_page_itself(browser):
     assert refused == "TypeError" and browser.value("document.title") == "medusa"
 
 
+PHONE = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": True}
+
+
+def test_on_a_phone_the_log_and_stop_stay_on_the_screen_beside_open_settings(browser):
+    browser.send("Emulation.setDeviceMetricsOverride", **PHONE)
+    browser.value(BY_HAND)
+    browser.value("options.open = true, model.textContent = 'a model with a long name'")
+    ask(browser, "Hello")
+    browser.value("say('line\\n\\n'.repeat(99))")
+    assert browser.value("log.clientHeight") >= 150
+    assert browser.value("$('stop').getBoundingClientRect().bottom <= innerHeight && !$('stop').disabled")
+    assert browser.value("document.documentElement.scrollHeight <= 640")
+    browser.value("key.scrollIntoView(), key.focus()")
+    bottom = "options.querySelector('.settings').getBoundingClientRect().bottom"
+    assert browser.value(f"key.getBoundingClientRect().bottom <= {bottom} + 1")
+    browser.value("end()")
+
+
 def test_it_fits_a_phone_and_the_dark(browser):
-    browser.send(
-        "Emulation.setDeviceMetricsOverride", width=360, height=640, deviceScaleFactor=1, mobile=True
-    )
+    browser.send("Emulation.setDeviceMetricsOverride", **PHONE)
     light = browser.value("getComputedStyle(document.body).backgroundColor")
     browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert browser.value("document.documentElement.scrollWidth <= 360")
     assert browser.value("getComputedStyle(document.body).backgroundColor") != light
+
+
+def test_the_page_names_the_model_also_where_a_key_is_wanted(browser):
+    browser.until("model.textContent === 'tiny'")
+    browser.value(
+        "fetch = async (_, { headers }) => headers.Authorization === 'Bearer right'"
+        " ? Response.json({ data: [{ id: 'guarded' }] }) : new Response('', { status: 401 }), null"
+    )
+    for given, told in (("", "wrong: see Settings"), ("right", "guarded"), ("wrong", "wrong: see Settings")):
+        browser.value(f"key.value = {given!r}, key.onchange(), null")
+        browser.until(f"model.textContent.endsWith({told!r})")
+
+
+def test_without_javascript_the_page_says_what_it_needs(browser, server):
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    browser.visit(server.url)
+    strings = browser.send("DOMSnapshot.captureSnapshot", computedStyles=[])["strings"]
+    assert any(text.startswith("This page needs JavaScript") for text in strings)
 
 
 def test_the_page_says_what_it_may_load(server):
