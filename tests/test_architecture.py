@@ -208,6 +208,18 @@ def test_the_paths_in_the_picture_of_the_house_exist():
     paths = [line.split()[0] for line in picture.splitlines() if line.strip()]
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+    rooms = {
+        path.stem if path.is_file() else path.name for path in map(Path, (ROOT / "medusa").glob("[a-z]*"))
+    }
+    drawn = {Path(path).stem for path in paths if path.startswith("medusa/")}
+    assert rooms - drawn == set(), "rooms that the map leaves out"
+
+
+def test_the_list_of_floors_in_the_documents_is_the_one_that_is_held():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("__main__ > ")]
+    floors = [tuple(sorted(floor.split(", "))) for floor in line.split(" > ")]
+    assert floors == [tuple(sorted(floor)) for floor in FLOORS]
 
 
 def test_these_checks_see_what_they_forbid():

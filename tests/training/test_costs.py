@@ -1,4 +1,4 @@
-"""docs/guides/costs.md: its formulas are the code's own numbers at small scale, its tables what they give."""
+"""docs/guides/scale.md: its formulas are the code's own numbers at small scale, its tables what they give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from medusa.training.data.batching import PaddedBatch
 from medusa.training.states.live import frozen_states
 from medusa.training.states.stored_states import StateFile
 
-PAGE = CHECKOUT / "docs" / "guides" / "costs.md"
+PAGE = CHECKOUT / "docs" / "guides" / "scale.md"
 
 
 MEASURED = {
