@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -191,7 +192,17 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
 
 
 def _followed(path: Path) -> Path:
-    return path.resolve() if path.is_symlink() else path
+    """What ``path`` points to where it is a link, else itself.
+
+    Raises:
+        OSError: it is a link that leads to itself.
+    """
+    if not path.is_symlink():
+        return path
+    end = Path(os.path.realpath(path))
+    if end.is_symlink():  # realpath gives up on a circle, where Path.resolve may raise a RuntimeError
+        raise OSError(f"{path} is a link that leads back to itself; choose another place, or remove the link")
+    return end
 
 
 def _as_open_makes_them(directory: Path) -> None:
@@ -220,22 +231,27 @@ def _take_the_place(partial: Path, target: Path) -> None:
     shutil.rmtree(retired)
 
 
-def clear_interrupted(directory: Path) -> None:
-    """Remove what a :func:`replaced_directory` that was killed left beside ``directory``; call it when no
-    other process can be writing. A directory that had already made way is put back."""
-    directory = _followed(directory)
-    for retired in sorted(directory.parent.glob(f".{directory.name}.retired-*")):
-        if not directory.exists():
-            os.replace(retired, directory)
-    for kind in ("partial", "retired"):
-        for left in directory.parent.glob(f".{directory.name}.{kind}-*"):
+def clear_interrupted(path: Path) -> None:
+    """Remove what a :func:`replaced_directory` or :func:`replaced_file` that was killed left beside ``path``;
+    call it when no other process can be writing. A directory that had already made way is put back."""
+    path = _followed(path)
+    name = glob.escape(path.name)
+    for retired in sorted(path.parent.glob(f".{name}.retired-*")):
+        if not path.exists():
+            os.replace(retired, path)
+    for left in (*path.parent.glob(f".{name}.partial-*"), *path.parent.glob(f".{name}.retired-*")):
+        if left.is_dir():
             shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def check_writable_target(directory: str | Path) -> None:
-    """Raise FileExistsError when ``directory`` holds something; call it before long work, not after."""
+    """Raise FileExistsError when ``directory`` holds something, and OSError where it is a link that leads to
+    itself; call it before long work, not after."""
     target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    end = _followed(target)
+    if end.exists() and (not end.is_dir() or any(end.iterdir())):
         raise FileExistsError(
             f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
         )
@@ -269,8 +285,9 @@ def replaceable_files(directory: str | Path, layout: Layout, sources: Iterable[s
         ValueError: it is a source, or holds one.
     """
     target = Path(directory)
+    end = _followed(target).resolve()
     for source in filter(os.path.exists, sources):
-        if Path(source).resolve().is_relative_to(target.resolve()):
+        if Path(source).resolve().is_relative_to(end):
             raise ValueError(
                 f"the output {str(target)!r} must not hold what is read for it, got {str(source)!r}, which "
                 "overwriting would remove; choose another output directory"

@@ -14,7 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
-from medusa.files import clear_interrupted, disk_errors, locked, replaced_directory, replaced_file, write_json
+from medusa.files import (
+    check_writable_target,
+    clear_interrupted,
+    disk_errors,
+    locked,
+    replaceable_files,
+    replaced_directory,
+    replaced_file,
+    write_json,
+)
+from medusa.heads.checkpoint import HEADS_LAYOUT
 
 
 @pytest.fixture
@@ -82,6 +92,28 @@ def test_what_a_killed_write_left_goes_and_a_directory_that_made_way_comes_back(
     clear_interrupted(tmp_path / "heads")
     assert (tmp_path / "heads" / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-1a", "heads"]
+
+
+def test_what_a_killed_write_of_a_file_left_goes_and_nothing_of_another_name(tmp_path):
+    for name in (".a[1].json.partial-1a", ".a1.json.partial-1a", ".notes.partial-1a"):
+        (tmp_path / name).touch()
+    clear_interrupted(tmp_path / "a[1].json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a1.json.partial-1a", ".notes.partial-1a"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        check_writable_target,
+        lambda path: write_json(path, {}),
+        lambda path: replaceable_files(path, HEADS_LAYOUT, [path.parent]),
+    ],
+    ids=["directory", "file", "overwriting"],
+)
+def test_a_link_that_leads_to_itself_is_named(tmp_path, write):
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(OSError, match=r"circle is a link that leads back to itself; choose another place"):
+        write(tmp_path / "circle")
 
 
 def test_a_file_lies_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

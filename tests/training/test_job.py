@@ -259,8 +259,10 @@ def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
     (tmp_path / "run" / ".heads.partial-0123abcd").mkdir()
     (tmp_path / "run" / ".config.yaml.partial-0123abcd").touch()
     (tmp_path / "run" / "checkpoints" / ".step-00000003.partial").mkdir()
+    (tmp_path / "run" / ".notes.partial-of-a-stranger").mkdir()
     train(resume="auto", max_steps=5)
-    assert not [path for path in (tmp_path / "run").rglob(".*") if path.name != ".lock"]
+    left = {path.name for path in (tmp_path / "run").rglob(".*")}
+    assert left == {".lock", ".notes.partial-of-a-stranger"}
 
 
 def test_heads_may_be_a_link_to_another_disk(train, tmp_path):
@@ -304,6 +306,21 @@ def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, 
     assert f"{states} is in use by process" in capsys.readouterr().err
     with locked(states), pytest.raises(BlockingIOError, match="states is in use by process"):
         train(output_dir=tmp_path / "late", timeout_minutes=1e-3, **options)
+
+
+@pytest.mark.parametrize("name", ["states_dir", "documents_dir"])
+@pytest.mark.parametrize("inside", [".", "heads", "best/states", "checkpoints"])
+def test_states_and_documents_may_not_lie_where_the_run_puts_something_else(train, tmp_path, name, inside):
+    with pytest.raises(ValueError, match=rf"{name} must be a directory of its own, got .* choose another"):
+        train(cache_hidden_states=True, timeout_minutes=1e-3, **{name: str(tmp_path / "run" / inside)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_is_a_link_to_itself_is_named(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "circle.jsonl").symlink_to("circle.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"circle.jsonl' does not exist"):
+        train(data=tmp_path / "run" / "circle.jsonl")
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_any_work(train, tmp_path, monkeypatch):

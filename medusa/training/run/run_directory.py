@@ -114,8 +114,10 @@ class RunDirectory:
             FileExistsError: something other than the data is here, and neither overwrite nor resume is set;
                 or heads that only a run from the start could follow.
             FileNotFoundError: there is nothing to resume.
-            ValueError: the run to resume had another configuration; or overwrite would remove what is read.
+            ValueError: the run to resume had another configuration; or overwrite would remove what is read;
+                or states or documents would lie where the run puts something else.
         """
+        self._check_shared(configuration)
         resume = configuration.run.resume
         if resume == "always" and not self._checkpoints():
             raise FileNotFoundError(
@@ -133,6 +135,18 @@ class RunDirectory:
             self._earlier_run(configuration)
         elif self._foreign_entries(configuration.data.data):
             check_writable_target(self.path)
+
+    def _check_shared(self, configuration: TrainingConfiguration) -> None:
+        """Raise ConfigurationError where the directories that runs may share are what this run replaces."""
+        replaced = [os.path.realpath(each) for each in (self.heads, self.best, self.checkpoints)]
+        for name in ("states_dir", "documents_dir"):
+            given = getattr(configuration.run, name)
+            where = Path(os.path.realpath(given or self.states))
+            if where == Path(os.path.realpath(self.path)) or any(map(where.is_relative_to, replaced)):
+                raise ConfigurationError(
+                    f"{name} must be a directory of its own, got {given!r}, where the run in {self.path} "
+                    "puts something else; leave it out, or choose another"
+                )
 
     def is_finished(self, configuration: TrainingConfiguration) -> bool:
         """Whether the run that ``configuration`` resumes has its result already, for limits no higher."""
@@ -161,12 +175,10 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        for directory in (self.heads, self.best):
-            clear_interrupted(directory)
+        for path in (self.heads, self.best, self.config, self.metrics, self.tracker):
+            clear_interrupted(path)
         for left in self.checkpoints.glob(".step-*.partial"):  # of a run that was killed
             shutil.rmtree(left)
-        for left in self.path.glob(".*.partial-*"):
-            left.unlink()
         with replaced_file(self.config) as partial:
             partial.write_text(configuration.as_yaml(), encoding="utf-8")
         return removed
@@ -354,7 +366,8 @@ class RunDirectory:
 
 
 def _is_inside(file: str, directory: Path) -> bool:
-    return Path(file).resolve().parent == directory.resolve()
+    # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
+    return os.path.dirname(os.path.realpath(file)) == os.path.realpath(directory)
 
 
 def _entries_until(lines: Iterable[str], step: int, is_over: bool) -> Iterable[str]:
