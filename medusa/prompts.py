@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from torch import Tensor
 
@@ -79,6 +80,10 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", kwargs, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{origin}: {name} must be a {kind.__name__}, got {value!r:.80}")
+    for name, value in (("tools", tools), ("documents", (kwargs or {}).get("documents"))):
+        is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        if value is not None and not is_list:
+            raise ValueError(f"{origin}: {name} must be a list of objects, got {value!r:.80}")
     if taken := sorted(RESERVED & set(kwargs or ())):
         raise ValueError(
             f"{origin}: chat_template_kwargs are variables of the model's chat template, got {taken}, which "
@@ -117,7 +122,8 @@ def parsed_json(raw: str | bytes, origin: str) -> Any:
         ValueError: it is none, or too deep to be read; the message names ``origin``.
     """
     try:
-        value = json.loads(raw)
+        # json.loads would take UTF-16 too, of which files are not cut into lines rightly
+        value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         raise ValueError(f"{origin} is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -176,8 +182,15 @@ def encode_messages(
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """:func:`encode_messages` for a row of a prompt file, with what its chat template gets beside the
-    messages."""
-    return encode_messages(tokenizer, prompt.messages, device, prompt.template_options)
+    messages.
+
+    Raises:
+        ValueError: the template refuses the conversation; the message names the row.
+    """
+    try:
+        return encode_messages(tokenizer, prompt.messages, device, prompt.template_options)
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable of the row is of another type
+        raise ValueError(f"{prompt.origin}: the chat template refuses the conversation: {error}") from error
 
 
 def encode_text(tokenizer: Any, text: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from tiny_chat import chat_tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from medusa.prompts import RESERVED, encode_messages, padded_batch, read_prompts
+from medusa.prompts import RESERVED, Prompt, encode_messages, encode_prompt, padded_batch, read_prompts
 from medusa.training.data.reading import read_examples
 
 
@@ -124,6 +124,11 @@ NESTED = json.dumps({"prompt": "hi", "note": "x"}).replace('"x"', "[" * 80 + "]"
         ('{"prompt": "hi", "chat_template_kwargs": {"\\udc00": 1}}', "row 1 holds text that is not Unicode"),
         ('{"prompt": "hi", "note": ' + DEEP + "}", "row 1 is nested deeper than 64 levels"),
         (NESTED, "row 1 is nested deeper than 64 levels"),
+        ('{"prompt": "hi", "tools": [1]}', r"row 1: tools must be a list of objects, got \[1\]"),
+        (
+            '{"prompt": "hi", "chat_template_kwargs": {"documents": 5}}',
+            "row 1: documents must be a list of objects, got 5",
+        ),
         *(
             (
                 json.dumps({"prompt": "hi", "chat_template_kwargs": {name: True}}),
@@ -142,6 +147,15 @@ def test_a_row_that_breaks_what_comes_later_is_named(tmp_path, row, message):
     path.write_text(row.replace('"prompt"', '"text"'))
     with pytest.raises(ValueError, match=message):
         list(read_examples([str(path)]))
+
+
+@pytest.mark.parametrize("template", ["{{ 1 + level }}", "{{ raise_exception('no') }}"])
+def test_a_row_that_the_chat_template_refuses_is_named(template):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    prompt = Prompt(({"role": "user", "content": "hi"},), origin="a row 1", template_options={"level": "x"})
+    with pytest.raises(ValueError, match="a row 1: the chat template refuses the conversation"):
+        encode_prompt(tokenizer, prompt)
 
 
 def test_every_argument_of_the_rendering_is_reserved():

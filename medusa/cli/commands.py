@@ -39,6 +39,10 @@ class ReplyOptions:
 
     def __post_init__(self) -> None:
         check_above(self, 0, "repetition_penalty")
+        try:
+            (self.system or "").encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no text
+            raise ValueError("system must be UTF-8 text, and is not; convert it first") from error
         if self.plain and self.drafter is not None:
             raise ValueError(f"plain guesses nothing, and drafter {self.drafter} does; give one of them")
 

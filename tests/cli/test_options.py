@@ -4,6 +4,7 @@ from typing import Literal
 import pytest
 import tyro
 
+from medusa.cli.commands import ReplyOptions
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -188,3 +189,8 @@ def test_positional_arguments_are_no_keys_of_a_file():
     globals()["Asked"] = Asked
     assert set(flag_types(Asked)) == {"raw"}
     assert parse(Asked, ["Hello", "--raw"]) == Asked("Hello", True)
+
+
+def test_a_system_message_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="system must be UTF-8 text"):
+        ReplyOptions(system="Be brief \udcff")

@@ -139,3 +139,16 @@ def test_an_array_is_known_behind_a_byte_order_mark_and_any_blanks(tmp_path, bef
     for name, raw in (("a.json", json.dumps(rows, indent=1)), ("b.jsonl", "\n".join(map(json.dumps, rows)))):
         (tmp_path / name).write_bytes(before + raw.encode())
         assert [each.text for each in read_examples([str(tmp_path / name)])] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_file_in_utf_16_is_named_with_its_row(tmp_path, name):
+    (tmp_path / name).write_text('[{"text": "one"}]', encoding="utf-16")
+    with pytest.raises(ValueError, match=r"row 1 is not valid JSON: 'utf-8' codec can't decode byte"):
+        list(read_examples([str(tmp_path / name)]))
+
+
+def test_a_link_to_a_folder_above_repeats_no_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "circle").symlink_to(tmp_path)
+    assert expanded([str(tmp_path / "**" / "*.jsonl")]) == [str(tmp_path / "a.jsonl")]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,8 @@ def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Exam
 
 
 def expanded(sources: Sequence[str]) -> list[str]:
-    """The files and hub ids that ``sources`` name: patterns and directories become their files, by name.
+    """The files and hub ids that ``sources`` name: patterns and directories become their files, by name,
+    each once.
 
     Raises:
         FileNotFoundError, ValueError: a source cannot be opened; before any long work.
@@ -81,7 +83,9 @@ def _files_of(source: str) -> list[str]:
     is_pattern = any(mark in source for mark in "*?[")
     if path.is_dir() or is_pattern:
         paths = glob.glob(source, recursive=True) if is_pattern else map(str, path.rglob("*"))
-        found = sorted(each for each in paths if each.endswith(FILE_TYPES) and Path(each).is_file())
+        named = sorted(each for each in paths if each.endswith(FILE_TYPES) and Path(each).is_file())
+        # a pattern follows links, and one to a folder above names every file again and again
+        found = sorted({os.path.realpath(each): each for each in reversed(named)}.values())
         if not found:
             raise FileNotFoundError(f"data {source!r} names no file that ends in one of {types}")
         return found

@@ -146,7 +146,7 @@ class Renderer:
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable is of another type
             raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
 
 
