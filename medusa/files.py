@@ -153,14 +153,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML forbids to give a key twice; the library would take the last value without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise yaml.constructor.ConstructorError(
+                problem=f"{', '.join(sorted(twice))} is given more than once", problem_mark=node.start_mark
+            )
+        return node
+
+
 def read_yaml(path: Path) -> Any:
     """What ``path`` holds.
 
     Raises:
-        ValueError: it is not YAML, or too deeply nested to be read.
+        ValueError: it is not YAML, gives a key twice, or is too deeply nested to be read.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     except RecursionError as error:

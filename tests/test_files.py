@@ -19,6 +19,7 @@ from medusa.files import (
     clear_interrupted,
     disk_errors,
     locked,
+    read_yaml,
     replaceable_files,
     replaced_directory,
     replaced_file,
@@ -171,3 +172,12 @@ def test_every_way_in_which_a_full_disk_shows_in_torch_is_told_in_words(tmp_path
             disk_errors(tmp_path),
         ):
             raise RuntimeError(f"[enforce fail at inline_container.cc:664] . {text}")
+
+
+def test_a_key_that_yaml_gives_twice_is_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("max_steps: 3\nseed: 1\nmax_steps: 5\n")
+    with pytest.raises(ValueError, match=r"run.yaml is not valid YAML: max_steps is given more than once"):
+        read_yaml(path)
+    path.write_text("a: &base {x: 1}\nb: {<<: *base, x: 2}\n")
+    assert read_yaml(path) == {"a": {"x": 1}, "b": {"x": 2}}

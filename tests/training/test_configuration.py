@@ -219,3 +219,9 @@ def test_a_resumed_run_may_change_how_long_and_not_what(config):
     assert changed_keys(earlier, longer) == []
     other = read(*config, "--num_heads", "3", "--seed", "8")
     assert sorted(changed_keys(earlier, other)) == ["num_heads: 4 -> 3", "seed: 0 -> 8"]
+
+
+@pytest.mark.parametrize("name", ["seed", "tokens_per_batch", "max_steps"])
+def test_numbers_that_no_array_takes_are_refused(name):
+    with pytest.raises(ConfigurationError, match=rf"{name} must be below 2\*\*63, got 1000"):
+        configuration_of(**{"base": "b", "data": "d", "output_dir": "o", "max_steps": 1} | {name: 10**40})

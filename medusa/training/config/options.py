@@ -34,6 +34,7 @@ def _check(options: Any, rule: str, is_kept: Any, names: Sequence[str]) -> None:
 
 def _at_least(least: float, options: Any, *names: str) -> None:
     _check(options, f"at least {least:g}", lambda value: value >= least, names)
+    _check(options, "below 2**63", lambda value: value < 2**63, names)  # what arrays and generators take
 
 
 def _above_0(options: Any, *names: str) -> None:
