@@ -406,13 +406,14 @@ class MedusaModel:
         runner, snapshot = self.runner, self._snapshot
 
         def check_base(is_new_request: bool) -> None:
-            is_same = snapshot.is_current if is_new_request else snapshot.is_unwritten
+            is_same = self._is_as_begun(snapshot) and (snapshot.is_current or not is_new_request)
             if is_same and is_new_request and runner is not self.base:
                 is_same = alteration_of(self.base) is None
             if not is_same:
                 raise ValueError(
-                    "the base or the heads have changed since this batch was made, and its keys and values "
-                    "are of what they were; make a new one with continuous_batch()"
+                    "the base or the heads have changed since this batch was made, or the base is in "
+                    "training mode, and its keys and values are of what they were; make a new one with "
+                    "continuous_batch()"
                 )
 
         def drafter_for(num_rows: int) -> Drafter:
@@ -494,7 +495,7 @@ class MedusaModel:
         pausing = self._pausing(options, request, drafter)
         kind = options.step or self.step
         steps = decode_in_steps(kind, self._runners, drafter, request, statistics, pausing)
-        return _of_one_model(steps, self._snapshot)
+        return self._of_one_model(steps, self._snapshot)
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -523,6 +524,20 @@ class MedusaModel:
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)
 
+    def _is_as_begun(self, snapshot: Snapshot) -> bool:
+        return snapshot.is_unwritten and not self.base.training
+
+    def _of_one_model(self, steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
+        """``steps``, for as long as the base is the one that the answer was begun with."""
+        for result in steps:
+            if not self._is_as_begun(snapshot):
+                raise ValueError(
+                    "the base or the heads have changed while an answer was written (written to, cast, "
+                    "moved, replaced, an adapter switched, or set to training), and its keys and values are "
+                    "those of the old ones; ask again"
+                )
+            yield result
+
     def _check_base(self) -> None:
         """Have the base run as it is now; ``auto`` gives way to hooks and patches by itself.
 
@@ -544,9 +559,9 @@ class MedusaModel:
                 self._snapshot = self._new_snapshot()
                 return
             raise ValueError(
-                f"the weights of the base or the heads have changed (written to, cast, moved or replaced, or "
-                f"an adapter was switched) since engine={self.engine!r} took them; call refresh() on this "
-                "MedusaModel first"
+                f"the weights of the base or the heads have changed (written to, cast, moved, replaced or "
+                f"set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
+                "call refresh() on this MedusaModel first"
             )
         if self.runner is not self.base and (alteration := alteration_of(self.base)) is not None:
             if self.engine != "auto":
@@ -602,14 +617,3 @@ class MedusaModel:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
         check_tree_fits(tree, self.heads)
         return tree
-
-
-def _of_one_model(steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
-    """``steps``, for as long as the weights are those that the answer was begun with."""
-    for result in steps:
-        if not snapshot.is_unwritten:
-            raise ValueError(
-                "the weights of the base or the heads have changed while an answer was written, and its keys "
-                "and values are those of the old ones; ask again"
-            )
-        yield result
