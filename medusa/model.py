@@ -111,18 +111,22 @@ class MedusaModel:
         """
         base, heads = self.base, self.heads
         is_eager = resolved_engine(base, self.engine) == "eager"
-        self.runner = prepared_base(base if is_eager else folded(base), self.engine)
+        runner = prepared_base(base if is_eager else folded(base), self.engine)
+        check_step(self.step, runner)
+        drafting_heads = heads
+        if heads is not None:
+            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
+            drafting_heads = quick_heads(heads, output_embedding(runner))
+        snapshot = self._new_snapshot()
+        # all at once from here on: other threads may be in calls
+        self.runner = runner
         """The base model as the engine runs it; ``base`` itself when eager."""
-        check_step(self.step, self.runner)
+        self.drafting_heads: Heads | None = drafting_heads
+        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         layers = () if heads is None else heads.reads_layers
         self._runners, self._drafters = StepRunners(self.runner, layers=layers), DraftersByName(self)
         self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and rows
-        self.drafting_heads: Heads | None = None
-        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
-        if heads is not None:
-            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
-            self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
-        self._snapshot = self._new_snapshot()
+        self._snapshot = snapshot
         self.tuned = tuned_for(self.tuned, self.runtime)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -493,9 +497,9 @@ class MedusaModel:
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
         drafter = self._drafter(options, request)
         pausing = self._pausing(options, request, drafter)
-        kind = options.step or self.step
+        kind, snapshot = options.step or self.step, self._snapshot  # read before what may be newer than it
         steps = decode_in_steps(kind, self._runners, drafter, request, statistics, pausing)
-        return self._of_one_model(steps, self._snapshot)
+        return self._of_one_model(steps, snapshot)
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.continuous_batch import Row
 from medusa.engine.packed import missing_for_packed
+from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 
 pytestmark = pytest.mark.skipif(
@@ -273,3 +274,16 @@ def test_a_snapshot_reads_weights_of_any_layout_and_precision():
     assert snapshot.is_current
     module.one.data.fill_(3)
     assert not snapshot.is_current
+
+
+def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypatch):
+    model = MedusaModel(fresh_base(), heads(), BUSHY, engine="packed")
+    reference, met = model.generate(PROMPT, **OPTIONS).tolist(), []
+
+    def slow(*given):
+        met.append(model.generate(PROMPT, **OPTIONS).tolist())  # as another thread would just now
+        return quick_heads(*given)
+
+    monkeypatch.setattr("medusa.model.quick_heads", slow)
+    model.refresh()
+    assert met == [reference]
