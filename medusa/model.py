@@ -111,18 +111,22 @@ class MedusaModel:
         """
         base, heads = self.base, self.heads
         is_eager = resolved_engine(base, self.engine) == "eager"
-        self.runner = prepared_base(base if is_eager else folded(base), self.engine)
+        runner = prepared_base(base if is_eager else folded(base), self.engine)
+        check_step(self.step, runner)
+        drafting_heads = heads
+        if heads is not None:
+            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
+            drafting_heads = quick_heads(heads, output_embedding(runner))
+        snapshot = self._new_snapshot()
+        # all at once from here on: other threads may be in calls
+        self.runner = runner
         """The base model as the engine runs it; ``base`` itself when eager."""
-        check_step(self.step, self.runner)
+        self.drafting_heads: Heads | None = drafting_heads
+        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         layers = () if heads is None else heads.reads_layers
         self._runners, self._drafters = StepRunners(self.runner, layers=layers), DraftersByName(self)
         self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and rows
-        self.drafting_heads: Heads | None = None
-        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
-        if heads is not None:
-            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
-            self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
-        self._snapshot = self._new_snapshot()
+        self._snapshot = snapshot
         self.tuned = tuned_for(self.tuned, self.runtime)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -406,13 +410,14 @@ class MedusaModel:
         runner, snapshot = self.runner, self._snapshot
 
         def check_base(is_new_request: bool) -> None:
-            is_same = snapshot.is_current if is_new_request else snapshot.is_unwritten
+            is_same = self._is_as_begun(snapshot) and (snapshot.is_current or not is_new_request)
             if is_same and is_new_request and runner is not self.base:
                 is_same = alteration_of(self.base) is None
             if not is_same:
                 raise ValueError(
-                    "the base or the heads have changed since this batch was made, and its keys and values "
-                    "are of what they were; make a new one with continuous_batch()"
+                    "the base or the heads have changed since this batch was made, or the base is in "
+                    "training mode, and its keys and values are of what they were; make a new one with "
+                    "continuous_batch()"
                 )
 
         def drafter_for(num_rows: int) -> Drafter:
@@ -492,9 +497,9 @@ class MedusaModel:
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
         drafter = self._drafter(options, request)
         pausing = self._pausing(options, request, drafter)
-        kind = options.step or self.step
+        kind, snapshot = options.step or self.step, self._snapshot  # read before what may be newer than it
         steps = decode_in_steps(kind, self._runners, drafter, request, statistics, pausing)
-        return _of_one_model(steps, self._snapshot)
+        return self._of_one_model(steps, snapshot)
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -523,6 +528,20 @@ class MedusaModel:
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)
 
+    def _is_as_begun(self, snapshot: Snapshot) -> bool:
+        return snapshot.is_unwritten and not self.base.training
+
+    def _of_one_model(self, steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
+        """``steps``, for as long as the base is the one that the answer was begun with."""
+        for result in steps:
+            if not self._is_as_begun(snapshot):
+                raise ValueError(
+                    "the base or the heads have changed while an answer was written (written to, cast, "
+                    "moved, replaced, an adapter switched, or set to training), and its keys and values are "
+                    "those of the old ones; ask again"
+                )
+            yield result
+
     def _check_base(self) -> None:
         """Have the base run as it is now; ``auto`` gives way to hooks and patches by itself.
 
@@ -544,9 +563,9 @@ class MedusaModel:
                 self._snapshot = self._new_snapshot()
                 return
             raise ValueError(
-                f"the weights of the base or the heads have changed (written to, cast, moved or replaced, or "
-                f"an adapter was switched) since engine={self.engine!r} took them; call refresh() on this "
-                "MedusaModel first"
+                f"the weights of the base or the heads have changed (written to, cast, moved, replaced or "
+                f"set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
+                "call refresh() on this MedusaModel first"
             )
         if self.runner is not self.base and (alteration := alteration_of(self.base)) is not None:
             if self.engine != "auto":
@@ -602,14 +621,3 @@ class MedusaModel:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
         check_tree_fits(tree, self.heads)
         return tree
-
-
-def _of_one_model(steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
-    """``steps``, for as long as the weights are those that the answer was begun with."""
-    for result in steps:
-        if not snapshot.is_unwritten:
-            raise ValueError(
-                "the weights of the base or the heads have changed while an answer was written, and its keys "
-                "and values are those of the old ones; ask again"
-            )
-        yield result

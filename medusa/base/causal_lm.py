@@ -73,7 +73,14 @@ def end_ids(base: CausalLM, tokenizer: Any = None) -> frozenset[int]:
     named = base.generation_config.eos_token_id
     if named is None:
         named = getattr(tokenizer, "eos_token_id", None)
-    return frozenset(token for token in (named if isinstance(named, list) else [named]) if token is not None)
+    return frozenset(ids_of(named))
+
+
+def ids_of(named: int | Sequence[int] | Tensor | None) -> list[int]:
+    """The ids in what configurations take for tokens."""
+    if isinstance(named, Tensor):
+        named = named.tolist()
+    return [] if named is None else [named] if isinstance(named, int) else list(named)
 
 
 def context_length(base: CausalLM) -> int | None:

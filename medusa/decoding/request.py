@@ -29,7 +29,7 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import CausalLM, embedding_weight, home_device
+from medusa.base.causal_lm import CausalLM, embedding_weight, home_device, ids_of
 from medusa.base.position_limits import check_positions
 from medusa.decoding.state import DecodeRequest, is_exact
 
@@ -285,15 +285,7 @@ def _must_advance_in_step(
     return False
 
 
-def _ids(eos: int | list[int] | Tensor | None) -> list[int]:
-    if eos is None:
-        return []
-    if isinstance(eos, Tensor):
-        eos = eos.tolist()
-    return [eos] if isinstance(eos, int) else list(eos)
-
-
 def _pad_id(config: GenerationConfig) -> int:
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    return next(iter(_ids(config.eos_token_id)), 0)
+    return next(iter(ids_of(config.eos_token_id)), 0)

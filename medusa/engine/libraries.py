@@ -89,7 +89,11 @@ def open_library(path: Path) -> Any:
     Raises:
         ValueError: the file is not what was compiled; loading it would end the process.
     """
-    if not _seal(path).exists() or files.read_json(_seal(path)) != _sealed(path):
+    try:
+        is_whole = _seal(path).exists() and files.read_json(_seal(path)) == _sealed(path)
+    except ValueError:  # the seal itself is damaged
+        is_whole = False
+    if not is_whole:
         raise ValueError(
             f"the compiled library {path} is damaged: it is not the file that was written; delete it "
             "(medusa compile then makes it anew), and look whether the disk is full"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
@@ -55,3 +56,10 @@ def test_a_command_loads_a_base_that_ends_where_its_tokenizer_says_if_it_says_no
     loaded.save_pretrained(base)
     model = load_model(ModelOptions(base=base, heads=heads, device="cpu"))
     assert model.base.generation_config.eos_token_id == [OF_TOKENIZER]
+
+
+@pytest.mark.parametrize("named", [3, [3, 4], (3, 4), torch.tensor([3, 4]), torch.tensor(3)])
+def test_all_that_a_generation_configuration_takes_names_tokens(named):
+    base = chat_base()
+    base.generation_config.eos_token_id = named
+    assert end_ids(base) == set(torch.as_tensor(named).flatten().tolist())

@@ -62,6 +62,9 @@ def test_a_library_whose_bytes_have_changed_or_whose_seal_is_gone_is_refused(tmp
     compiled_again.with_suffix(".json").unlink()
     with pytest.raises(ValueError, match="is damaged"):
         open_library(compiled_again)
+    compiled_again.with_suffix(".json").write_bytes(b"")
+    with pytest.raises(ValueError, match="is damaged"):
+        open_library(compiled_again)
 
 
 def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp_path, compiler):

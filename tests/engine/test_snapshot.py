@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.continuous_batch import Row
 from medusa.engine.packed import missing_for_packed
+from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 
 pytestmark = pytest.mark.skipif(
@@ -119,7 +120,20 @@ def replace_shared(base):
     layer.mlp = nn.Sequential(layer.mlp, nn.ReLU())
 
 
+def negate_by_class(base):
+    mlp = base.model.layers[0].mlp
+    mlp.__class__ = type(
+        "Negated", (type(mlp),), {"forward": lambda self, x: -super(type(self), self).forward(x)}
+    )
+
+
 UNSEEN_WRITES = {
+    "another class": negate_by_class,
+    "another buffer": lambda base: setattr(
+        base.model.rotary_emb, "inv_freq", base.model.rotary_emb.inv_freq * 3
+    ),
+    "another epsilon": lambda base: setattr(base.model.norm, "variance_epsilon", 5.0),
+    "another scale": lambda base: setattr(base.model.layers[0].self_attn, "scaling", 2.0),
     "through .data": lambda base: base.model.layers[1].mlp.up_proj.weight.data.mul_(-3),
     "another tensor in .data": lambda base: setattr(
         base.lm_head.weight, "data", -base.lm_head.weight.data.clone()
@@ -154,6 +168,8 @@ def test_an_adapter_that_is_switched_off_after_loading_is_noticed():
 WRITES = {
     "counted": lambda base: base.model.layers[0].mlp.up_proj.weight.mul_(-3),
     "through .data": UNSEEN_WRITES["through .data"],
+    "a module replaced": replace_shared,
+    "a weight replaced": lambda base: setattr(base.lm_head, "weight", nn.Parameter(-base.lm_head.weight)),
 }
 
 
@@ -199,6 +215,54 @@ def test_a_base_in_training_mode_is_refused():
         model.continuous_batch()
 
 
+def test_neither_a_stream_nor_a_batch_goes_on_in_training_mode():
+    base = fresh_base()
+    model = MedusaModel(base, heads(), BUSHY)
+    stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
+    next(stream)
+    base.train()
+    with pytest.raises(ValueError, match="set to training"):
+        list(stream)
+    with pytest.raises(ValueError, match="training mode"):
+        batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+
+
+def test_a_stream_does_not_go_on_while_its_adapter_is_off():
+    peft = pytest.importorskip("peft")
+    base = fresh_base()
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    stream = MedusaModel(base.eval(), heads(), BUSHY).stream(PROMPT, **OPTIONS)
+    next(stream)
+    with adapted.disable_adapter(), pytest.raises(ValueError, match="an adapter switched"):
+        next(stream)
+
+
+def test_weights_that_are_lent_for_each_pass_are_no_change(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    base = fresh_base()
+    reference = said_by(base)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    layers = {"model.layers.0": "disk", "model.layers.1": "cpu"}
+    accelerate.dispatch_model(base, places | layers, main_device="cpu", offload_dir=tmp_path)
+    model = MedusaModel(base, heads(), BUSHY, engine="eager")
+    assert model.generate(PROMPT, **OPTIONS).tolist() == reference
+    batch, row = (
+        model.continuous_batch(),
+        Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))),
+    )
+    batch.add(row)
+    while batch.is_busy:
+        batch.step()
+    assert row.tokens == reference[0][9:]
+
+
+def test_buffers_that_a_pass_puts_anew_are_no_change():
+    base = fresh_base()
+    snapshot = Snapshot(base)
+    base.model.rotary_emb.inv_freq = base.model.rotary_emb.inv_freq.clone()
+    assert snapshot.is_current
+
+
 def test_a_snapshot_reads_weights_of_any_layout_and_precision():
     module = nn.Module()
     module.turned = nn.Parameter(torch.randn(5, 7).T)
@@ -210,3 +274,16 @@ def test_a_snapshot_reads_weights_of_any_layout_and_precision():
     assert snapshot.is_current
     module.one.data.fill_(3)
     assert not snapshot.is_current
+
+
+def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypatch):
+    model = MedusaModel(fresh_base(), heads(), BUSHY, engine="packed")
+    reference, met = model.generate(PROMPT, **OPTIONS).tolist(), []
+
+    def slow(*given):
+        met.append(model.generate(PROMPT, **OPTIONS).tolist())  # as another thread would just now
+        return quick_heads(*given)
+
+    monkeypatch.setattr("medusa.model.quick_heads", slow)
+    model.refresh()
+    assert met == [reference]
