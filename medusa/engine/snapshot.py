@@ -24,6 +24,7 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """How a layer of peft's is switched."""
 _LINEAR_FORWARD = nn.Linear.forward
+_version = operator.attrgetter("_version")
 
 
 def alteration_of(model: nn.Module) -> str | None:
@@ -62,6 +63,7 @@ class Snapshot:
             if type(value) is float
         ]
         self._weights = [each for each in self._held if isinstance(each, Tensor)]
+        self._counted = [weight for weight in self._weights if not weight.is_inference()]
         self._plain = [weight for weight in self._weights if type(weight) is nn.Parameter]
         self._samples: dict[int, list[np.ndarray]] = {}  # by the bytes of a value
         for weight in self._plain:
@@ -93,11 +95,10 @@ class Snapshot:
         return [each for part in self._parts for each in part._buffers.values() if each is not None]
 
     def _written_now(self) -> tuple[list[int], list[int], bytes, list[str]]:
-        pointers = [weight.data_ptr() for weight in self._plain]
+        pointers = [*map(Tensor.data_ptr, self._plain)]
         values = b"".join(np.concatenate(each).tobytes() for each in self._samples.values())
         adapters = [repr([layer.get(name) for name in _ADAPTER_STATE]) for layer in self._layers]
-        versions = [0 if each.is_inference() else each._version for each in self._weights]
-        return versions, pointers, values, adapters
+        return [*map(_version, self._counted)], pointers, values, adapters
 
     def _values_now(self) -> list[float]:
         return torch.cat([each.float() for each in self._remote]).tolist() if self._remote else []
