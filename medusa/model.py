@@ -407,17 +407,18 @@ class MedusaModel:
             )
 
         self._check_base()
-        runner, snapshot = self.runner, self._snapshot
+        runner, snapshot, is_cast = self.runner, self._snapshot, self._is_cast
 
         def check_base(is_new_request: bool) -> None:
-            is_same = self._is_as_begun(snapshot) and (snapshot.is_current or not is_new_request)
+            is_same = self._is_as_begun(snapshot) and self._is_cast == is_cast
+            is_same = is_same and (snapshot.is_current or not is_new_request)
             if is_same and is_new_request and runner is not self.base:
                 is_same = alteration_of(self.base) is None
             if not is_same:
                 raise ValueError(
                     "the base or the heads have changed since this batch was made, or the base is in "
-                    "training mode, and its keys and values are of what they were; make a new one with "
-                    "continuous_batch()"
+                    "training mode, or torch.autocast was switched, and its keys and values are of what "
+                    "they were; make a new one with continuous_batch()"
                 )
 
         def drafter_for(num_rows: int) -> Drafter:
@@ -528,11 +529,17 @@ class MedusaModel:
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)
 
+    @property
+    def _is_cast(self) -> bool:
+        """Whether ``torch.autocast`` has the base compute in another precision."""
+        return torch.is_autocast_enabled(self.device.type)
+
     def _is_as_begun(self, snapshot: Snapshot) -> bool:
         return snapshot.is_unwritten and not self.base.training
 
     def _of_one_model(self, steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
         """``steps``, for as long as the base is the one that the answer was begun with."""
+        is_cast = self._is_cast
         for result in steps:
             if not self._is_as_begun(snapshot):
                 raise ValueError(
@@ -541,6 +548,8 @@ class MedusaModel:
                     "those of the old ones; ask again"
                 )
             yield result
+            if self._is_cast != is_cast:
+                raise ValueError("torch.autocast was switched while an answer was written; ask again")
 
     def _check_base(self) -> None:
         """Have the base run as it is now; ``auto`` gives way to hooks and patches by itself.
@@ -553,7 +562,7 @@ class MedusaModel:
             raise ValueError(
                 "the base is in training mode, in which dropout may change its answers; call eval() on it"
             )
-        if self.runner is not self.base and torch.is_autocast_enabled(self.device.type):
+        if self.runner is not self.base and self._is_cast:
             raise ValueError(
                 f"torch.autocast has the base compute in another precision, and engine={self.engine!r} keeps "
                 "its own; decode outside of autocast, or use engine='eager'"

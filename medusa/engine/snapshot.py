@@ -43,7 +43,8 @@ def alteration_of(model: nn.Module) -> str | None:
 
 
 def _counting(hooks: dict[int, Any]) -> bool:
-    return any(not str(getattr(hook, "__module__", "")).startswith(HARMLESS_HOOKS) for hook in hooks.values())
+    found = list(hooks.values())  # other threads may add some meanwhile
+    return any(not str(getattr(hook, "__module__", "")).startswith(HARMLESS_HOOKS) for hook in found)
 
 
 class Snapshot:

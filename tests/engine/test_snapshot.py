@@ -287,3 +287,16 @@ def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypa
     monkeypatch.setattr("medusa.model.quick_heads", slow)
     model.refresh()
     assert met == [reference]
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+def test_autocast_that_is_switched_in_the_middle_is_told(engine):
+    model = MedusaModel(fresh_base(), engine=engine)
+    stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
+    batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+    next(stream)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match=r"torch\.autocast was switched"):
+            next(stream)
+        with pytest.raises(ValueError, match=r"torch\.autocast was switched"):
+            batch.step()
