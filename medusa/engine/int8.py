@@ -55,13 +55,6 @@ def activation_steps() -> int:
 
 def missing_for_int8(base: CausalLM) -> str | None:
     """What :func:`int8_view` lacks to run ``base``; None when nothing."""
-    decoder = base.get_decoder()
-    experts = [name for name, weight in decoder.named_parameters() if weight.dim() > 2]
-    if experts:
-        return (
-            f"weights in layers of their own (nn.Linear), and {experts[0]} holds those of several experts: "
-            "they stay float32, and their sums depend on how many rows pass"
-        )
     if (lacks := missing_for_int8_layers(base)) is not None or takes_attention(base, FLOAT64_ATTENTION):
         return lacks
     attention = base.config.get_text_config(decoder=True)._attn_implementation

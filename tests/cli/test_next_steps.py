@@ -73,6 +73,7 @@ def test_a_command_ends_with_its_next_step(name, place, tmp_path, capsys, monkey
     monkeypatch.setitem(medusa.hardware.PROBE_BYTES, "cpu", 2**20)
     monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
     monkeypatch.setattr(MedusaModel, "compile", lambda model: 0.0)
+    monkeypatch.setattr("medusa.cli.fetch._is_fetched", lambda directory: True)
     monkeypatch.setattr("medusa.cli.reporting._own_name", lambda: "medusa")
     words = shlex.split(RUNS[name].format(**place, new=tmp_path / "new"))
     capsys.readouterr()

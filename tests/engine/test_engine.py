@@ -328,12 +328,6 @@ def test_an_int8_view_is_near_the_base_and_leaves_it_alone():
     assert base.config._attn_implementation == "sdpa"
 
 
-@needs_int8
-def test_int8_refuses_experts_whose_sums_would_depend_on_the_tree():
-    with pytest.raises(ValueError, match=r"engine='int8' needs weights in layers .* several experts"):
-        MedusaModel(tiny_model("mixtral-moe"), engine="int8")
-
-
 def test_an_engine_says_what_it_lacks():
     eager_attention = copy.deepcopy(tiny_model("llama"))
     eager_attention.set_attn_implementation("eager")
