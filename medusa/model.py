@@ -12,46 +12,21 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.base.architecture_check import check_base
-from medusa.base.causal_lm import (
-    CausalLM,
-    embedding_weight,
-    hidden_size,
-    output_embedding,
-    vocab_size,
-)
+from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_is_model
-from medusa.choices import StepKind
-from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch
-from medusa.decoding.loop import StepResult
-from medusa.decoding.pausing import RESTING_MATCH, DraftCost, Pausing
+from medusa.choices import Engine, StepKind
+from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
+from medusa.decoding.pausing import DraftCosts, Pausing
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.decoding.step_runners import StepRunners
-from medusa.decoding.steps import (
-    check_step,
-    decode_in_steps,
-    missing_for_compiled,
-)
-from medusa.drafters.heads import drafter_of_heads
-from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import Drafter, host_bound_parts
-from medusa.drafters.registry import DEFAULT_DRAFTER, DraftersByName
-from medusa.drafters.suffix import SuffixDrafter
-from medusa.engine import Engine, prepared_base, resolved_engine
-from medusa.engine.quick_heads import quick_heads
-from medusa.engine.snapshot import Snapshot, alteration_of
-from medusa.hardware import device_name
-from medusa.heads.adapter import apply_adapter, check_carries, folded
-from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.heads.eagle3 import Heads
-from medusa.heads.fingerprint import warn_of_another_base
-from medusa.heads.medusa_heads import check_heads_fit
+from medusa.decoding.steps import Steps, check_step
+from medusa.drafters.registry import Drafter, Drafters
+from medusa.engine.prepared import Prepared
+from medusa.heads.checkpoint import Heads, HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.hub import HUB_ARGUMENTS
-from medusa.trees.candidate_tree import CandidateTree
-from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
+from medusa.trees.tuned_trees import CandidateTree, Runtime, TunedTree, chosen_for, tuned_for
 
 
 @dataclass(frozen=True)
@@ -82,7 +57,6 @@ class MedusaModel:
         tuned: Sequence[TunedTree] = (),
         step: StepKind = "general",
     ):
-        check_base(base)
         self.base = base
         """The base model as it was given."""
         self.engine: Engine = engine
@@ -91,8 +65,6 @@ class MedusaModel:
         self.heads = heads
         self._tokenizer = tokenizer
         self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {})
-        if heads is not None:
-            check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
         self.tuned = tuple(tuned)
         """The trees that were timed on this very runtime, by batch size, for every kind of step."""
         self.refresh()
@@ -109,25 +81,29 @@ class MedusaModel:
         Raises:
             ValueError: the engine cannot run the base as it is now.
         """
-        base, heads = self.base, self.heads
-        is_eager = resolved_engine(base, self.engine) == "eager"
-        runner = prepared_base(base if is_eager else folded(base), self.engine)
-        check_step(self.step, runner)
-        drafting_heads = heads
-        if heads is not None:
-            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
-            drafting_heads = quick_heads(heads, output_embedding(runner))
-        snapshot = self._new_snapshot()
+        prepared = Prepared(self.base, self.heads, self.engine)
+        check_step(self.step, prepared.runner)
         # all at once from here on: other threads may be in calls
-        self.runner = runner
-        """The base model as the engine runs it; ``base`` itself when eager."""
-        self.drafting_heads: Heads | None = drafting_heads
-        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
-        layers = () if heads is None else heads.reads_layers
-        self._runners, self._drafters = StepRunners(self.runner, layers=layers), DraftersByName(self)
-        self._draft_costs: dict[tuple[StepKind, int], DraftCost] = {}  # by kind of step and rows
-        self._snapshot = snapshot
+        self._prepared = prepared
+        layers = () if self.heads is None else self.heads.reads_layers
+        self._steps, self._drafters = Steps(prepared.runner, layers=layers), Drafters(self)
+        self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
+
+    @property
+    def runner(self) -> CausalLM:
+        """The base model as the engine runs it; ``base`` itself when eager."""
+        return self._prepared.runner
+
+    @property
+    def drafting_heads(self) -> Heads | None:
+        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
+        return self._prepared.drafting_heads
+
+    @property
+    def runtime(self) -> Runtime:
+        """Where this model decodes: what a tuned tree must have been timed on to be used."""
+        return self._prepared.runtime
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold what the model was made of; the engine's part is made anew."""
@@ -189,22 +165,17 @@ class MedusaModel:
         base.eval()
         if isinstance(heads, (str, Path)):
             heads = load_heads(heads, **hub)
-        if isinstance(heads, HeadsCheckpoint) and heads.adapter is not None:
-            check_heads_fit(heads.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
-            (check_carries if source is None else apply_adapter)(base, heads.adapter)
-        elif isinstance(heads, HeadsCheckpoint):
-            warn_of_another_base(heads.fingerprint, base, heads.base_model)
         if heads is None:
             model = cls(base, None, tree, tokenizer, engine, step=step)
-        elif not isinstance(heads, HeadsCheckpoint):
+        elif isinstance(heads, HeadsCheckpoint):
+            heads.fit_to(base, is_shared=source is None)
+            trees = (heads.tree, heads.tuned) if tree is None else (tree, ())
+            model = cls(base, heads.heads, trees[0], tokenizer, engine, trees[1], step)
+        else:
             raise TypeError(
                 f"heads must be a path, a hub id or a HeadsCheckpoint, got {type(heads).__name__}; "
                 "MedusaModel(base, heads) takes the modules themselves"
             )
-        elif tree is not None:
-            model = cls(base, heads.heads, tree, tokenizer, engine, step=step)
-        else:
-            model = cls(base, heads.heads, heads.tree, tokenizer, engine, heads.tuned, step)
         if source is not None:
             model._tokenizer_source = (source, base_kwargs)
         return model
@@ -237,12 +208,6 @@ class MedusaModel:
         """The candidate tree of a single row."""
         return self.tree_for(1)
 
-    @property
-    def runtime(self) -> Runtime:
-        """Where this model decodes: what a tuned tree must have been timed on to be used."""
-        dtype = str(self.base.dtype).removeprefix("torch.")
-        return Runtime(device_name(self.device), dtype, resolved_engine(self.base, self.engine))
-
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
         """The candidate tree of a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
 
@@ -253,19 +218,9 @@ class MedusaModel:
         return self._default_tree if tuned is None else tuned
 
     def drafter_for(self, batch_size: int, step: StepKind | None = None) -> Drafter:
-        """A new drafter as for a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
-
-        That is the one measured fastest for such heads (:data:`medusa.drafters.registry.DEFAULT_DRAFTER`), in
-        drafts as large as :meth:`tree_for`; where steps of fixed shape cannot run it, the heads in that tree.
-        Without heads, and where the tree tuned for so many rows is the root alone, nothing is drafted.
-        """
-        kind = step or self.step
-        tree = self.tree_for(batch_size, kind)
-        if self.heads is not None and tree.depth:
-            fastest = self._drafters.drafter(DEFAULT_DRAFTER, batch_size, kind)
-            if fastest is not None and (kind == "general" or not host_bound_parts(fastest)):
-                return fastest
-        return self._heads_in(tree)
+        """A new drafter as for a call with ``batch_size`` rows, in steps of kind ``step``, that names none:
+        see :meth:`medusa.drafters.registry.Drafters.default`."""
+        return self._drafters.default(batch_size, step or self.step)
 
     def use_tree(self, tree: CandidateTree) -> None:
         """Decode with ``tree`` from here on, for any number of rows: default and tuned trees are forgotten.
@@ -274,21 +229,19 @@ class MedusaModel:
             ValueError: the heads cannot fill it.
         """
         self._default_tree, self.tuned = self._checked_tree(tree), ()
-        self._draft_costs.clear()
+        self._costs = DraftCosts()
 
     @property
     def can_compile(self) -> bool:
         """Whether :meth:`compile` has all that it needs here."""
-        return self._runners.compile_passes and missing_for_compiled(self.runner) is None
+        return self._steps.can_compile
 
     @property
     def is_compiled(self) -> bool:
         """Whether the libraries of :meth:`compile` are on disk; false where none are made."""
-        if not self.can_compile:
-            return False
-        runners = self._runners
-        drafts = (path for each in self._default_drafters() for path in runners.compiled_draft_paths(each))
-        return runners.compiled_path.exists() and all(path.exists() for path in drafts)
+        return self.can_compile and all(
+            path.exists() for path in self._steps.libraries.paths(self._default_drafters())
+        )
 
     def compile(self) -> float:
         """Have the libraries of ``step="compiled"`` on disk and loaded: the base's pass, and the drafts of
@@ -298,15 +251,12 @@ class MedusaModel:
             ValueError: this engine compiles no pass, or something is missing.
         """
         check_step("compiled", self.runner)
-        if not self._runners.compile_passes:
+        if not self._steps.libraries.are_for:
             raise ValueError(
                 f"engine={self.engine!r} compiles its steps as they first run, and keeps no library; "
                 "use engine='packed' or 'int8' on a CPU"
             )
-        seconds = self._runners.compiled_pass()[1]
-        for drafter in self._default_drafters():
-            seconds += self._runners.compiled_drafter(drafter, False, True)[1]
-        return seconds
+        return self._steps.libraries.make(self._default_drafters())
 
     def _default_drafters(self) -> list[Drafter]:
         """Those of :meth:`drafter_for` compiled steps, for every number of rows that a tree was tuned for."""
@@ -334,7 +284,8 @@ class MedusaModel:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
             seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's
                 global generator. Only sampling reads it.
-            tree: draft with the heads alone, in this tree; ``CandidateTree.chain(0)`` is plain decoding.
+            tree: what the drafter fills, by default the heads alone; ``CandidateTree.chain(0)`` is plain
+                decoding.
             drafter: another source of candidates than :meth:`drafter_for` so many rows; its name will do
                 ("suffix"). Where the text depends on what is drafted (``acceptance``), the heads alone draft
                 by default, in :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains.
@@ -352,7 +303,7 @@ class MedusaModel:
             ``return_dict_in_generate=True``.
         """
         options = _Options(seed, tree, drafter, acceptance, step)
-        return self._joined(self._prepared(inputs, kwargs), options, streamer)
+        return self._joined(self._prepared_call(inputs, kwargs), options, streamer)
 
     def stream(
         self,
@@ -369,7 +320,7 @@ class MedusaModel:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
         With another ``step`` than "general", steps come in bursts on a GPU."""
         options = _Options(seed, tree, drafter, acceptance, step)
-        return self._steps(self._prepared(inputs, kwargs), options, statistics)
+        return self._decoded(self._prepared_call(inputs, kwargs), options, statistics)
 
     def continuous_batch(
         self,
@@ -377,9 +328,9 @@ class MedusaModel:
         *,
         plain: bool = False,
         step: StepKind | None = None,
-    ) -> ContinuousBatch:
+    ) -> Batch:
         """A batch that requests (:meth:`request`) join and leave between steps; see
-        :mod:`medusa.decoding.continuous_batch`.
+        :mod:`medusa.decoding.batch`.
 
         The drafter and its tree follow the number of rows, and guessing pauses where it does not pay.
 
@@ -394,49 +345,25 @@ class MedusaModel:
         kind = step or self.step
         check_step(kind, self.runner)
         heads = None if plain else self.heads
-        layers = () if heads is None else heads.reads_layers
-        compiled = None
-        if kind == "compiled" and self._runners.compile_passes:
-            compiled, _ = self._runners.compiled_pass()  # that of the heads too: one library for both
-            if not plain:
-                self.compile()  # before anybody waits for an answer
-        elif kind != "general":
-            raise ValueError(
-                f"step={kind!r} runs steps of one shape, and a batch that rows join changes its own; use "
-                "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
-            )
+        if kind == "compiled" and not plain and self._steps.libraries.are_for:
+            self.compile()  # before anybody waits for an answer
+        self._check_prepared()
+        steps = self._steps
+        forward = steps.forward_of_many(kind, () if heads is None else heads.reads_layers)
 
-        self._check_base()
-        runner, snapshot, is_cast = self.runner, self._snapshot, self._is_cast
-
-        def check_base(is_new_request: bool) -> None:
-            is_same = self._is_as_begun(snapshot) and self._is_cast == is_cast
-            is_same = is_same and (snapshot.is_current or not is_new_request)
-            if is_same and is_new_request and runner is not self.base:
-                is_same = alteration_of(self.base) is None
-            if not is_same:
-                raise ValueError(
-                    "the base or the heads have changed since this batch was made, or the base is in "
-                    "training mode, or torch.autocast was switched, and its keys and values are of what "
-                    "they were; make a new one with continuous_batch()"
-                )
-
-        def drafter_for(num_rows: int) -> Drafter:
-            drafter = PlainDrafter() if plain else self.drafter_for(num_rows, kind)
-            return drafter if compiled is None else self._runners.compiled_drafter(drafter, False, True)[0]
-
-        def pausing_for(num_rows: int, drafter: Drafter) -> Pausing | None:
-            return self._pausing_of(num_rows, kind, drafter)
+        def guide_for(num_rows: int) -> tuple[Drafter, Pausing | None]:
+            drafter = self._drafters.make("plain") if plain else self.drafter_for(num_rows, kind)
+            pausing = self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
+            if kind == "compiled":
+                drafter, _ = steps.libraries.compiled_drafter(drafter, False, True)
+            return drafter, pausing
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
-        return ContinuousBatch(
-            self.runner,
+        return Batch(
+            forward,
+            guide_for,
+            self._prepared.guard(),
             limits or BatchLimits(),
-            drafter_for,
-            pausing_for,
-            check_base,
-            compiled,
-            layers,
             needs_features=heads is not None and heads.reads_text,
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,
         )
@@ -453,7 +380,7 @@ class MedusaModel:
 
         ``num_logprobs`` asks for the base's own log-probability of each token, and of so many likeliest ones.
         """
-        request = decode_request(self.base, seed=seed, **self._prepared(inputs, kwargs))
+        request = decode_request(self.base, seed=seed, **self._prepared_call(inputs, kwargs))
         return replace(request, num_logprobs=num_logprobs)
 
     def decode(
@@ -481,7 +408,7 @@ class MedusaModel:
         prepared |= {"input_ids": input_ids, "generation_config": generation_config}
         return self._joined(prepared, _Options(seed, tree, drafter, acceptance, step), streamer)
 
-    def _prepared(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _prepared_call(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """What ``transformers``' ``generate`` makes of its arguments for a decoding method."""
 
         def handed_over(_base: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
@@ -491,16 +418,30 @@ class MedusaModel:
         arguments = with_stop_strings(arguments, self.base, lambda: self.tokenizer)
         return self.base.generate(inputs, custom_generate=handed_over, **arguments)
 
-    def _steps(
+    def _decoded(
         self, prepared: dict[str, Any], options: _Options, statistics: DecodingStatistics | None
     ) -> Iterator[StepResult]:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
-        drafter = self._drafter(options, request)
-        pausing = self._pausing(options, request, drafter)
-        kind, snapshot = options.step or self.step, self._snapshot  # read before what may be newer than it
-        steps = decode_in_steps(kind, self._runners, drafter, request, statistics, pausing)
-        return self._of_one_model(steps, snapshot)
+        self._check_prepared()
+        guard = self._prepared.guard()
+        kind, num_rows = options.step or self.step, len(request.tokens)
+        drafter, pausing = self._drafter(options, request), None
+        # A tree or a drafter that the caller has named is asked at every step.
+        if options.tree is None and options.drafter is None and request.is_exact:
+            pausing = self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
+        way = self._steps.way(kind, drafter, request)
+        statistics = DecodingStatistics() if statistics is None else statistics
+        statistics.setup_seconds += way.setup_seconds
+        batch = Batch(
+            way.forward,
+            lambda _: (way.drafter, pausing),
+            guard,
+            statistics=statistics,
+            static=way.static,
+            needs_features=way.drafter.needs_features,
+        )
+        return decode(batch, request)
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -510,7 +451,7 @@ class MedusaModel:
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
         statistics = DecodingStatistics()
-        steps = self._steps(prepared, options, statistics)
+        steps = self._decoded(prepared, options, statistics)
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -526,104 +467,24 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _new_snapshot(self) -> Snapshot:
-        return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)
-
-    @property
-    def _is_cast(self) -> bool:
-        """Whether ``torch.autocast`` has the base compute in another precision."""
-        return torch.is_autocast_enabled(self.device.type)
-
-    def _is_as_begun(self, snapshot: Snapshot) -> bool:
-        return snapshot.is_unwritten and not self.base.training
-
-    def _of_one_model(self, steps: Iterator[StepResult], snapshot: Snapshot) -> Iterator[StepResult]:
-        """``steps``, for as long as the base is the one that the answer was begun with."""
-        is_cast = self._is_cast
-        for result in steps:
-            if not self._is_as_begun(snapshot):
-                raise ValueError(
-                    "the base or the heads have changed while an answer was written (written to, cast, "
-                    "moved, replaced, an adapter switched, or set to training), and its keys and values are "
-                    "those of the old ones; ask again"
-                )
-            yield result
-            if self._is_cast != is_cast:
-                raise ValueError("torch.autocast was switched while an answer was written; ask again")
-
-    def _check_base(self) -> None:
-        """Have the base run as it is now; ``auto`` gives way to hooks and patches by itself.
-
-        Raises:
-            ValueError: the engine has taken weights or modules that have changed; or the base is in training
-                mode.
-        """
-        if self.base.training:
-            raise ValueError(
-                "the base is in training mode, in which dropout may change its answers; call eval() on it"
-            )
-        if self.runner is not self.base and self._is_cast:
-            raise ValueError(
-                f"torch.autocast has the base compute in another precision, and engine={self.engine!r} keeps "
-                "its own; decode outside of autocast, or use engine='eager'"
-            )
-        if not self._snapshot.is_current:
-            if self.runner is self.base and self.drafting_heads is self.heads:  # nothing was made of them
-                self._snapshot = self._new_snapshot()
-                return
-            raise ValueError(
-                f"the weights of the base or the heads have changed (written to, cast, moved, replaced or "
-                f"set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
-                "call refresh() on this MedusaModel first"
-            )
-        if self.runner is not self.base and (alteration := alteration_of(self.base)) is not None:
-            if self.engine != "auto":
-                raise ValueError(
-                    f"the base has got {alteration}, which engine={self.engine!r} would not run; remove it, "
-                    "or use engine='eager'"
-                )
+    def _check_prepared(self) -> None:
+        if not self._prepared.is_current():
             self.refresh()
 
     def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
-        self._check_base()
-        tree, drafter, num_rows = options.tree, options.drafter, len(request.tokens)
-        if drafter is not None:
-            if tree is not None:
-                raise ValueError("give tree or drafter, not both: a drafter brings its own tree")
-            if isinstance(drafter, str):
-                drafter = self._drafters.drafter(drafter, num_rows, options.step or self.step)
-            return PlainDrafter() if drafter is None else drafter
-        if tree is not None:
-            return self._heads_in(self._checked_tree(tree))
-        if request.is_exact:
-            return self.drafter_for(num_rows, options.step)
-        tree = self.tree_for(num_rows, options.step)
-        only_chain = request.rule is not None and request.rule.only_chains
-        return self._heads_in(CandidateTree.chain(tree.depth) if only_chain else tree)
-
-    def _pausing(self, options: _Options, request: DecodeRequest, drafter: Drafter) -> Pausing | None:
-        """What pauses guessing in this call; None where it must not.
-
-        A tree or a drafter that the caller has named is asked at every step. In lower precision a pass over
-        several nodes rounds differently, and the text must not depend on how long steps took.
-        """
-        is_named = options.tree is not None or options.drafter is not None
-        if is_named or not request.is_exact:
-            return None
-        return self._pausing_of(len(request.tokens), options.step or self.step, drafter)
-
-    def _pausing_of(self, num_rows: int, step: StepKind, drafter: Drafter) -> Pausing | None:
-        """The same, of so many rows of exact requests that name neither."""
-        if self.base.dtype != torch.float32 or drafter.max_depth == 0:
-            return None
-        cost = self._draft_costs.setdefault((step, num_rows), DraftCost())
-        return Pausing(cost, SuffixDrafter(min_match=RESTING_MATCH) if step == "general" else None)
-
-    def _heads_in(self, tree: CandidateTree) -> Drafter:
-        """The heads in ``tree``; nothing where there are none, or ``tree`` is the root alone."""
-        if self.drafting_heads is None or tree.depth == 0:
-            return PlainDrafter()
-        return drafter_of_heads(self.drafting_heads, self.runner, tree)
+        tree, drafter, kind = options.tree, options.drafter, options.step or self.step
+        num_rows = len(request.tokens)
+        if drafter is not None and not isinstance(drafter, str):
+            return drafter if tree is None else drafter.fill(tree)
+        if drafter is None and tree is None and (request.is_exact or self.heads is None):
+            return self._drafters.default(num_rows, kind)
+        if drafter is None:
+            self._checked_tree(tree)
+            drafter = "heads"
+        if tree is None and self._drafters.is_idle(drafter, num_rows, kind):
+            drafter = "plain"
+        only_chain = request.rule is not None and request.rule.only_chains and tree is None
+        return self._drafters.make(drafter, tree, num_rows=num_rows, step=kind, only_chain=only_chain)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         if tree is None:

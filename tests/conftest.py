@@ -10,7 +10,7 @@ import importlib.util
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +40,9 @@ from transformers import (
 )
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
+from medusa.decoding.batch import Batch, StepResult
+from medusa.decoding.batch import decode as decoded
+from medusa.decoding.steps import Steps
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
@@ -174,6 +177,20 @@ def counting_heads(size: int, is_trained: bool = True) -> MedusaHeads:
             block.linear.weight.data.copy_(40 * torch.eye(size).roll(depth, dims=0))
             block.linear.bias.data.fill_(-20)
     return heads
+
+
+def decode(
+    base, drafter, request, statistics=None, pausing=None, step="general", host_sync_interval=None
+) -> Iterator[StepResult]:
+    """The steps of one request; ``base`` may be :class:`Steps`, which keep what they have compiled."""
+    steps = base if isinstance(base, Steps) else Steps(base)
+    way = steps.way(step, drafter, request, host_sync_interval)
+    features = way.drafter.needs_features
+    guide = way.drafter, pausing
+    batch = Batch(
+        way.forward, lambda _: guide, statistics=statistics, static=way.static, needs_features=features
+    )
+    return decoded(batch, request)
 
 
 class OracleDrafter(StatelessDrafter):

@@ -11,7 +11,7 @@ from conftest import counting_model, random_prompts, tiny_model
 from medusa import MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.registry import DRAFTERS, drafter_named
+from medusa.drafters.registry import DRAFTERS, Drafters
 from medusa.drafters.self_draft import SelfDrafter, early_exit
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -34,7 +34,7 @@ def test_a_drafter_is_one_file_and_a_line_in_the_registry(monkeypatch):
     model = MedusaModel(base)
     prompt = random_prompts(1, 3).clamp(max=15)
     options = {"do_sample": False, "max_new_tokens": 11, "return_dict_in_generate": True}
-    out = model.generate(prompt, **options, drafter=drafter_named("echo", model))
+    out = model.generate(prompt, **options, drafter=Drafters(model).make("echo"))
     plain = model.generate(prompt, **options, drafter=PlainDrafter())
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert out.statistics.accepted_histogram == [0, 5]

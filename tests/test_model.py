@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,11 +34,11 @@ from medusa import (
     MedusaOutput,
     save_heads,
 )
-from medusa.decoding.steps import decode_in_steps
+from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.registry import draft_sources
+from medusa.drafters.registry import DRAFTERS
 from medusa.drafters.union import UnionDrafter
 from medusa.trees.tuned_trees import TunedTree
 
@@ -334,16 +335,15 @@ def test_another_tree_for_one_call_leaves_the_models_own(model):
 
 def test_a_drafter_is_taken_by_its_name_and_made_once(model, monkeypatch):
     made = []
-
-    def noting(names, *rest):
-        made.extend(names)
-        return draft_sources(names, *rest)
-
-    monkeypatch.setattr("medusa.drafters.registry.draft_sources", noting)
+    for name, named in DRAFTERS.items():
+        noting = replace(
+            named, make=lambda *given, named=named: made.append(named.name) or named.make(*given)
+        )
+        monkeypatch.setitem(DRAFTERS, name, noting)
     plain = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
     for name in ("suffix", "dynamic-heads+suffix") * 2:
         assert torch.equal(model.generate(PROMPT, **SAMPLED, drafter=name), plain)
-    assert made == ["suffix", "dynamic-heads+suffix"]
+    assert made == ["suffix", "dynamic-heads"]
     steps = list(model.stream(PROMPT, **SAMPLED, drafter="dynamic-heads"))
     assert [token for step in steps for token in step.tokens[0]] == plain[0, PROMPT.shape[1] :].tolist()
 
@@ -364,12 +364,13 @@ def drafters_of(model, monkeypatch, **options):
     """What the loop is given for a call with these ``options``."""
     given = []
 
-    def noting(step, runners, drafter, *rest):
+    def noting(steps, kind, drafter, request):
         given.append(drafter)
-        return decode_in_steps(step, runners, drafter, *rest)
+        return way(steps, kind, drafter, request)
 
+    way = Steps.way
     with monkeypatch.context() as patch:
-        patch.setattr("medusa.model.decode_in_steps", noting)
+        patch.setattr(Steps, "way", noting)
         model.generate(PROMPT, **options)
     return given
 
@@ -390,8 +391,8 @@ def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
     (drafter,) = drafters_of(model, monkeypatch, **GREEDY, step="static")
     assert type(drafter) is DynamicHeadsDrafter and drafter.suffix_length == 8
     host_bound = UnionDrafter([drafter, OracleDrafter([], TREE, hit_rate=1.0)])
-    monkeypatch.setattr(model._drafters, "drafter", lambda *_: host_bound)
-    assert model.drafter_for(1) is host_bound
+    monkeypatch.setattr("medusa.drafters.registry.host_bound_parts", lambda _: [host_bound])
+    assert type(model.drafter_for(1)) is DynamicHeadsDrafter
     assert type(model.drafter_for(1, "static")) is HeadsDrafter
 
 
@@ -552,9 +553,13 @@ CALLS = {
         {"tree": CandidateTree.chain(4)},
         r"tree has depth 4, the heads are 3: .* use tree.subtree\(3\)",
     ),
-    "tree and drafter": (
+    "a tree that the drafter cannot fill": (
         {"tree": CandidateTree.chain(1), "drafter": OracleDrafter([[]], TREE, 0.0)},
-        "give tree or drafter, not both: a drafter brings its own tree",
+        "OracleDrafter fills no tree but its own; leave tree out",
+    ),
+    "a tree deeper than the drafter's heads": (
+        {"tree": CandidateTree.chain(4), "drafter": "dynamic-heads"},
+        "tree has depth 4, the heads are 3",
     ),
     "unknown drafter": ({"drafter": "sufix"}, r"drafter 'sufix' is unknown; there are .*suffix"),
     "typo": ({"max_new_tokns": 3}, r"not used by the model: \['max_new_tokns'\]"),

@@ -11,7 +11,7 @@ import uvicorn
 from tiny_chat import chat_tokenizer
 
 from medusa import CandidateTree, MedusaModel
-from medusa.decoding.continuous_batch import BatchLimits
+from medusa.decoding.batch import BatchLimits
 from medusa.serving.application import AccessSettings, create_application
 from medusa.serving.connections import bounded_protocol
 from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket

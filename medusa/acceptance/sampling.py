@@ -60,7 +60,7 @@ LENGTH_PROCESSORS = (
     hf.ExponentialDecayLengthPenalty,
     hf.SuppressTokensAtBeginLogitsProcessor,
 )
-# All others may keep state, know rows by index or fail on a forbidden path: see medusa.decoding.in_step.
+# All others may keep state, know rows by index or fail on a forbidden path: see medusa.decoding.lockstep.
 NODE_PROCESSORS = (*PATH_FREE_PROCESSORS, *TEXT_PROCESSORS, *LENGTH_PROCESSORS)
 
 

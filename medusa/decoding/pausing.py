@@ -28,10 +28,13 @@ from __future__ import annotations
 
 import statistics
 
+import torch
 from torch import Tensor
 
+from medusa.choices import StepKind
 from medusa.drafters.plain import PlainDrafter
 from medusa.drafters.protocol import Drafter
+from medusa.drafters.suffix import SuffixDrafter
 
 STAKE = 1.0
 """What guessing may lose before it pauses, in plain steps."""
@@ -116,6 +119,23 @@ class DraftCost:
         self.num_drafted, self.num_since_node = self.num_drafted + 1, self.num_since_node + 1
         self._tokens = MEMORY * self._tokens + tokens_per_row
         self._time = MEMORY * self._time + self._relative(num_nodes)
+
+
+class DraftCosts:
+    """What one model knows of drafted steps, by kind of step and number of rows."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[StepKind, int], DraftCost] = {}
+
+    def pausing(self, drafter: Drafter, dtype: torch.dtype, step: StepKind, num_rows: int) -> Pausing | None:
+        """What pauses guessing in a request of so many rows whose text does not depend on drafts.
+
+        None where it must not pause: in lower precision than float32 a pass over several nodes rounds
+        differently, and the text must not depend on how long steps took."""
+        if dtype != torch.float32 or drafter.max_depth == 0:
+            return None
+        cost = self.known.setdefault((step, num_rows), DraftCost())
+        return Pausing(cost, SuffixDrafter(min_match=RESTING_MATCH) if step == "general" else None)
 
 
 class Pausing:

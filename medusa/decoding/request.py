@@ -74,17 +74,17 @@ def decode_request(
     lengths = tokens.shape[1] - torch.tensor(padding, device=tokens.device)
     check_positions(base, lengths.tolist(), max_new_tokens)
     processors, watching = _for_rows_alone(logits_processor, padding)
-    in_step = _must_advance_in_step(watching, ends, len(tokens), do_sample, acceptance)
+    in_lockstep = _needs_lockstep(watching, ends, len(tokens), do_sample, acceptance)
     return DecodeRequest(
         tokens=tokens,
         lengths=lengths,
         max_new_tokens=max_new_tokens,
         seeds=row_seeds(seed, len(tokens), tokens.device) if do_sample else None,
         temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
-        processors=logits_processor if in_step else processors,
+        processors=logits_processor if in_lockstep else processors,
         criteria=ends.others,
-        in_step=in_step,
-        rows_end_apart=ends.rows_end_apart or not in_step,
+        in_lockstep=in_lockstep,
+        rows_end_alone=ends.rows_end_alone or not in_lockstep,
         eos_ids=ends.eos_ids,
         pad_id=_pad_id(generation_config),
         padding=tuple(row[:width] for row, width in zip(input_ids, padding, strict=True)),
@@ -249,7 +249,7 @@ class _Ends:
     eos_ids: frozenset[int]
     others: StoppingCriteriaList
     """What the loop does not check by itself."""
-    rows_end_apart: bool
+    rows_end_alone: bool
 
     @classmethod
     def of(cls, criteria: StoppingCriteriaList) -> _Ends:
@@ -260,7 +260,7 @@ class _Ends:
             max_length=min(lengths),
             eos_ids=frozenset(itertools.chain.from_iterable(eos)),
             others=StoppingCriteriaList(others),
-            rows_end_apart=any(hasattr(each, "eos_token_id") for each in criteria),
+            rows_end_alone=any(hasattr(each, "eos_token_id") for each in criteria),
         )
 
     @property
@@ -269,12 +269,12 @@ class _Ends:
         return [each for each in self.others if type(each) not in (StopStringCriteria, MaxTimeCriteria)]
 
 
-def _must_advance_in_step(
+def _needs_lockstep(
     watching: list[LogitsProcessor], ends: _Ends, num_rows: int, samples: bool, acceptance: str
 ) -> bool:
-    """Whether processors and criteria must be called as by ``transformers``: see ``decoding.in_step``."""
+    """Whether processors and criteria must be called as by ``transformers``: see ``decoding.lockstep``."""
     if is_exact(acceptance, samples):
-        waits_for_all = num_rows > 1 and bool(ends.others) and not ends.rows_end_apart
+        waits_for_all = num_rows > 1 and bool(ends.others) and not ends.rows_end_alone
         return bool(watching or ends.watching) or waits_for_all
     asked = [*watching, *(ends.watching if num_rows > 1 else [])]
     if asked:

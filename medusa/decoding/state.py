@@ -1,6 +1,6 @@
 """What to decode, and how far it has come: the request, and the rows still decoding.
 
-No model is called here; ``loop`` moves the state forward.
+No model is called here; ``step`` moves the state forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.rules import VerificationRule, rule_named
 from medusa.acceptance.sampling import gumbel_noise
 from medusa.base.cache import TreeCache
-from medusa.decoding.in_step import CallersBatch
+from medusa.decoding.lockstep import LockstepBatch
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class DecodeRequest:
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     """Asked after every token of every row. End-of-sequence and length have their own fields."""
-    in_step: bool = False
+    in_lockstep: bool = False
     """Rows advance together, and processors and criteria are called as ``transformers`` calls them: see
-    :mod:`medusa.decoding.in_step`. Without, processors are of ``NODE_PROCESSORS``."""
-    rows_end_apart: bool = True
-    """A row ends by itself; without, which goes with ``in_step``, all rows go on until each has ended."""
+    :mod:`medusa.decoding.lockstep`. Without, processors are of ``NODE_PROCESSORS``."""
+    rows_end_alone: bool = True
+    """A row ends by itself; without, which goes with ``in_lockstep``, all rows go on until each has ended."""
     eos_ids: frozenset[int] = frozenset()
     pad_id: int = 0
     """Fills rows that have ended."""
@@ -55,18 +55,18 @@ class DecodeRequest:
         """``sequence`` (T,) long, which begins with the prompt of ``row``, behind the caller's padding."""
         return torch.cat([self.padding[row], sequence]) if self.padding else sequence
 
-    def callers_batch(self) -> CallersBatch:
+    def lockstep_batch(self) -> LockstepBatch:
         """The batch as the caller gave it."""
         rows = zip(self.tokens, self.lengths.tolist(), strict=True)
         prompts = [self.with_padding(row, tokens[:length]) for row, (tokens, length) in enumerate(rows)]
-        return CallersBatch(
+        return LockstepBatch(
             torch.stack(prompts),
             self.processors,
             self.criteria,
             self.max_new_tokens,
             self.eos_ids,
             self.pad_id,
-            self.rows_end_apart,
+            self.rows_end_alone,
         )
 
     @property
@@ -130,8 +130,8 @@ class DecodeState:
     """(B, S, D): the same at every committed position, if the drafter wants it."""
     refuses_nan: bool = False
     """A step fails where a token would be chosen from scores that are no numbers."""
-    callers_batch: CallersBatch | None = None
-    """What processors and criteria are shown when rows advance in step."""
+    lockstep_batch: LockstepBatch | None = None
+    """What processors and criteria are shown when rows advance in lockstep."""
     sampled: DraftKind | None = None
     """How the drafter draws candidates; None when it ranks them."""
     rule_state: Any = None
@@ -226,7 +226,7 @@ class DecodeState:
             ValueError: a request's rows must stay together, or its text depends on what is drafted.
         """
         for state in (self, other):
-            if state.callers_batch is not None or not state.request.is_exact:
+            if state.lockstep_batch is not None or not state.request.is_exact:
                 raise ValueError(
                     "rows of several requests share passes only with acceptance='exact' and without "
                     "processors or criteria of the caller's own, which want the whole batch; decode this one "
@@ -254,8 +254,8 @@ class DecodeState:
     def num_until_end(self, row: int, new: list[int]) -> tuple[int, bool]:
         """How many of a row's ``new`` tokens belong to its answer, and whether the last of them ends it."""
         request, num_before = self.requests[row], self.num_new[row]
-        if self.callers_batch is not None:
-            return len(new), self.callers_batch.has_ended(self.rows[row])
+        if self.lockstep_batch is not None:
+            return len(new), self.lockstep_batch.has_ended(self.rows[row])
         for count, token in enumerate(new, start=1):
             if num_before + count >= request.max_new_tokens or token in request.eos_ids:
                 return count, True

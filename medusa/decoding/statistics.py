@@ -151,6 +151,7 @@ class PhaseClock:
         self.statistics.setup_seconds += setup_seconds
         self.statistics.decode_seconds += elapsed - setup_seconds
 
-    def prefill_done(self, num_rows: int) -> None:
-        self.statistics.prefill_seconds += self.now() - self.last
-        self.statistics.num_rows += num_rows
+    def lap_prefill(self) -> None:
+        """As :meth:`lap`, of reading prompts."""
+        elapsed, self.last = self.now() - self.last, self.now()
+        self.statistics.prefill_seconds += elapsed

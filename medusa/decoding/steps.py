@@ -1,18 +1,18 @@
 """How decode steps are run, chosen by one argument, ``step=``.
 
     step      what runs                                            needs
-    general   the loop of ``loop.py``, which reads the tokens of   nothing
-              every step
+    general   the base's modules; the tokens of every step are     nothing
+              read on the host
     static    one function over tensors that keep their place      a drafter of heads, suffix match or both,
               and shape, which never waits for the device          or plain decoding; acceptance "exact", no
-                                                                   stopping criteria, no logits processor that
+              (``static.py``)                                      stopping criteria, no logits processor that
                                                                    reads the text
-    compiled  engine "packed" or "int8": the general loop, with    a C++ compiler, and sdpa attention
-              a pass (``engine/compiled.py``) and drafts of
-              heads (``drafters/compiled.py``) compiled ahead
+    compiled  engine "packed" or "int8": as general, with a pass   a C++ compiler, and sdpa attention
+              (``engine/compiled.py``) and drafts of heads
+              (``drafters/compiled.py``) compiled ahead
               other engines: static, as torch.compile makes it     as static, and a model in one place that
                                                                    traces in one piece
-    captured  the same, replayed as a CUDA graph                   as static, on one CUDA device
+    captured  static, replayed as a CUDA graph                     as static, on one CUDA device
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
@@ -27,51 +27,90 @@ settings, and of a captured one the caches too, since a graph writes to the tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
-from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import CausalLM
 from medusa.choices import StepKind
-from medusa.decoding.loop import StepResult, decode
-from medusa.decoding.pausing import Pausing
+from medusa.decoding.forward import Forward, Libraries
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_loop import decode_static
-from medusa.decoding.statistics import DecodingStatistics
-from medusa.decoding.step_runners import StepRunners
-from medusa.drafters.protocol import Drafter, StaticDrafter, host_bound_parts
+from medusa.decoding.static import StaticRows, StaticRunners, static_drafter
+from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import missing_for_compiled_pass
 from medusa.engine.views import holds_packed_weights
 
 
-def decode_in_steps(
-    step: StepKind,
-    runners: StepRunners,
-    drafter: Drafter,
-    request: DecodeRequest,
-    statistics: DecodingStatistics | None = None,
-    pausing: Pausing | None = None,
-) -> Iterator[StepResult]:
-    """Decode ``request`` on the base of ``runners``, one :class:`StepResult` per forward pass.
+@dataclass(frozen=True)
+class Way:
+    """How the steps of one request, or of a batch, are run."""
 
-    ``pausing`` decides which steps draft; without, every one.
+    forward: Forward
+    drafter: Drafter
+    static: StaticRows | None = None
+    """What runs whole steps; None where they are the general one."""
+    setup_seconds: float = 0.0
 
-    Raises:
-        ValueError: such steps do not run on this base, or cannot decode this request.
+
+class Steps:
+    """The ways to run the steps of one base; what is compiled or captured for it is kept.
+
+    ``layers`` are the decoder layers that compiled passes give the states of, ``backend`` is that of
+    torch.compile.
     """
-    runners.check(step, check_step)
-    if step == "general":
-        return decode(runners.base, drafter, request, statistics, pausing)
-    if step == "compiled" and runners.compile_passes:
-        statistics = DecodingStatistics() if statistics is None else statistics
-        compiled, setup_seconds = runners.compiled_pass(drafter.reads_layers)
-        if request.rule is None:  # others draw their candidates
-            drafter, more_seconds = runners.compiled_drafter(drafter, request.seeds is not None)
-            setup_seconds += more_seconds
-        statistics.setup_seconds += setup_seconds
-        return decode(runners.base, drafter, request, statistics, pausing, compiled)
-    checked = static_drafter(step, drafter, request)
-    return decode_static(step, runners, checked, request, statistics, pausing=pausing)
+
+    def __init__(self, base: CausalLM, backend: str = "inductor", layers: Sequence[int] = ()):
+        self.base = base
+        self.libraries = Libraries(base, layers)
+        self._runners = StaticRunners(base, backend)
+        self._checked: set[str] = set()
+
+    def way(
+        self,
+        step: StepKind,
+        drafter: Drafter,
+        request: DecodeRequest,
+        host_sync_interval: int | None = None,
+    ) -> Way:
+        """How to decode ``request`` with ``drafter``; ``host_sync_interval`` as for :class:`StaticRows`.
+
+        Raises:
+            ValueError: such steps do not run on this base, or cannot decode this request.
+        """
+        if step not in self._checked:
+            check_step(step, self.base)
+            self._checked.add(step)
+        if step == "general":
+            return Way(Forward(self.base, drafter.reads_layers), drafter)
+        if step == "compiled" and self.libraries.are_for:
+            compiled, seconds = self.libraries.compiled_pass(drafter.reads_layers)
+            if request.rule is None:  # others draw their candidates
+                drafter, more = self.libraries.compiled_drafter(drafter, request.seeds is not None)
+                seconds += more
+            return Way(Forward(self.base, drafter.reads_layers, compiled), drafter, setup_seconds=seconds)
+        checked = static_drafter(step, drafter, request)
+        rows = StaticRows(self._runners, step, checked, host_sync_interval)
+        return Way(Forward(self.base, drafter.reads_layers), checked, rows)
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether ``compiled`` steps run here, on libraries that are compiled ahead."""
+        return self.libraries.are_for and missing_for_compiled(self.base) is None
+
+    def forward_of_many(self, step: StepKind, layers: tuple[int, ...]) -> Forward:
+        """The passes of a batch that requests join, with the states of ``layers``.
+
+        Raises:
+            ValueError: steps of this kind have one shape for a whole answer.
+        """
+        if step == "general":
+            return Forward(self.base, layers)
+        if step != "compiled" or not self.libraries.are_for:
+            raise ValueError(
+                f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
+                "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
+            )
+        return Forward(self.base, layers, self.libraries.compiled_pass(layers)[0])
 
 
 def check_step(step: str, base: CausalLM) -> None:
@@ -108,25 +147,3 @@ _MISSING: dict[str, Callable[[CausalLM], str | None]] = {
 
 def _is_sharded(base: CausalLM) -> bool:
     return len(set(getattr(base, "hf_device_map", {}).values())) > 1
-
-
-def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> StaticDrafter:
-    """``drafter``, if steps of fixed shape can decode ``request`` with it.
-
-    Raises:
-        ValueError: they cannot; the message names ``step``, what is in the way, and what to use instead.
-    """
-    problem, instead = "", ""
-    reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]
-    if host_bound := host_bound_parts(drafter):
-        problem = f"{type(host_bound[0]).__name__}, which reads its drafts on the host"
-        instead = "drafter='heads', 'dynamic-heads', 'suffix', unions of these or 'plain', or "
-    elif request.acceptance == "typical" or request.rule is not None:
-        problem, instead = f"acceptance={request.acceptance!r}", "acceptance='exact', or "
-    elif reading:
-        problem = f"logits processors that read the tokens before each node on the host: {', '.join(reading)}"
-    elif request.criteria:
-        problem = "stopping criteria (stop_strings are one), which are asked on the host after every token"
-    if problem or not isinstance(drafter, StaticDrafter):
-        raise ValueError(f"step={step!r} cannot work with {problem}; use {instead}step='general'")
-    return drafter

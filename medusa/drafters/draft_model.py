@@ -14,7 +14,7 @@ from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftHost, DraftSource, NamedDrafter
+from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.engine import prepared_base
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -91,8 +91,8 @@ def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: flo
         )
 
 
-def draft_model_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """``settings.draft_model``, loaded beside the base in its precision and checked to share its tokens."""
+def _loaded(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
+    """With ``settings.draft_model``, loaded beside the base in its precision, checked to share its tokens."""
     given: Any = settings.draft_model
     draft_model: CausalLM = given
     if not isinstance(given, PreTrainedModel):
@@ -101,18 +101,11 @@ def draft_model_source(host: DraftHost, settings: DrafterSettings) -> DraftSourc
         loaded: Any = load_base(given, dtype=host.base.dtype)
         draft_model = prepared_base(loaded.to(host.base.device), host.engine)
     check_draft_vocabulary(host.base, draft_model)
-    base_vocab_size = vocab_size(host.base)
-    return DraftSource(
-        "draft-model",
-        lambda tree: DraftModelDrafter(draft_model, base_vocab_size, tree),
-        draft_length=settings.draft_length or DEFAULT_DRAFT_LENGTH,
-        draft_width=settings.draft_width,
-    )
+    return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
 
 
-def missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What is missing: the smaller model, unless the settings name one."""
+def _missing(host: DraftHost, settings: DrafterSettings) -> str | None:
     return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
 
 
-DRAFT_MODEL = NamedDrafter("draft-model", draft_model_source, "a smaller model", missing_draft_model)
+DRAFT_MODEL = NamedDrafter("draft-model", _loaded, "a smaller model", _missing)

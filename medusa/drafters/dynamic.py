@@ -11,9 +11,11 @@ operations of one shape, so static steps can run it.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,10 @@ from medusa.acceptance.protocol import DraftKind
 from medusa.base.causal_lm import CausalLM
 from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle3 import Eagle3Drafter
-from medusa.drafters.heads import BETA, HeadsDrafter, heads_source, missing_heads
+from medusa.drafters.heads import BETA, HeadsDrafter, chain_of_heads, missing_heads
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
+from medusa.drafters.protocol import Draft, DraftContext
+from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.drafters.suffix import MAX_MATCH, longest_match
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.medusa_heads import MedusaHeads
@@ -66,13 +68,13 @@ class DynamicDrafter(LevelDrafter):
     suffix_length: int
     """Tokens of a suffix match that take part."""
 
-    def _size(self, num_columns: int, suffix_length: int) -> None:
-        """Decide how large drafts are, with heads that score ``num_columns`` tokens."""
-        tree, self.suffix_length = self.tree, suffix_length
+    def _shape(self, tree: CandidateTree) -> None:
+        super()._shape(tree)
+        suffix_length = self.suffix_length
         wanted, device = tree.num_nodes - 1, self._ranks.device
         self.beam = min(max(MIN_BEAM, tree.num_nodes // 2), MAX_BEAM)
         parents = 1 + (tree.depth - 1) * self.beam  # at most, over all levels
-        self._fanout = min(max(self.beam, -(-wanted // parents)), num_columns)
+        self._fanout = min(max(self.beam, -(-wanted // parents)), self.num_columns)
         sizes: list[int] = []  # candidates of each level
         while len(sizes) < tree.depth:
             fanout = self._fanout + (len(sizes) < suffix_length)
@@ -85,9 +87,16 @@ class DynamicDrafter(LevelDrafter):
             self._weights = torch.tensor(MATCH_WEIGHTS, device=device)
             self._columns = _columns_of(self.token_map, self.vocab_size, device)
 
-    @abstractmethod
-    def with_suffix(self, suffix_length: int) -> DynamicDrafter:
+    def with_suffix(self, suffix_length: int) -> Self:
         """The same heads, together with a suffix match of ``suffix_length`` tokens."""
+        other = copy.copy(self)
+        other.suffix_length = suffix_length
+        return other.fill()
+
+    @property
+    @abstractmethod
+    def num_columns(self) -> int:
+        """V': tokens that the heads score."""
 
     @abstractmethod
     def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
@@ -231,15 +240,16 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
         beta: float = BETA,
         suffix_length: int = 0,
     ):
+        self.suffix_length = suffix_length
         HeadsDrafter.__init__(self, heads, output_embedding, tree, beta)
-        self._size(heads.num_columns, suffix_length)
 
     @property
     def static_key(self) -> Hashable:
         return "dynamic", self.suffix_length, super().static_key
 
-    def with_suffix(self, suffix_length: int) -> DynamicHeadsDrafter:
-        return DynamicHeadsDrafter(self.heads, self.output_embedding, self.tree, self.beta, suffix_length)
+    @property
+    def num_columns(self) -> int:
+        return self.heads.num_columns
 
     def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
         return self.logits_along(context, paths.shape[2] - 1, paths.shape[1], paths)
@@ -256,13 +266,14 @@ class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
         beta: float = 1.0,
         suffix_length: int = 0,
     ):
+        self.suffix_length = suffix_length
         Eagle3Drafter.__init__(self, head, base, tree, beta)
-        self._size(head.num_columns, suffix_length)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""
 
-    def with_suffix(self, suffix_length: int) -> DynamicEagle3Drafter:
-        return DynamicEagle3Drafter(self.head, self.base, self.tree, self.beta, suffix_length)
+    @property
+    def num_columns(self) -> int:
+        return self.head.num_columns
 
     def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
         if parents is None:
@@ -295,22 +306,18 @@ def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device)
     return columns
 
 
-def dynamic_heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """The model's heads in trees of the size of its tree for the batch."""
+def _of_model(host: DraftHost, settings: DrafterSettings) -> DynamicDrafter:
     heads, runner = host.drafting_heads, host.runner
     assert heads is not None, "missing_heads refuses this model before"
-
-    def fill(tree: CandidateTree) -> Drafter:
-        if isinstance(heads, Eagle3Head):
-            return DynamicEagle3Drafter(heads, runner, tree)
-        return DynamicHeadsDrafter(heads, output_embedding_of(runner), tree)
-
-    return replace(heads_source(host, settings), name="dynamic-heads", fill=fill)
+    chain = chain_of_heads(heads, settings)
+    if isinstance(heads, Eagle3Head):
+        return DynamicEagle3Drafter(heads, runner, chain)
+    return DynamicHeadsDrafter(heads, output_embedding_of(runner), chain)
 
 
 DYNAMIC_HEADS = NamedDrafter(
     "dynamic-heads",
-    dynamic_heads_source,
+    _of_model,
     "the heads, in a tree that takes another shape at every step",
     missing_heads,
     needs_heads=True,

@@ -8,9 +8,9 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
+from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.drafters.text_entries import TextEntries
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.heads.eagle3 import Drafted, Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.medusa_heads import check_heads_fit
@@ -28,10 +28,14 @@ class Eagle3Drafter(LevelDrafter):
     needs_features = True
 
     def __init__(self, head: Eagle3Head, base: CausalLM, tree: CandidateTree, beta: float = 1.0):
-        super().__init__(tree, base.device, beta)
         self.head, self.base = head, base
         self.reads_layers = head.reads_layers
-        self._entries = TextEntries(base.device)
+        super().__init__(tree, base.device, beta)
+
+    def _shape(self, tree: CandidateTree) -> None:
+        check_tree_fits(tree, self.head)
+        super()._shape(tree)
+        self._entries = TextEntries(self._device)
         self._features = torch.empty(0)
         """(B, M, D): what the entries run in this step gave, the root's first."""
 
@@ -84,9 +88,9 @@ class Eagle3Drafter(LevelDrafter):
         return self.head(features, embedded, mask, positions, self._entries.cache)
 
 
-def eagle3_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """The EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
-    assert settings.eagle3 is not None, "missing_eagle3 refuses this model before"
+def _loaded(host: DraftHost, settings: DrafterSettings) -> Eagle3Drafter:
+    """With the EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
+    assert settings.eagle3 is not None, "_missing refuses this model before"
     given = settings.eagle3
     checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
     head, base = checkpoint.heads, host.runner
@@ -97,18 +101,14 @@ def eagle3_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
     check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
     warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
     head.to(base.device).eval()
-    return DraftSource(
-        "eagle3",
-        lambda tree: Eagle3Drafter(head, base, tree),
-        own_tree=checkpoint.tree if checkpoint.tree is not None and checkpoint.tree.depth else None,
-        draft_length=settings.draft_length or head.num_heads,
-        draft_width=settings.draft_width,
-    )
+    tree = checkpoint.tree
+    if tree is None or not tree.depth:
+        tree = settings.tree(head.num_heads)
+    return Eagle3Drafter(head, base, tree)
 
 
-def missing_eagle3(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What is missing: the head, unless the settings name one."""
+def _missing(host: DraftHost, settings: DrafterSettings) -> str | None:
     return "an EAGLE-3 head; give --eagle3" if settings.eagle3 is None else None
 
 
-EAGLE3 = NamedDrafter("eagle3", eagle3_source, "an EAGLE-3 head beside the heads", missing_eagle3)
+EAGLE3 = NamedDrafter("eagle3", _loaded, "an EAGLE-3 head beside the heads", _missing)

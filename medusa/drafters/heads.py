@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,9 @@ from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
+from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.drafters.text_entries import TextEntries
+from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
@@ -43,11 +43,15 @@ class HeadsDrafter(LevelDrafter):
     def __init__(
         self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree, beta: float = BETA
     ):
-        super().__init__(tree, embedding_weight(output_embedding).device, beta)
         self.heads, self.output_embedding = heads, output_embedding
         self.reads_layers, self.needs_features = heads.reads_layers, heads.reads_text
-        self._entries = TextEntries(self.topology.parents.device)
-        levels = self.levels if heads.config.reads_path else []
+        super().__init__(tree, embedding_weight(output_embedding).device, beta)
+
+    def _shape(self, tree: CandidateTree) -> None:
+        check_tree_fits(tree, self.heads)
+        super()._shape(tree)
+        self._entries = TextEntries(self._device)
+        levels = self.levels if self.heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
             for level in levels
@@ -129,27 +133,26 @@ def _ancestors(tree: CandidateTree, path: RankPath) -> list[int]:
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
-def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Drafter:
-    """The drafter for heads of either kind, over ``base``'s embeddings."""
+def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> HeadsDrafter | Eagle3Drafter:
+    """The drafter for heads of either kind, over ``base``'s embeddings.
+
+    Raises:
+        ValueError: the heads cannot fill ``tree``.
+    """
     if isinstance(heads, Eagle3Head):
         return Eagle3Drafter(heads, base, tree)
     return HeadsDrafter(heads, output_embedding_of(base), tree)
 
 
-def heads_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """The model's heads in the model's tree for the batch; in a chain where that is the root alone."""
-    heads, runner = host.drafting_heads, host.runner
-    tree_of_rows = partial(host.tree_for, step=settings.step)
-    tree = tree_of_rows(1)
-    assert heads is not None, "missing_heads refuses this model before"
-    return DraftSource(
-        "heads",
-        lambda tree: drafter_of_heads(heads, runner, tree),
-        own_tree=tree if tree.depth else None,
-        tree_of_rows=tree_of_rows,
-        draft_length=settings.draft_length or heads.num_heads,
-        max_length=heads.num_heads,
-    )
+def chain_of_heads(heads: Heads, settings: DrafterSettings) -> CandidateTree:
+    """A chain of ``settings.draft_length``, as far as the heads reach."""
+    return CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
+
+
+def _of_model(host: DraftHost, settings: DrafterSettings) -> Drafter:
+    assert host.drafting_heads is not None, "missing_heads refuses this model before"
+    chain = chain_of_heads(host.drafting_heads, settings)
+    return drafter_of_heads(host.drafting_heads, host.runner, chain)
 
 
 def missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
@@ -157,4 +160,4 @@ def missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
     return "heads, and the model was loaded without; give --heads" if host.heads is None else None
 
 
-HEADS = NamedDrafter("heads", heads_source, "the heads the model was loaded with", missing_heads, True)
+HEADS = NamedDrafter("heads", _of_model, "the heads the model was loaded with", missing_heads, True)

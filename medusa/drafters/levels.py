@@ -10,8 +10,10 @@ cut the base's: a token that the base may not choose is not worth a draw, and an
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,15 +39,25 @@ class LevelDrafter(StatelessDrafter):
     """
 
     def __init__(self, tree: CandidateTree, device: torch.device | str, beta: float = 1.0):
+        self.beta, self._device = beta, device
+        self._shape(tree)
+
+    def fill(self, tree: CandidateTree | None = None) -> Self:
+        filled = copy.copy(self)
+        filled._shape(self.tree if tree is None else tree)
+        return filled
+
+    def _shape(self, tree: CandidateTree) -> None:
+        """Have all that follows from ``tree``, and nothing of earlier steps."""
         if tree.depth < 1:
             raise ValueError("tree must be at least 1 deep, got the root alone; decode plainly instead")
-        self.tree, self.beta = tree, beta
+        self.tree = tree
         self._widths = tree.width_by_depth
-        self.topology: TreeTopology = tree.topology(device)
+        self.topology: TreeTopology = tree.topology(self._device)
         depths = [len(path) for path in tree.paths]
         starts = [depths.index(d) for d in range(tree.depth + 1)] + [tree.num_nodes]
         self.levels = [slice(start, end) for start, end in pairwise(starts)]
-        self._ranks = torch.tensor([path[-1] if path else 0 for path in tree.paths], device=device)
+        self._ranks = torch.tensor([path[-1] if path else 0 for path in tree.paths], device=self._device)
 
     @property
     def max_depth(self) -> int:

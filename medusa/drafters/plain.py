@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
-from medusa.trees.candidate_tree import TreeTopology
+from medusa.drafters.settings import NamedDrafter
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 
 class PlainDrafter(StatelessDrafter):
@@ -25,6 +25,9 @@ class PlainDrafter(StatelessDrafter):
         """See :class:`medusa.drafters.protocol.StaticDrafter`."""
         return self.reads_layers
 
+    def fill(self, tree: CandidateTree | None = None) -> PlainDrafter:
+        return PlainDrafter(self.reads_layers)
+
     def tensors(self) -> list[Tensor]:
         return []
 
@@ -32,9 +35,4 @@ class PlainDrafter(StatelessDrafter):
         return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
 
 
-def plain_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """Nothing to prepare."""
-    return DraftSource("plain", lambda tree: PlainDrafter(), max_length=0)
-
-
-PLAIN = NamedDrafter("plain", plain_source, summary="nothing: one token a pass")
+PLAIN = NamedDrafter("plain", lambda host, settings: PlainDrafter(), "nothing: one token a pass")

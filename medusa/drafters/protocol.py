@@ -7,6 +7,7 @@ share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -17,7 +18,7 @@ from transformers import LogitsProcessorList
 
 from medusa.acceptance.protocol import DraftKind
 from medusa.base.cache import TreeCache
-from medusa.trees.candidate_tree import TreeTopology
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,13 @@ class Drafter(Protocol):
     def max_depth(self) -> int:
         """Depth of the deepest node that :meth:`draft` ever returns; 0 proposes nothing."""
 
+    def fill(self, tree: CandidateTree | None = None) -> Drafter:
+        """A new drafter of this kind for ``tree``, by default its own. What is slow to make is shared.
+
+        Raises:
+            ValueError: it cannot fill such a tree.
+        """
+
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         """``num_rows`` rows follow, and whatever was kept of earlier ones is dropped.
 
@@ -152,6 +160,11 @@ class StatelessDrafter:
     context_only = True
     needs_features = False
     reads_layers: tuple[int, ...] = ()
+
+    def fill(self, tree: CandidateTree | None = None) -> Drafter:
+        if tree is None:
+            return copy.copy(self)  # type: ignore[return-value]  # subclasses have the protocol's methods
+        raise ValueError(f"{type(self).__name__} fills no tree but its own; leave tree out")
 
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         """Nothing is kept."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, verify, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.drafters.source import DEFAULT_DRAFT_LENGTH, DrafterSettings, DraftHost, DraftSource, NamedDrafter
+from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, missing_for_int8_layers
 from medusa.engine.views import view_of
@@ -95,13 +95,6 @@ def low_precision(base: CausalLM) -> CausalLM:
     return view_of(base, Int8Linear, Int8Product)
 
 
-def early_exit_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """The base cut off after ``settings.exit_layer`` layers, on the base's engine."""
-    assert settings.exit_layer is not None, "missing_exit_layer refuses this model before"
-    shallow = early_exit(host.base, settings.exit_layer)
-    return _self_source("early-exit", SelfDrafter, prepared_base(shallow, host.engine), settings)
-
-
 def missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
     """What is missing: the number of layers, which has no good default."""
     if settings.exit_layer is not None:
@@ -110,27 +103,16 @@ def missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None
     return f"a number of layers, 1 to {num_layers - 1} for this base; give --exit-layer"
 
 
-def low_precision_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """The base in int8."""
-    return _self_source("low-precision", LowPrecisionDrafter, low_precision(host.base), settings)
+def _early_exit_drafter(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
+    assert settings.exit_layer is not None, "missing_exit_layer refuses this model before"
+    shallow = prepared_base(early_exit(host.base, settings.exit_layer), host.engine)
+    return SelfDrafter(shallow, settings.tree())
 
 
-def missing_int8(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What is missing for int8 layers on this base."""
-    return missing_for_int8_layers(host.base)
-
-
-def _self_source(
-    name: str, kind: type[SelfDrafter], cheaper: CausalLM, settings: DrafterSettings
-) -> DraftSource:
-    return DraftSource(
-        name,
-        lambda tree: kind(cheaper, tree),
-        draft_length=settings.draft_length or DEFAULT_DRAFT_LENGTH,
-        draft_width=settings.draft_width,
-    )
-
-
-EARLY_EXIT = NamedDrafter("early-exit", early_exit_source, "the base's first layers", missing_exit_layer)
-
-LOW_PRECISION = NamedDrafter("low-precision", low_precision_source, "the base in int8", missing_int8)
+EARLY_EXIT = NamedDrafter("early-exit", _early_exit_drafter, "the base's first layers", missing_exit_layer)
+LOW_PRECISION = NamedDrafter(
+    "low-precision",
+    lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
+    "the base in int8",
+    lambda host, settings: missing_for_int8_layers(host.base),
+)

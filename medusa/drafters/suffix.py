@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.source import DrafterSettings, DraftHost, DraftSource, NamedDrafter
-from medusa.trees.candidate_tree import TreeTopology
+from medusa.drafters.settings import NamedDrafter
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 MAX_MATCH = 16
 """Tokens that a match counts at most."""
@@ -85,6 +85,10 @@ class SuffixDrafter(StatelessDrafter):
         """See :class:`medusa.drafters.protocol.StaticDrafter`."""
         return "suffix", self.length, self.min_match
 
+    def fill(self, tree: CandidateTree | None = None) -> SuffixDrafter:
+        """As deep as ``tree``: a chain."""
+        return SuffixDrafter(self.length if tree is None else tree.depth, self.min_match)
+
     def tensors(self) -> list[Tensor]:
         return []
 
@@ -98,11 +102,8 @@ class SuffixDrafter(StatelessDrafter):
         return Draft(torch.cat([root, guesses], dim=1), topology)
 
 
-def suffix_source(host: DraftHost, settings: DrafterSettings) -> DraftSource:
-    """Nothing to prepare; a draft costs no model call, so it is longer than most."""
-    return DraftSource(
-        "suffix", lambda tree: SuffixDrafter(tree.depth), draft_length=settings.draft_length or 8
-    )
-
-
-SUFFIX = NamedDrafter("suffix", suffix_source, "what followed the same words earlier in the text")
+SUFFIX = NamedDrafter(
+    "suffix",
+    lambda host, settings: SuffixDrafter(settings.draft_length or SuffixDrafter().length),
+    "what followed the same words earlier in the text",
+)

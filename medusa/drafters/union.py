@@ -7,17 +7,14 @@ worth, and share the nodes of one tree with it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import layers_of
-from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter, StaticDrafter
-from medusa.drafters.source import DraftSource
-from medusa.drafters.suffix import SuffixDrafter
-from medusa.trees.candidate_tree import TreeTopology
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 
 class UnionDrafter(StatelessDrafter):
@@ -29,6 +26,10 @@ class UnionDrafter(StatelessDrafter):
         self.drafters = list(drafters)
         self.needs_features = any(drafter.needs_features for drafter in drafters)
         self.reads_layers = tuple(sorted({layer for each in drafters for layer in each.reads_layers}))
+
+    def fill(self, tree: CandidateTree | None = None) -> UnionDrafter:
+        """Each part in ``tree``."""
+        return UnionDrafter([drafter.fill(tree) for drafter in self.drafters])
 
     @property
     def max_depth(self) -> int:
@@ -87,35 +88,3 @@ def joined_topology(topologies: Sequence[TreeTopology]) -> TreeTopology:
         offset += topology.num_nodes - 1
     max_depth = max(topology.max_depth for topology in topologies)
     return TreeTopology.from_parents(torch.cat(parents, 1), torch.cat(depths, 1), max_depth)
-
-
-@dataclass(frozen=True)
-class UnionSource:
-    """Several sources of one tree."""
-
-    name: str
-    parts: tuple[DraftSource, ...]
-
-    def is_idle(self, num_rows: int) -> bool:
-        """Whether no part has anything to draft for ``num_rows`` rows."""
-        return all(part.is_idle(num_rows) for part in self.parts)
-
-    def drafter(self, only_chain: bool = False, num_rows: int = 1) -> Drafter:
-        """A new drafter for ``num_rows`` rows. It is never a chain: rules that want one refuse it.
-
-        A part whose tuned tree for so many rows is the root alone does not pay there and takes no part,
-        unless none would be left.
-        """
-        paying = [part for part in self.parts if not part.is_idle(num_rows)] or self.parts
-        drafters = [part.drafter(only_chain, num_rows) for part in paying]
-        return united(drafters)
-
-
-def united(drafters: Sequence[Drafter]) -> Drafter:
-    """One drafter of one or more: dynamic heads take in a suffix match, the others stand side by side."""
-    heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
-    suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
-    if heads is not None and suffix is not None:
-        rest = [each for each in drafters if each not in (heads, suffix)]
-        drafters = [heads.with_suffix(suffix.length), *rest]
-    return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]

@@ -26,22 +26,21 @@ PROPOSAL_RULES = ("a proposal that is a distribution after every node, or zeros 
 
 
 class DraftValidator:
-    """Checks the drafts of one drafter for a base of ``vocab_size`` tokens.
+    """Checks drafts for a base of ``vocab_size`` tokens.
 
     The drafts of medusa's own drafters are valid by construction and cost nothing here. A topology is looked
-    at once for as long as the drafter returns the same object.
+    at once for as long as drafters return the same object.
     """
 
-    def __init__(self, drafter: Drafter, vocab_size: int):
-        self.drafter, self.vocab_size = drafter, vocab_size
-        self.is_own = is_medusas_own(drafter)
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
         self._topology: TreeTopology | None = None
 
-    def check(self, draft: Draft, context: DraftContext) -> None:
+    def check(self, drafter: Drafter, draft: Draft, context: DraftContext) -> None:
         """Raise ValueError, naming the drafter and the rule, unless the base can verify ``draft``."""
-        if self.is_own:
+        if is_medusas_own(drafter):
             return
-        check_shapes(self.drafter, draft, context, self.vocab_size)
+        check_shapes(drafter, draft, context, self.vocab_size)
         rules, flags = list(TOKEN_RULES), [token_violations(draft.tokens, context.root, self.vocab_size)]
         if draft.topology is not self._topology:
             rules += TOPOLOGY_RULES
@@ -49,7 +48,7 @@ class DraftValidator:
         if draft.proposal is not None:
             rules += PROPOSAL_RULES
             flags.append(proposal_violations(draft.proposal))
-        raise_violated(self.drafter, rules, torch.cat(flags))
+        raise_violated(drafter, rules, torch.cat(flags))
         self._topology = draft.topology
 
 

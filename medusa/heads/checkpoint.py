@@ -30,11 +30,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.files import Layout, has_keys, read_json, replaced_directory, write_json
-from medusa.heads.adapter import Adapter
+from medusa.heads.adapter import Adapter, apply_adapter, check_carries
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads
-from medusa.heads.fingerprint import READABLE_TYPES, BaseFingerprint
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.fingerprint import READABLE_TYPES, BaseFingerprint, warn_of_another_base
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, check_heads_fit
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
 from medusa.pretrained import shipped_heads
@@ -92,6 +93,22 @@ class HeadsCheckpoint:
     def __post_init__(self) -> None:
         if self.fingerprint is None and self.adapter is not None:
             self.fingerprint = self.adapter.fingerprint
+
+    def fit_to(self, base: CausalLM, is_shared: bool) -> None:
+        """Have ``base`` be what these heads belong to: it gets their adapter, if they have one.
+
+        Warns where heads without an adapter were trained on another model.
+
+        Raises:
+            ImportError: there is an adapter and peft is not installed.
+            ValueError: heads, adapter and base do not belong together; a base that ``is_shared`` with the
+                caller is not changed, so it must carry the adapter already.
+        """
+        if self.adapter is None:
+            warn_of_another_base(self.fingerprint, base, self.base_model)
+        else:
+            check_heads_fit(self.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            (check_carries if is_shared else apply_adapter)(base, self.adapter)
 
 
 def save_heads(

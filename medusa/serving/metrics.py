@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from medusa.decoding.continuous_batch import ContinuousBatch
+from medusa.decoding.batch import Batch
 
 PREFIX = "medusa:"
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -17,7 +17,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5,
 class BatchCollector(Collector):
     """What the batches know by themselves, read when it is asked for."""
 
-    def __init__(self, batches: Mapping[bool, ContinuousBatch]):
+    def __init__(self, batches: Mapping[bool, Batch]):
         self.batches = batches
 
     def collect(self) -> Iterable[Metric]:
@@ -60,7 +60,7 @@ def _reached(histogram: list[int], depth: int) -> int:
 class ServerMetrics:
     """The counters of one server."""
 
-    def __init__(self, batches: Mapping[bool, ContinuousBatch]):
+    def __init__(self, batches: Mapping[bool, Batch]):
         self.registry = CollectorRegistry()
         self.registry.register(BatchCollector(batches))
         self._first = Histogram(

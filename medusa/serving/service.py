@@ -17,7 +17,7 @@ from medusa.acceptance.grammar import Grammar, GrammarCompiler
 from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
-from medusa.decoding.continuous_batch import BatchLimits, QueueFull
+from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.model import MedusaModel
 from medusa.serving.answer_text import AnswerText
 from medusa.serving.errors import RequestError

@@ -16,7 +16,7 @@ from typing import Any
 
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.decoding.continuous_batch import ContinuousBatch, Progress, QueueFull, Row
+from medusa.decoding.batch import Batch, Progress, QueueFull, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.serving.answer_text import AnswerText, Piece
 from medusa.serving.metrics import ServerMetrics
@@ -67,7 +67,7 @@ class WorkerEnded(RuntimeError):
 class Worker:
     """Runs ``batches``, drafted (False) and perhaps plain (True), on a thread of its own."""
 
-    def __init__(self, batches: Mapping[bool, ContinuousBatch], metrics: ServerMetrics):
+    def __init__(self, batches: Mapping[bool, Batch], metrics: ServerMetrics):
         self.batches, self.metrics = dict(batches), metrics
         self.seconds = dict.fromkeys(self.batches, 0.0)
         self._changed = threading.Condition()

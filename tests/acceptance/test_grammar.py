@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from medusa.acceptance import grammar
 from medusa.acceptance.grammar import GrammarCompiler
 from medusa.base.causal_lm import vocab_size
-from medusa.decoding.continuous_batch import BatchLimits, Row
+from medusa.decoding.batch import BatchLimits, Row
 
 pytest.importorskip("llguidance")
 

@@ -18,7 +18,7 @@ from tiny_chat import chat_model, chat_tokenizer, wide_tree
 from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
 from medusa.cli.chat_terminal import ChatTerminal
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
-from medusa.decoding.loop import StepResult
+from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.prompts import Prompt
 

@@ -8,7 +8,7 @@ from conftest import REAL_BASE, tiny_model
 from medusa import MedusaModel
 from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.main import main
-from medusa.decoding.step_runners import StepRunners
+from medusa.decoding.forward import Libraries
 from medusa.drafters.compiled import CompiledDrafter
 
 
@@ -32,7 +32,7 @@ def compiling(monkeypatch):
         made[-1].touch()
         return 0.0
 
-    monkeypatch.setattr(StepRunners, "compiled_pass", compiled_pass)
+    monkeypatch.setattr(Libraries, "compiled_pass", compiled_pass)
     monkeypatch.setattr(CompiledDrafter, "prepare", prepare)
     yield made
     for path in made:

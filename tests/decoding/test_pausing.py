@@ -9,18 +9,16 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, RandomPausing, counting_model, random_prompts, tiny_model
+from conftest import VOCAB_SIZE, RandomPausing, counting_model, decode, random_prompts, tiny_model
 
-import medusa.decoding.loop
-import medusa.decoding.static_loop
-import medusa.decoding.static_step
+import medusa.decoding.batch
+import medusa.decoding.static
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.decoding.forward import Forward
 from medusa.decoding.pausing import FIRST_INTERVAL, LAST_INTERVAL, STAKE, DraftCost, Pausing
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_loop import decode_static
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.step_runners import StepRunners
-from medusa.decoding.steps import decode_in_steps
+from medusa.decoding.steps import Steps
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.eagle3 import Eagle3Drafter
@@ -254,7 +252,7 @@ def drafts_by_length(base, drafter, request, pausing) -> tuple[list[int], dict[i
         return made
 
     drafter.draft = noting
-    steps = decode_in_steps("general", StepRunners(base), drafter, request, None, pausing)
+    steps = decode(base, drafter, request, None, pausing)
     return [token for step in steps for token in step.tokens[0]], drafts
 
 
@@ -282,11 +280,9 @@ def test_static_steps_that_pause_give_the_text_and_count_the_pauses(interval, se
     base, heads = tiny_model("llama"), random_heads(fused_layers=layers)
     drafter = HeadsDrafter(heads, base.get_output_embeddings(), CHAIN)
     request = request_of(random_prompts(3, 7), 30, seeds=seeds)
-    expected = rows_of(decode_in_steps("general", StepRunners(base), drafter, request))
+    expected = rows_of(decode(base, drafter, request))
     counted = DecodingStatistics()
-    steps = decode_static(
-        "static", StepRunners(base), drafter, request, counted, interval, RandomPausing(interval)
-    )
+    steps = decode(Steps(base), drafter, request, counted, RandomPausing(interval), "static", interval)
     assert rows_of(steps) == expected
     assert 0 < counted.num_paused < counted.num_steps
     assert counted.num_tokens == 3 * 30
@@ -313,9 +309,8 @@ class FakeClock:
 def clock(monkeypatch) -> FakeClock:
     """A pass of the base takes a second, and so does a draft of heads."""
     clock = FakeClock()
-    for loop in (medusa.decoding.loop, medusa.decoding.static_loop):
-        monkeypatch.setattr(loop, "PhaseClock", partial(PhaseClock, now=clock))
-    passes = ((medusa.decoding.loop, "verify"), (medusa.decoding.static_step, "_commit"))
+    monkeypatch.setattr(medusa.decoding.batch, "PhaseClock", partial(PhaseClock, now=clock))
+    passes = ((Forward, "verify"), (medusa.decoding.static, "_commit"))
     drafts = ((HeadsDrafter, "_ranked"), (DynamicHeadsDrafter, "_ranked"))
     for owner, name in (*passes, *drafts):
         monkeypatch.setattr(owner, name, clock.taking(1.0, getattr(owner, name)))

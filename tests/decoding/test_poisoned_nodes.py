@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import RULES
-from medusa.decoding.continuous_batch import BatchLimits, Row
+from medusa.decoding.batch import BatchLimits, Row
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft
 

@@ -12,6 +12,7 @@ from conftest import (
     VOCAB_SIZE,
     OracleDrafter,
     counting_model,
+    decode,
     left_padded,
     random_prompts,
     tiny_model,
@@ -22,10 +23,10 @@ from transformers.generation import logits_process as hf
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
-from medusa.decoding.loop import StepResult, decode
+from medusa.decoding.batch import StepResult
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_loop import decode_static, rounded_slots
-from medusa.decoding.step_runners import StepRunners
+from medusa.decoding.static import rounded_slots
+from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
@@ -66,8 +67,8 @@ def both(base, drafter_of, request: DecodeRequest, host_sync_interval: int = 4, 
     """(results, statistics) of the general loop, and of static steps."""
     general, static = DecodingStatistics(), DecodingStatistics()
     expected = list(decode(base, drafter_of(), request, general))
-    runners = StepRunners(base)
-    results = list(decode_static(step, runners, drafter_of(), request, static, host_sync_interval))
+    runners = Steps(base)
+    results = list(decode(runners, drafter_of(), request, static, None, step, host_sync_interval))
     return (expected, general), (results, static)
 
 
@@ -225,19 +226,20 @@ def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens():
         4096,
         5120,
     ]
-    base, runners = tiny_model("llama"), StepRunners(tiny_model("llama"))
+    base, runners = tiny_model("llama"), Steps(tiny_model("llama"))
+    kept = runners._runners
     reserved = []
-    acquire = runners.acquire
+    acquire = kept.acquire
 
-    def watched(*args):
-        context = acquire(*args)
+    def watched(*args, **kwargs):
+        context = acquire(*args, **kwargs)
         runner = context.__enter__()
         reserve = runner.state.reserve
         runner.state.reserve = lambda slots: (reserved.append(slots), reserve(slots))
         return _Entered(runner, context)
 
-    runners.acquire = watched
-    for _ in decode_static("static", runners, PlainDrafter(), request_of([240], 300), None, 8):
+    kept.acquire = watched
+    for _ in decode(runners, PlainDrafter(), request_of([240], 300), None, None, "static", 8):
         pass
     assert sorted(set(reserved)) == [256, 512, 768]
     assert base.config.max_position_embeddings > 768

@@ -12,14 +12,15 @@ from transformers.generation import logits_process as hf
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import home_device, new_cache, output_embedding, seen_hidden
-from medusa.decoding.loop import begin
-from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.decoding.static_step import StaticState, static_step
+from medusa.decoding.forward import Forward
+from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.static import StaticState, static_step
+from medusa.decoding.step import begin
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.registry import united
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.drafters.union import united
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 CARD = "meta"
@@ -73,7 +74,8 @@ def prefilled(base, drafter, lengths: list[int], **kwargs) -> StaticState:
     prompts = random_prompts(len(lengths), max(lengths))
     request = DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs)
     drafter.begin(len(lengths))
-    rows, _ = begin(base, request, drafter.reads_layers)
+    forward = Forward(base, drafter.reads_layers)
+    rows, _ = begin(forward, request, Prefix(new_cache(base, len(lengths))))
     state = StaticState.like(rows, num_steps=4)
     state.reserve(256)
     state.load(rows, num_left=29)

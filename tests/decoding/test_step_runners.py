@@ -6,17 +6,17 @@ import threading
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB_SIZE, RandomPausing, left_padded, random_prompts, tiny_model
+from conftest import ARCHITECTURES, VOCAB_SIZE, RandomPausing, decode, left_padded, random_prompts, tiny_model
 from pretended_graphs import pretend_graphs
 from test_static_step import KINDS, TREE, drafter_of, prefilled, sampling
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.causal_lm import seen_hidden
-from medusa.decoding.loop import begin, decode
-from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_loop import decode_static
-from medusa.decoding.static_step import static_step
-from medusa.decoding.step_runners import MAX_KEPT, StepRunners
+from medusa.base.causal_lm import new_cache, seen_hidden
+from medusa.decoding.forward import MAX_KEPT, Forward
+from medusa.decoding.state import DecodeRequest, Prefix
+from medusa.decoding.static import StaticRunners, static_step
+from medusa.decoding.step import begin
+from medusa.decoding.steps import Steps
 from medusa.drafters.heads import drafter_of_heads
 
 CASES = [
@@ -71,9 +71,9 @@ def tokens_of_one_row(results):
 
 def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilations(monkeypatch):
     """A dozen sizes of cache take two compilations, and every setting may have as many of its own."""
-    monkeypatch.setattr("medusa.decoding.static_loop.SLOTS", 8)
+    monkeypatch.setattr("medusa.decoding.static.SLOTS", 8)
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base, backend="eager"), drafter_of("plain", base)
+    runners, drafter = Steps(base, backend="eager"), drafter_of("plain", base)
     torch._dynamo.reset()
     setups = []
     for options in ({}, {"eos_ids": frozenset({VOCAB_SIZE})}, {}):
@@ -81,7 +81,7 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
         statistics = DecodingStatistics()
         num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         with torch._dynamo.config.patch(recompile_limit=2):
-            results = list(decode_static("compiled", runners, drafter, request, statistics))
+            results = list(decode(runners, drafter, request, statistics, None, "compiled"))
         assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
         setups.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before)
         assert (statistics.setup_seconds > 0) is (setups[-1] > 0)
@@ -90,7 +90,7 @@ def test_neither_a_growing_cache_nor_more_settings_meet_torchs_limit_of_compilat
 
 def test_hooks_of_other_threads_neither_enter_a_compiled_step_nor_have_it_compiled_anew():
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base, backend="eager"), drafter_of("heads", base)
+    runners, drafter = Steps(base, backend="eager"), drafter_of("heads", base)
     request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 12, **sampling(1))
     expected = tokens_of_one_row(decode(base, drafter, request))
     is_open, may_close = threading.Event(), threading.Event()
@@ -104,24 +104,24 @@ def test_hooks_of_other_threads_neither_enter_a_compiled_step_nor_have_it_compil
     thread = threading.Thread(target=watch)
     thread.start()
     is_open.wait(60)
-    watched = tokens_of_one_row(decode_static("compiled", runners, drafter, request))
+    watched = tokens_of_one_row(decode(runners, drafter, request, step="compiled"))
     may_close.set()
     thread.join()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        alone = tokens_of_one_row(decode_static("compiled", runners, drafter, request))
+        alone = tokens_of_one_row(decode(runners, drafter, request, step="compiled"))
     assert watched == alone == expected
 
 
 def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_rows():
     """Nothing is compiled here: that happens when a step first runs."""
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base), drafter_of("plain", base)
+    runners, drafter = StaticRunners(base), drafter_of("plain", base)
 
     def step_for(num_rows, temperature):
         request = DecodeRequest(
             random_prompts(num_rows, 4), torch.full((num_rows,), 4), 9, temperature=temperature
         )
-        rows, _ = begin(base, request)
+        rows, _ = begin(Forward(base), request, Prefix(new_cache(base, num_rows)))
         with runners.acquire("compiled", drafter, rows, 1) as runner:
             return runner._compiled(drafter)
 
@@ -136,13 +136,13 @@ def test_what_was_compiled_is_kept_for_the_last_settings_whatever_the_number_of_
 
 def test_steps_that_do_not_draft_are_compiled_once_beside_those_that_do():
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base, backend="eager"), drafter_of("heads", base)
+    runners, drafter = Steps(base, backend="eager"), drafter_of("heads", base)
     request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 20)
     expected = tokens_of_one_row(decode(base, drafter, request))
     torch._dynamo.reset()
     num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for _ in range(2):
-        results = decode_static("compiled", runners, drafter, request, pausing=RandomPausing(1))
+        results = decode(runners, drafter, request, None, RandomPausing(1), "compiled")
         assert tokens_of_one_row(results) == expected
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_before + 2
 
@@ -152,7 +152,7 @@ def test_steps_that_do_not_draft_are_compiled_once_beside_those_that_do():
 def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
     """By Inductor. The second call compiles nothing; growth past 256 slots compiles once more."""
     base = tiny_model("llama")
-    runners = StepRunners(base)
+    runners = Steps(base)
     request = DecodeRequest(
         random_prompts(2, 240), torch.tensor([240, 9]), 60, **(sampling(2) if sampled else {})
     )
@@ -162,7 +162,7 @@ def test_compiled_steps_give_the_tokens_of_the_general_loop(sampled):
     for _ in range(2):
         statistics = DecodingStatistics()
         drafter = drafter_of_heads(heads, base, TREE)  # a new one, as every call has
-        results = list(decode_static("compiled", runners, drafter, request, statistics, 4))
+        results = list(decode(runners, drafter, request, statistics, None, "compiled", 4))
         setups.append(statistics.setup_seconds)
         assert tokens_of_one_row(results) == tokens_of_one_row(expected)
     assert setups[0] > 0 and setups[1] == 0
@@ -225,9 +225,9 @@ def test_a_model_that_layers_were_offloaded_from_runs_static_steps(tmp_path):
 def test_captured_steps_give_the_tokens_of_the_general_loop(kind, sampled, monkeypatch):
     """With pretended graphs. The cache grows twice: its slots are other tensors after the second time."""
     graphs = pretend_graphs(monkeypatch)
-    monkeypatch.setattr("medusa.decoding.static_loop.SLOTS", 8)
+    monkeypatch.setattr("medusa.decoding.static.SLOTS", 8)
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base), drafter_of(kind, base)
+    runners, drafter = Steps(base), drafter_of(kind, base)
     request = DecodeRequest(
         random_prompts(2, 236), torch.tensor([236, 9]), 70, **(sampling(2) if sampled else {})
     )
@@ -235,7 +235,7 @@ def test_captured_steps_give_the_tokens_of_the_general_loop(kind, sampled, monke
     setups = []
     for _ in range(2):
         statistics = DecodingStatistics()
-        results = list(decode_static("captured", runners, drafter, request, statistics, 8))
+        results = list(decode(runners, drafter, request, statistics, None, "captured", 8))
         assert tokens_of_one_row(results) == expected
         setups.append(statistics.setup_seconds)
     assert setups[0] > 0
@@ -245,14 +245,14 @@ def test_captured_steps_give_the_tokens_of_the_general_loop(kind, sampled, monke
 def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own_and_both_are_kept(monkeypatch):
     graphs = pretend_graphs(monkeypatch)
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base), drafter_of("heads", base)
+    runners, drafter = Steps(base), drafter_of("heads", base)
     request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 60)
     expected = tokens_of_one_row(decode(base, drafter, request))
 
     def answered() -> float:
         statistics = DecodingStatistics()
         pausing = RandomPausing(1)
-        results = decode_static("captured", runners, drafter, request, statistics, 4, pausing)
+        results = decode(runners, drafter, request, statistics, pausing, "captured", 4)
         assert tokens_of_one_row(results) == expected
         return statistics.setup_seconds
 
@@ -270,9 +270,9 @@ def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own_and_both_are
 def test_fewer_steps_than_a_warm_up_takes_capture_nothing(monkeypatch):
     graphs = pretend_graphs(monkeypatch)
     base = tiny_model("llama")
-    runners, drafter = StepRunners(base), drafter_of("plain", base)
+    runners, drafter = Steps(base), drafter_of("plain", base)
     request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 3)
-    results = decode_static("captured", runners, drafter, request, None, 8)
+    results = decode(runners, drafter, request, None, None, "captured", 8)
     assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
     assert graphs == []
 
@@ -349,4 +349,4 @@ def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
                 do_sample=False,
                 step="captured",
             )
-    assert len(model_on_a_card._runners._captured) == MAX_KEPT
+    assert len(model_on_a_card._steps._runners._captured) == MAX_KEPT

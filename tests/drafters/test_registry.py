@@ -13,14 +13,7 @@ from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.registry import (
-    DRAFTERS,
-    DrafterSettings,
-    available_drafters,
-    draft_sources,
-    drafter_named,
-    source_named,
-)
+from medusa.drafters.registry import DRAFTERS, Drafters, DrafterSettings
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
@@ -43,14 +36,12 @@ def test_heads_take_the_tree_tuned_for_the_rows_and_leave_a_union_where_they_do_
         TunedTree(plain.runtime, 2, CandidateTree.chain(3)),
     ]
     model = MedusaModel(plain.base, plain.heads, BUSHY, tuned=tuned)
-    parts = draft_sources(["heads+suffix"], model, DrafterSettings())
-    heads, union = source_named("heads", parts), source_named("heads+suffix", parts)
-    assert heads.drafter(num_rows=2).tree == CandidateTree.chain(3)
-    assert heads.drafter(num_rows=4).tree == CandidateTree.chain(3), "asked for alone, heads draft a chain"
-    assert isinstance(union.drafter(num_rows=2), UnionDrafter)
-    assert isinstance(union.drafter(num_rows=4), SuffixDrafter)
-    untuned = source_named("heads", draft_sources(["heads"], plain, DrafterSettings()))
-    assert untuned.drafter(num_rows=4).tree == BUSHY
+    drafters = Drafters(model)
+    assert drafters.make("heads", num_rows=2).tree == CandidateTree.chain(3)
+    assert drafters.make("heads", num_rows=4).tree == CandidateTree.chain(3), "asked for alone, heads draft"
+    assert isinstance(drafters.make("heads+suffix", num_rows=2), UnionDrafter)
+    assert isinstance(drafters.make("heads+suffix", num_rows=4), SuffixDrafter)
+    assert Drafters(plain).make("heads", num_rows=4).tree == BUSHY
 
 
 def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
@@ -73,7 +64,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
     options = {"do_sample": True, "temperature": 0.9, "seed": 5, "max_new_tokens": 12}
     plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))
     for name, kind in kinds.items():
-        drafter = drafter_named(name, model, settings)
+        drafter = Drafters(model, settings).make(name)
         assert type(drafter) is kind
         assert model.generate(prompts, **options, drafter=drafter).tolist() == plain.tolist()
 
@@ -88,7 +79,7 @@ def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
     prompts = random_prompts(2, 7)
     plain = model.generate(prompts, do_sample=False, max_new_tokens=12)
     for name, attribute in (("early-exit", "cheaper"), ("draft-model", "draft_model")):
-        drafter = drafter_named(name, model, settings)
+        drafter = Drafters(model, settings).make(name)
         layers = getattr(drafter, attribute).modules()
         assert any(isinstance(layer, PackedLinear) for layer in layers)
         drafted = model.generate(prompts, do_sample=False, max_new_tokens=12, drafter=drafter)
@@ -98,40 +89,43 @@ def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
 def test_chains_have_the_length_asked_for_and_heads_keep_their_tree():
     model = model_with_heads()
     settings = DrafterSettings(draft_length=7, exit_layer=1)
-    assert drafter_named("suffix", model, settings).max_depth == 7
-    assert drafter_named("early-exit", model, settings).tree == CandidateTree.chain(7)
-    assert drafter_named("heads", model, settings).tree == BUSHY
-    assert drafter_named("heads", model, settings, only_chain=True).tree == CandidateTree.chain(3)
+    assert Drafters(model, settings).make("suffix").max_depth == 7
+    assert Drafters(model, settings).make("early-exit").tree == CandidateTree.chain(7)
+    assert Drafters(model, settings).make("heads").tree == BUSHY
+    assert Drafters(model, settings).make("heads", only_chain=True).tree == CandidateTree.chain(3)
     shorter = DrafterSettings(draft_length=2)
-    assert drafter_named("heads", model, shorter, only_chain=True).tree == CandidateTree.chain(2)
-    assert drafter_named("heads+suffix", model, settings).max_depth == 7
+    assert Drafters(model, shorter).make("heads", only_chain=True).tree == CandidateTree.chain(2)
+    assert Drafters(model, settings).make("heads+suffix").max_depth == 7
 
 
 def test_heads_whose_tuned_tree_is_the_root_alone_draft_a_chain():
-    assert drafter_named("heads", model_with_heads(CandidateTree.chain(0))).tree == CandidateTree.chain(3)
+    assert Drafters(model_with_heads(CandidateTree.chain(0))).make("heads").tree == CandidateTree.chain(3)
 
 
 def test_a_wider_draft_is_for_rules_that_take_a_tree():
     model = model_with_heads()
     settings = DrafterSettings(draft_length=4, draft_width=2, exit_layer=1)
-    assert drafter_named("early-exit", model, settings).tree == independent_chains(2, 4)
-    assert drafter_named("early-exit", model, settings, only_chain=True).tree == CandidateTree.chain(4)
+    assert Drafters(model, settings).make("early-exit").tree == independent_chains(2, 4)
+    assert Drafters(model, settings).make("early-exit", only_chain=True).tree == CandidateTree.chain(4)
 
 
-def test_a_union_prepares_each_part_once():
+@pytest.mark.parametrize("name", ["heads", "dynamic-heads", "suffix", "early-exit", "heads+suffix"])
+def test_every_drafter_fills_the_tree_it_is_given_and_is_new_each_time(name):
     model = model_with_heads()
-    parts = draft_sources(["heads", "suffix", "heads+suffix"], model, DrafterSettings())
-    assert list(parts) == ["heads", "suffix"]
-    parts["suffix"] = parts["suffix"].with_length(3)
-    heads, suffix = source_named("heads+suffix", parts).drafter().drafters
-    assert (type(heads), type(suffix), suffix.length) == (HeadsDrafter, SuffixDrafter, 3)
+    drafters, tree = Drafters(model, DrafterSettings(exit_layer=1)), CandidateTree.from_paths([(0,), (0, 1)])
+    drafter = drafters.make(name, tree)
+    assert drafter.max_depth == 2 and drafters.make(name).max_depth != 1
+    for part in getattr(drafter, "drafters", [drafter]):
+        assert getattr(part, "tree", tree) == tree
+    assert drafters.make(name, tree) is not drafter is not drafter.fill()
+    assert type(drafters.make(name, CandidateTree.chain(0))) is PlainDrafter
 
 
 def test_available_drafters_are_those_that_lack_nothing():
     bare = MedusaModel(tiny_model("llama"))
-    assert available_drafters(bare, DrafterSettings()) == ["suffix", "low-precision"]
+    assert Drafters(bare, DrafterSettings()).available() == ["suffix", "low-precision"]
     everything = DrafterSettings(exit_layer=1, draft_model="somewhere")
-    found = available_drafters(model_with_heads(), everything)
+    found = Drafters(model_with_heads(), everything).available()
     assert [name for name in found if name != "eagle3"] == [
         "heads",
         "dynamic-heads",
@@ -159,7 +153,7 @@ def test_available_drafters_are_those_that_lack_nothing():
 )
 def test_a_drafter_that_cannot_be_is_refused_with_what_it_lacks(name, message):
     with pytest.raises(ValueError, match=message):
-        drafter_named(name, MedusaModel(tiny_model("llama")))
+        Drafters(MedusaModel(tiny_model("llama"))).make(name)
 
 
 def test_lengths_below_one_are_refused():
@@ -173,11 +167,11 @@ def test_a_draft_model_directory_is_loaded_and_its_tokens_checked(tmp_path):
     model = chat_model()
     chat_base(seed=3).save_pretrained(tmp_path)
     model.tokenizer.save_pretrained(tmp_path)
-    drafter = drafter_named("draft-model", model, DrafterSettings(draft_model=tmp_path, draft_length=2))
+    drafter = Drafters(model, DrafterSettings(draft_model=tmp_path, draft_length=2)).make("draft-model")
     assert drafter.draft_model.config.num_hidden_layers == 2
     model.tokenizer.add_tokens(["<|new|>"])
     with pytest.raises(ValueError, match="draft model must share the base model's tokens, 1 differ"):
-        drafter_named("draft-model", model, DrafterSettings(draft_model=tmp_path))
+        Drafters(model, DrafterSettings(draft_model=tmp_path)).make("draft-model")
     other = LlamaForCausalLM(LlamaConfig(**{**tiny_model("llama").config.to_dict(), "vocab_size": 500}))
     with pytest.raises(ValueError, match="draft model has vocab_size=500"):
-        drafter_named("draft-model", model_with_heads(), DrafterSettings(draft_model=other))
+        Drafters(model_with_heads(), DrafterSettings(draft_model=other)).make("draft-model")

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.decoding.continuous_batch import BatchLimits, Row
-from medusa.decoding.step_runners import StepRunners
+from medusa.decoding.batch import BatchLimits, Row
+from medusa.decoding.forward import Libraries
 from medusa.engine import prepared_base
 from medusa.engine.compiled import (
     compiled_pass,
@@ -93,7 +93,7 @@ def check_a_view(engine, base):
     check_a_shared_batch(model)
 
     view, topology = model.runner, BUSHY.topology("cpu")
-    mine, seconds = model._runners.compiled_pass((1,))
+    mine, seconds = model._steps.libraries.compiled_pass((1,))
     assert seconds == 0.0, "the calls above have it"
     tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -120,9 +120,7 @@ def check_a_view(engine, base):
 
 def test_a_compiled_int8_pass_is_exact_and_kept(monkeypatch):
     as_it_is = lambda runners, drafter, *are_sampled: (drafter, 0.0)  # noqa: E731
-    monkeypatch.setattr(
-        StepRunners, "compiled_drafter", as_it_is
-    )  # see tests/drafters/test_compiled_drafts.py
+    monkeypatch.setattr(Libraries, "compiled_drafter", as_it_is)  # see tests/drafters/test_compiled_drafts.py
     torch.manual_seed(7)
     sizes = {**GROUPED, "head_dim": 16, "num_hidden_layers": 1}
     check_a_view("int8", LlamaForCausalLM(LlamaConfig(**sizes)).eval())

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, load_heads, save_heads
 from medusa.base.causal_lm import hidden_states, output_embedding
-from medusa.decoding.continuous_batch import Row
+from medusa.decoding.batch import Row
 from medusa.drafters import text_entries
 from medusa.drafters.heads import HeadsDrafter
 from medusa.engine.quick_heads import quick_heads

@@ -24,7 +24,7 @@ from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.cli.info import describe_heads
 from medusa.drafters.dynamic import DynamicEagle3Drafter
 from medusa.drafters.eagle3 import Eagle3Drafter
-from medusa.drafters.registry import DrafterSettings, available_drafters, drafter_named
+from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers, drafted_states
@@ -178,7 +178,7 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
     model = MedusaModel.from_pretrained(base, saved)
     assert model.tree == TREE
     assert isinstance(model.drafter_for(1), DynamicEagle3Drafter)
-    named = drafter_named("heads", model)
+    named = Drafters(model).make("heads")
     assert isinstance(named, Eagle3Drafter)
     for lengths in ([9], [20, 1, 7]):
         batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
@@ -211,31 +211,31 @@ def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
     base = tiny_model("llama")
     model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2)))
     settings = DrafterSettings(eagle3=saved)
-    assert "eagle3" in available_drafters(model, settings)
-    assert "eagle3" not in available_drafters(model, DrafterSettings())
-    drafter = drafter_named("eagle3", model, settings)
+    assert "eagle3" in Drafters(model, settings).available()
+    assert "eagle3" not in Drafters(model, DrafterSettings()).available()
+    drafter = Drafters(model, settings).make("eagle3")
     assert isinstance(drafter, Eagle3Drafter) and drafter.tree == TREE
-    assert drafter_named("eagle3", model, settings, only_chain=True).tree == CandidateTree.chain(DEPTH)
+    assert Drafters(model, settings).make("eagle3", only_chain=True).tree == CandidateTree.chain(DEPTH)
     arguments = {"do_sample": False, "max_new_tokens": 12}
     plain = model.generate(random_prompts(2, 7), **arguments, tree=CandidateTree.chain(0))
     for name in ("eagle3", "heads+eagle3"):
-        drafter = drafter_named(name, model, settings)
+        drafter = Drafters(model, settings).make(name)
         assert model.generate(random_prompts(2, 7), **arguments, drafter=drafter).tolist() == plain.tolist()
 
 
 def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
     model = MedusaModel(tiny_model("llama"))
     with pytest.raises(ValueError, match="drafter 'eagle3' needs an EAGLE-3 head; give --eagle3"):
-        drafter_named("eagle3", model)
+        Drafters(model).make("eagle3")
     small = HeadsCheckpoint(new_head(hidden_size=16), "some/base")
     with pytest.raises(ValueError, match="heads were trained for hidden_size=16"):
-        drafter_named("eagle3", model, DrafterSettings(eagle3=small))
+        Drafters(model, DrafterSettings(eagle3=small)).make("eagle3")
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE))
     other = save_heads(HeadsCheckpoint(heads, "some/base"), tmp_path / "medusa")
     with pytest.raises(
         ValueError, match="must be an EAGLE-3 head, got Medusa heads for 'some/base'; use --heads"
     ):
-        drafter_named("eagle3", model, DrafterSettings(eagle3=other))
+        Drafters(model, DrafterSettings(eagle3=other)).make("eagle3")
 
 
 def test_a_base_gives_the_head_its_attention_and_rotary_embedding():

@@ -7,7 +7,7 @@ import torch
 from conftest import VOCAB_SIZE, counting_model, random_prompts, tiny_model
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.drafters.registry import DrafterSettings, draft_sources, drafter_named
+from medusa.drafters.registry import Drafters, DrafterSettings, draft_sources
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.measurement.draft_length import DraftRecord, StepCosts, best_draft_length, expected_tokens
 from medusa.measurement.watching import (
@@ -131,7 +131,7 @@ def test_watching_keeps_the_law_and_the_tokens():
     options = {"do_sample": True, "temperature": 1.0, "seed": 3, "max_new_tokens": 10}
     for name, rule in (("heads", "exact"), ("early-exit", "block"), ("early-exit", "greedy_block")):
         settings = DrafterSettings(exit_layer=1)
-        drafter = drafter_named(name, model, settings)
+        drafter = Drafters(model, settings).make(name)
         own = model.generate(**inputs, **options, drafter=drafter, acceptance=rule)[0, 6:].tolist()
         answer = watched_answer(model, inputs, drafter, acceptance=rule, **options)
         assert list(answer.tokens[0]) == own

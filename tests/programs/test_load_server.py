@@ -9,7 +9,7 @@ from tiny_chat import chat_model, chat_tokenizer
 from tiny_server import running
 
 from medusa.cli.options import parse
-from medusa.decoding.continuous_batch import BatchLimits
+from medusa.decoding.batch import BatchLimits
 
 MESSAGES = [[{"role": "user", "content": "Hello"}]]
 

@@ -10,7 +10,7 @@ from conftest import OracleDrafter
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import hidden_size, vocab_size
-from medusa.drafters.registry import DrafterSettings, drafter_named
+from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.drafters.self_draft import early_exit
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
@@ -147,7 +147,7 @@ def test_every_drafter_says_what_the_real_model_says(
     else:
         expected = real_base.generate(**ids, **options)
     drafted = model.generate(
-        **ids, **options, drafter=drafter_named(name, model, settings), return_dict_in_generate=True
+        **ids, **options, drafter=Drafters(model, settings).make(name), return_dict_in_generate=True
     )
     assert drafted.sequences.tolist() == expected.tolist()
     assert drafted.statistics.num_steps > 0

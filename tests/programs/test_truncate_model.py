@@ -15,7 +15,7 @@ from tiny_chat import save_chat_model
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel
-from medusa.drafters.registry import DrafterSettings, drafter_named
+from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.drafters.self_draft import early_exit
 
 program = load_program("scripts/truncate_model.py")
@@ -39,7 +39,7 @@ def test_the_directory_is_a_model_that_drafts(tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(output).config.num_hidden_layers == 1
     assert json.loads((output / "truncated.json").read_text())["base_layers"] == 2
     model = MedusaModel.from_pretrained(base)
-    drafter = drafter_named("draft-model", model, DrafterSettings(draft_model=output))
+    drafter = Drafters(model, DrafterSettings(draft_model=output)).make("draft-model")
     prompt = random_prompts(1, 9)
     options = {"do_sample": False, "max_new_tokens": 12}
     assert (

@@ -29,8 +29,8 @@ from tiny_chat import chat_model, save_chat_model
 from tiny_server import Running, expected, running, wait_until
 
 from medusa.acceptance.penalties import OccurrencePenalty
-from medusa.decoding import continuous_batch
-from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch
+from medusa.decoding import batch as decoding_batch
+from medusa.decoding.batch import Batch, BatchLimits
 from medusa.serving import application, connections
 from medusa.serving.application import AccessSettings, create_application
 from medusa.serving.requests import ChatRequest, CompletionRequest
@@ -114,19 +114,19 @@ def test_a_processor_that_raises_loses_its_own_request(server, text, monkeypatch
 
 
 def test_a_prompt_that_runs_out_of_memory_loses_its_own_request(server, text, monkeypatch):
-    fill = continuous_batch.begin
+    fill = decoding_batch.begin
 
     def begin(base, request, *given, **options):
         if int(request.lengths[0]) > 100:
             raise torch.OutOfMemoryError("no memory for the prompt")
         return fill(base, request, *given, **options)
 
-    monkeypatch.setattr(continuous_batch, "begin", begin)
+    monkeypatch.setattr(decoding_batch, "begin", begin)
     assert_lost_alone(server, text, messages=LONG)
 
 
 def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeypatch):
-    fill = continuous_batch.begin
+    fill = decoding_batch.begin
 
     def begin(base, request, *given, **options):
         state, advance = fill(base, request, *given, **options)
@@ -135,7 +135,7 @@ def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeyp
                 layer.entries[1][0, :, 0] = float("nan")
         return state, advance
 
-    monkeypatch.setattr(continuous_batch, "begin", begin)
+    monkeypatch.setattr(decoding_batch, "begin", begin)
     assert_lost_alone(server, text, messages=LONG)
 
 
@@ -305,7 +305,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(server, pat
 def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
     with running(chat_model(), limits=BatchLimits(max_rows=1, max_waiting=0)) as small:
         monkeypatch.setattr(small.service, "chat_prompt", fails)
-        monkeypatch.setattr(ContinuousBatch, "num_vacant", 0)
+        monkeypatch.setattr(Batch, "num_vacant", 0)
         with pytest.raises(openai.InternalServerError, match="as many requests wait as may"):
             whole(small)
 

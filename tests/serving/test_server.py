@@ -21,7 +21,8 @@ from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_model
 from tiny_server import TOKENIZER, Running, expected, running, wait_until
 
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
-from medusa.decoding.continuous_batch import BatchLimits
+from medusa.decoding.batch import BatchLimits
+from medusa.decoding.forward import Forward
 from medusa.serving.application import AccessSettings
 from medusa.serving.errors import RequestError
 from medusa.serving.origins import refusal_of_host, refusal_of_origin
@@ -866,22 +867,20 @@ def test_a_fault_of_the_server_leaves_one_traceback_and_tells_nothing(server, ca
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog):
+def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog, monkeypatch):
     with running(chat_model()) as broken:
-        batch = broken.service.worker.batches[False]
-        run = batch._run
 
         def fails(*_args):
             raise RuntimeError("secret path /etc/passwd")
 
-        batch._run = fails
+        monkeypatch.setattr(Forward, "verify", fails)
         asked = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0}
         with pytest.raises(openai.InternalServerError) as told:
             client_of(broken).chat.completions.create(**asked)
         assert "secret" not in str(told.value)
         with pytest.raises(openai.APIError, match="the server failed on this answer"):
             list(client_of(broken).chat.completions.create(**asked, stream=True))
-        batch._run = run
+        monkeypatch.undo()
         assert client_of(broken).chat.completions.create(**asked).choices[0].message.content
         broken.service.worker.close()
         assert httpx.get(f"{broken.url}/health").status_code == 503

@@ -1,15 +1,12 @@
-"""The decode loop: draft, verify, accept, commit.
+"""One step of the decode loop: draft, verify, accept, commit.
 
-Plain decoding is this loop with a tree of one node. Rows of a batch advance by as many tokens as
-each accepts, and leave the batch when they finish. This module knows nothing of prompts as text,
-generation configurations or files; :class:`medusa.MedusaModel` prepares the request.
+Plain decoding is this step with a tree of one node. Rows of a batch advance by as many tokens as each
+accepts. Who takes part is decided in :mod:`medusa.decoding.batch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,31 +23,15 @@ from medusa.acceptance.sampling import (
     token_logprobs,
 )
 from medusa.acceptance.typical import accept_typical
-from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
-from medusa.decoding.in_step import accept_in_step
+from medusa.base.causal_lm import CausalLM, vocab_size
+from medusa.decoding.forward import Forward
+from medusa.decoding.lockstep import accept_in_lockstep
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
-from medusa.decoding.statistics import DecodingStatistics, PhaseClock
-from medusa.drafters.plain import PlainDrafter
+from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.validation import DraftValidator
-from medusa.engine.compiled import CompiledPass
 from medusa.trees.candidate_tree import TreeTopology
-
-Verify = Callable[[CausalLM, Tensor, TreeTopology, TreeCache], tuple[Tensor, Tensor]]
-"""Runs a tree, as :func:`medusa.base.causal_lm.verify`, with the layers that it is bound to."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one forward pass gave, for every row of the request; finished rows have empty lists."""
-
-    tokens: list[list[int]]
-    depths: list[list[int]]
-    """The depth of the guess behind each token; 0 for the base model's own."""
-    is_first: bool = False
-    """The prefill, which gives each row its first token."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +40,7 @@ class Advance:
 
     tokens: list[list[int]]
     depths: list[list[int]]
-    """As in :class:`StepResult`."""
+    """The depth of the guess behind each token; 0 for the base model's own."""
     has_ended: list[bool]
     max_depth: int
     """Of the tree that was verified."""
@@ -69,77 +50,34 @@ class Advance:
     """Row -> one entry for each of its tokens, where its request asked for them."""
 
 
-@torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
-@torch.no_grad()
-def decode(
-    base: CausalLM,
-    drafter: Drafter,
-    request: DecodeRequest,
-    statistics: DecodingStatistics | None = None,
-    pausing: Pausing | None = None,
-    compiled: CompiledPass | None = None,
-) -> Iterator[StepResult]:
-    """Decode ``request``, one :class:`StepResult` per forward pass; ``statistics`` is filled as it goes.
-
-    ``pausing`` decides which steps draft; without, every one. Only an exact request has the same text then.
-    ``compiled`` is a pass that was compiled for ``base`` (:mod:`medusa.engine.compiled`), to be run in the
-    place of its modules.
-    """
-    statistics = DecodingStatistics() if statistics is None else statistics
-    num_rows = len(request.lengths)
-    clock, validator = PhaseClock(statistics), DraftValidator(drafter, vocab_size(base))
-    resting = PlainDrafter() if pausing is None else pausing.resting
-    resting.begin(num_rows)
-
-    drafter.begin(num_rows)
-    sampled = sampled_kind(drafter, request)
-    state, first = begin(base, request, drafter.reads_layers, drafter.needs_features, compiled=compiled)
-    state.sampled = sampled
-    clock.prefill_done(num_rows=num_rows)
-    yield finish_step(state, (drafter, resting), num_rows, first, True)
-
-    while state.rows:
-        clock.start()
-        guessing = drafter if pausing is None else pausing.chosen(drafter)
-        validated = validator if guessing is drafter else None
-        run = partial(compiled.verify if compiled else verify, layers=drafter.reads_layers)
-        advance = advanced(base, guessing, state, clock, run, validated, pausing)
-        record_step(advance, guessing is drafter, statistics, pausing, clock.step_seconds)
-        yield finish_step(state, (drafter, resting), num_rows, advance, False)
-
-
 def advanced(
-    base: CausalLM,
+    forward: Forward,
     drafter: Drafter,
     state: DecodeState,
     clock: PhaseClock,
-    run: Verify,
-    validator: DraftValidator | None = None,
+    validator: DraftValidator,
     pausing: Pausing | None = None,
 ) -> Advance:
     """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
 
     ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
     """
-    context = draft_context(state, drafter, base)
+    context = draft_context(state, drafter, forward.base)
     draft = drafter.draft(context)
-    if validator is not None:
-        validator.check(draft, context)
+    validator.check(drafter, draft, context)
     if pausing is not None and draft.worth is not None:
         draft = draft.first(pausing.num_nodes(draft.worth))
     clock.lap("draft")
-    hidden, logits = run(base, draft.tokens, draft.topology, state.cache)
+    hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     if not bool(hidden.isfinite().all()):  # one such node spreads through masked slots to all others
         draft = _without_guesses(state, draft)
-        hidden, logits = run(base, draft.tokens, draft.topology, state.cache)
+        hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
     acceptance = acceptance_of(state, draft, logits, context.noise)
     counts = acceptance.num_accepted.tolist()
     emitted = acceptance.tokens(draft.tokens).tolist()
     tokens = [row[: count + 1] for row, count in zip(emitted, counts, strict=True)]
-    logprobs = _logprobs(state, logits, acceptance.path, tokens)
-    depths = [depths_of(count) for count in counts]
-    advance = _cut(state, tokens, depths, draft, logprobs)
+    advance = _cut(state, tokens, counts, draft, _logprobs(state, logits, acceptance.path, tokens))
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain)
     state.append(advance.tokens)
@@ -160,40 +98,38 @@ def _without_guesses(state: DecodeState, draft: Draft) -> Draft:
 
 
 def begin(
-    base: CausalLM,
+    forward: Forward,
     request: DecodeRequest,
-    layers: Sequence[int] = (),
-    needs_features: bool = False,
-    before: Prefix | None = None,
+    prefix: Prefix,
+    *,
     num_before: int = 0,
+    needs_features: bool = False,
     refuses_nan: bool = False,
-    compiled: CompiledPass | None = None,
 ) -> tuple[DecodeState, Advance]:
     """Prefill: the state to go on from, which has each row's first token, and that token.
 
-    ``layers`` and ``needs_features`` are those of who will draft, ``refuses_nan`` is of the state. ``before``
-    holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt are of the
-    answer, which then goes on. ``compiled`` is that of :func:`decode`.
+    ``prefix`` holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt
+    are of the answer, which then goes on. ``needs_features`` is of who will draft, ``refuses_nan`` of the
+    state.
     """
-    before = Prefix(new_cache(base, len(request.lengths))) if before is None else before
-    cache, num_read = before.cache, before.cache.lengths
-    fill = compiled.prefill if compiled else prefill
-    hidden, logits = fill(base, request.tokens, request.lengths, cache, layers=layers)
+    cache, num_read = prefix.cache, prefix.cache.lengths
+    hidden, logits = forward.prefill(request.tokens, request.lengths, cache)
     last = request.lengths[:, None] - 1
     newest = (last - num_read[:, None])[..., None].expand(-1, -1, hidden.shape[2])
+    num_rows = len(request.lengths)
     state = DecodeState(
-        rows=list(range(len(request.lengths))),
+        rows=list(range(num_rows)),
         tokens=request.tokens,
         lengths=request.lengths,
         hidden=hidden.gather(1, newest).squeeze(1),
         cache=cache,
-        requests=[request] * len(request.lengths),
+        requests=[request] * num_rows,
         seeds=request.seeds,
         padding=request.padding,
-        num_new=[num_before] * len(request.lengths),
-        features=before.features_with(hidden) if needs_features else None,
+        num_new=[num_before] * num_rows,
+        features=prefix.features_with(hidden) if needs_features else None,
         refuses_nan=refuses_nan,
-        callers_batch=request.callers_batch() if request.in_step else None,
+        lockstep_batch=request.lockstep_batch() if request.in_lockstep else None,
     )
     # The last prompt token is the only node of a tree, and the first token is chosen after it.
     lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
@@ -201,29 +137,9 @@ def begin(
     acceptance = _accept_chosen(state, lone, logits[:, None], noise)
     first = [[token] for token in acceptance.next_token.tolist()]
     logprobs = _logprobs(state, logits[:, None], acceptance.path, first)
-    advance = _cut(state, first, [[0] for _ in first], lone, logprobs)
+    advance = _cut(state, first, [0] * num_rows, lone, logprobs)
     state.append(advance.tokens)
     return state, advance
-
-
-def record_step(
-    advance: Advance,
-    drafts: bool,
-    statistics: DecodingStatistics,
-    pausing: Pausing | None,
-    seconds: float | None,
-) -> None:
-    """Count a step, and tell ``pausing`` of it; ``drafts`` unless someone stood in for the drafter.
-
-    ``seconds`` as for :meth:`medusa.decoding.pausing.Pausing.record`.
-    """
-    kept = [len(new) - 1 for new in advance.tokens if new]
-    depth = advance.max_depth
-    statistics.record_step(kept, depth, is_paused=depth == 0 and not drafts)
-    if pausing is not None:
-        rested = depth > 0 and not drafts
-        tokens_per_row = 1 + sum(kept) / len(kept)
-        pausing.record(tokens_per_row, seconds, rested=rested, num_nodes=1 + advance.num_drafted)
 
 
 def sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:
@@ -262,8 +178,10 @@ def acceptance_of(state: DecodeState, draft: Draft, logits: Tensor, noise: Tenso
 
 def _accept_chosen(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
     """Which candidates are what the base chooses, with ``noise`` (B, L, V) by depth, or finds plausible."""
-    if state.callers_batch is not None:
-        return accept_in_step(state.callers_batch, state.rows, draft.tokens, draft.topology, logits, noise)
+    if state.lockstep_batch is not None:
+        return accept_in_lockstep(
+            state.lockstep_batch, state.rows, draft.tokens, draft.topology, logits, noise
+        )
     scores = _scores(state, draft, logits)
     if noise is not None:
         depths = draft.topology.depths.expand(len(noise), -1)
@@ -327,7 +245,7 @@ class RowsFailed(RuntimeError):
 def _cut(
     state: DecodeState,
     tokens: list[list[int]],
-    depths: list[list[int]],
+    num_accepted: list[int],
     draft: Draft,
     logprobs: dict[int, list[TokenLogprobs]],
 ) -> Advance:
@@ -335,7 +253,7 @@ def _cut(
     ends = [state.num_until_end(row, new) for row, new in enumerate(tokens)]
     return Advance(
         [new[:kept] for new, (kept, _) in zip(tokens, ends, strict=True)],
-        [depth[:kept] for depth, (kept, _) in zip(depths, ends, strict=True)],
+        [depths_of(count)[:kept] for count, (kept, _) in zip(num_accepted, ends, strict=True)],
         [has_ended for _, has_ended in ends],
         draft.topology.max_depth,
         draft.topology.num_nodes - 1,
@@ -359,22 +277,3 @@ def _logprobs(
 def depths_of(num_accepted: int) -> list[int]:
     """The depth of the guess behind each token of a step that accepted so many; the last is no guess."""
     return [*range(1, num_accepted + 1), 0]
-
-
-def finish_step(
-    state: DecodeState,
-    drafters: Sequence[Drafter],
-    num_answers: int,
-    advance: Advance,
-    is_first: bool,
-) -> StepResult:
-    """What a step gave each of the ``num_answers`` rows of the request; rows that have ended are dropped."""
-    result = StepResult([[] for _ in range(num_answers)], [[] for _ in range(num_answers)], is_first)
-    for index, tokens, depths in zip(state.rows, advance.tokens, advance.depths, strict=True):
-        result.tokens[index], result.depths[index] = tokens, depths
-    running = [row for row, has_ended in enumerate(advance.has_ended) if not has_ended]
-    if len(running) < len(state.rows):
-        state.keep_rows(running)
-        for drafter in drafters:
-            drafter.keep_rows(torch.tensor(running, dtype=torch.long, device=state.lengths.device))
-    return result

@@ -1,37 +1,40 @@
-"""Continuous batching: requests join and leave the passes of one base between steps.
+"""The decode loop: who takes part in the passes of one base, and what each row got.
 
-The step is that of :mod:`medusa.decoding.loop`; what differs is who takes part. A request waits, has its
-prompt read a chunk at a time between the steps of the others, joins them as a row of its own, and leaves when
-it ends or is cancelled. Each row has its own length, settings, seed and processors, and its tokens are those
-that it would get alone: a row's noise is keyed by its seed and its positions, and no row sees another.
+A request waits, has its prompt read a chunk at a time in turns with the steps of the others, joins them, and
+leaves when it ends or is cancelled (continuous batching). ``generate`` and ``stream`` are a batch with one
+request of B rows, which no other joins (:meth:`Batch.start`, :func:`decode`). Each row has its own length,
+settings, seed and processors, and its tokens are those that it would get alone: a row's noise is keyed by its
+seed and its positions, and no row sees another.
 
-Memory is bounded by ``max_slots``. Where rows outgrow it, the youngest one steps back into the queue and has
-its text so far read again later, which does not change what follows either.
+Memory is bounded by ``max_slots``. Where rows outgrow it, the youngest one is preempted: it goes back into
+the queue and has its text so far read again later, which does not change what follows either.
 
 One thread at a time may use a batch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.base.cache import GROWTH_STEP
-from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify
+from medusa.base.causal_lm import new_cache, vocab_size
 from medusa.base.position_limits import common_context
-from medusa.decoding.loop import Advance, RowsFailed, advanced, begin, record_step
+from medusa.decoding.forward import Forward
 from medusa.decoding.pausing import Pausing
-from medusa.decoding.prefixes import PrefixStore, num_shared
+from medusa.decoding.prefix_cache import PrefixCache, num_shared
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
+from medusa.decoding.step import Advance, RowsFailed, advanced, begin, sampled_kind
 from medusa.drafters.protocol import Drafter
-from medusa.engine.compiled import CompiledPass
+from medusa.drafters.validation import DraftValidator
 
 MAX_PASSED = 16
 """Shorter rows that may begin before one that has no room yet."""
@@ -65,12 +68,16 @@ class BatchLimits:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
+ALONE = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, prefix_bytes=0)
+"""Of a batch for one request, which takes what it needs."""
+
+
 @dataclass(eq=False)
 class Row:
-    """One request and its answer so far."""
+    """One row of a request and its answer so far."""
 
     request: DecodeRequest
-    """Of one row."""
+    """Of one row where others may join."""
     tag: Any = None
     """Whatever the caller knows the row by."""
     owner: Hashable = None
@@ -86,16 +93,17 @@ class Row:
     """Rows that began before it though they came later, as there was no room for this one."""
     order: int = -1
     """When it joined, among the rows of the batch."""
+    index: int = 0
+    """Which row of the request it is."""
 
     @property
     def prompt(self) -> list[int]:
-        return self.request.tokens[0, : int(self.request.lengths[0])].tolist()
+        return self.request.tokens[self.index, : int(self.request.lengths[self.index])].tolist()
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a pass gave one row; without tokens where the row has only failed. A row that joins in a step gets
-    its first token and that step's pass: two of these."""
+    """What a pass gave one row; without tokens where the row has only failed."""
 
     row: Row
     tokens: list[int] = field(default_factory=list)
@@ -107,69 +115,81 @@ class Progress:
     """That of the row, where this is the last it gets."""
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What one forward pass gave, for every row of a request; finished rows have empty lists."""
+
+    tokens: list[list[int]]
+    depths: list[list[int]]
+    """The depth of the guess behind each token; 0 for the base model's own."""
+    is_first: bool = False
+    """The prefill, which gives each row its first token."""
+
+
 @dataclass
 class _Reading:
-    """A row whose prompt is being read."""
+    """Rows of one request whose prompts are being read."""
 
-    row: Row
-    ids: list[int]
+    rows: Sequence[Row]
     request: DecodeRequest
-    """That of the row, with the answer so far behind the prompt."""
+    """Theirs, with the answer so far behind the prompt."""
     prefix: Prefix
 
     @property
+    def longest(self) -> int:
+        return int(self.request.lengths.max())
+
+    @property
     def num_missing(self) -> int:
-        return len(self.ids) - self.prefix.cache.longest
+        return self.longest - self.prefix.cache.longest
 
 
-class ContinuousBatch:
+class Batch:
     """Rows under way on one base.
 
     Call :meth:`add` at any time, and :meth:`step` for as long as :attr:`is_busy`.
 
     Args:
-        base: the base model as its engine runs it.
-        drafter_for: the drafter for so many rows. Called once for each number.
-        pausing_for: what pauses guessing among so many rows with this drafter; None never pauses.
+        forward: what runs passes, with the states of the layers that drafters read.
+        guide_for: the drafter for so many rows, and what pauses it (None: nothing). Called once for each
+            number.
         check_base: raises ValueError where base or heads are no longer those that the batch was made for.
-            Called with True for each new request, with False before each step.
-        compiled: the pass of ``base`` that was compiled, to be run in the place of its modules.
-        layers: those that drafters read.
+            Called with True for each new request, with False after each pass.
+        static: what runs whole steps in the place of the general one, for a request alone.
         needs_features: whether drafters want the states of the whole text.
         max_nodes: of a draft.
     """
 
     def __init__(
         self,
-        base: CausalLM,
-        limits: BatchLimits,
-        drafter_for: Callable[[int], Drafter],
-        pausing_for: Callable[[int, Drafter], Pausing | None],
-        check_base: Callable[[bool], None],
-        compiled: CompiledPass | None = None,
-        layers: tuple[int, ...] = (),
+        forward: Forward,
+        guide_for: Callable[[int], tuple[Drafter, Pausing | None]],
+        check_base: Callable[[bool], None] = lambda is_new_request: None,
+        limits: BatchLimits = ALONE,
+        statistics: DecodingStatistics | None = None,
+        static: StaticRows | None = None,
         needs_features: bool = False,
         max_nodes: int = 1,
     ):
-        self.base, self.limits = base, limits
-        self.statistics = DecodingStatistics()
+        self.limits = limits
+        self.statistics = DecodingStatistics() if statistics is None else statistics
         self.num_drafted = 0
         """Draft tokens that were verified."""
-        self.prefixes = PrefixStore(limits.prefix_bytes)
+        self.prefixes = PrefixCache(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
-        self._drafter_for, self._pausing_for, self._compiled = drafter_for, pausing_for, compiled
-        self._check_base = check_base
-        self._run = partial(compiled.verify if compiled else verify, layers=layers)
-        self._layers, self._needs_features, self._max_nodes = layers, needs_features, max_nodes
-        self._clock = PhaseClock(self.statistics)
+        self._forward, self._static = forward, static
+        self._guide_for, self._check_base = guide_for, check_base
+        self._needs_features, self._max_nodes = needs_features, max_nodes
+        self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(forward.base))
         self._readings: list[_Reading] = []  # each less than half as long as what the one before has left
+        self._has_read = False  # prompts, in the last turn
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
         self._guides: dict[int, tuple[Drafter, Pausing | None]] = {}  # by the number of rows
-        self._guided_by: Drafter | None = None  # the drafter that knows the rows, but for those that joined
+        self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
         self._has_joined = False
-        self._context = common_context(base)
+        self._context = common_context(forward.base)
 
     @property
     def num_rows(self) -> int:
@@ -206,6 +226,19 @@ class ContinuousBatch:
             raise QueueFull(f"{len(self.waiting)} requests wait already")
         self.waiting.append(row)
 
+    def start(self, request: DecodeRequest) -> list[Row]:
+        """Have the rows of ``request`` decode, together and with no others, in a batch that holds none.
+
+        Raises:
+            ValueError: the drafter cannot draw as the request's acceptance rule wants.
+        """
+        rows = [Row(request, index=index) for index in range(len(request.lengths))]
+        if request.rule is not None:
+            sampled_kind(self._guide(len(rows))[0], request)
+        nothing_read = Prefix(new_cache(self._forward.base, len(rows)))
+        self._readings = [_Reading(rows, request, nothing_read)]
+        return rows
+
     @property
     def num_vacant(self) -> int:
         """Requests that can be added now: those that would join at once, and those that may wait."""
@@ -216,7 +249,7 @@ class ContinuousBatch:
         """Raise ValueError unless a batch like this can ever answer ``request``."""
         if len(request.lengths) != 1:
             raise ValueError(f"a row of a batch is one request, got one of {len(request.lengths)} rows")
-        if request.in_step or not request.is_exact:
+        if request.in_lockstep or not request.is_exact:
             raise ValueError(
                 "requests share passes only with acceptance='exact' and the logits processors and stopping "
                 "criteria of generate itself; call generate for this one"
@@ -232,33 +265,44 @@ class ContinuousBatch:
         """Drop ``row`` wherever it is; nothing happens if it has ended."""
         if row in self.waiting:
             self.waiting.remove(row)
-        self._readings = [reading for reading in self._readings if reading.row is not row]
+        self._readings = [reading for reading in self._readings if row not in reading.rows]
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
     def clear(self) -> None:
         """Drop all rows without looking at them: after a failure that may have broken anything."""
         self.waiting.clear()
-        self._rows, self._state, self._guided_by, self._readings = {}, None, None, []
+        self._rows, self._state, self._last_drafter, self._readings = {}, None, None, []
+        if self._static is not None:
+            self._static.close()
 
-    @torch.inference_mode(False)  # as in loop.decode
-    @torch.no_grad()
     def step(self) -> list[Progress]:
-        """Read at most a chunk of prompts, then one pass of all rows; what each row got, first tokens too.
+        """One turn: at most a chunk of prompts, or a pass of all rows; where there is both, by turns. What
+        each row got.
 
         Raises:
             ValueError: the weights have changed since the batch was made.
         """
+        return [progress for each in self.passes() for progress in each]
+
+    @torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
+    @torch.no_grad()
+    def passes(self) -> list[list[Progress]]:
+        """As :meth:`step`, by passes: static steps run several in a turn."""
+        reads = bool(self.waiting or self._readings) and not (self._rows and self._has_read)
+        self._has_read = reads
+        if reads:
+            passes = [self._read_prompts()]
+        else:
+            passes = self._decode() if self._rows else []
         self._check_base(False)
-        progress = self._read_prompts()
-        if self._rows:
-            progress += self._decode()
-        return progress
+        return passes
 
     def _read_prompts(self) -> list[Progress]:
         """At most a chunk of prompts: half of it is for the one that was begun first, and the shortest ones
         come before it with the other half."""
         progress: list[Progress] = []
+        self._clock.start()
         budget, kept = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
         while budget > 0 and self._begin_reading():
             passes = len(self._readings) > 1 and budget > kept
@@ -268,7 +312,7 @@ class ContinuousBatch:
                 if reading.num_missing > most:
                     self._read_chunk(reading, most)
                     budget -= most
-                elif self._rows and not self._fits(len(reading.ids), len(self._readings)):
+                elif self._rows and not self._fits(reading.longest, len(self._readings)):
                     self._read_later(reading)  # the others have grown meanwhile
                     break
                 else:
@@ -277,7 +321,8 @@ class ContinuousBatch:
                     progress += self._read_to_the_end(reading)
             except Exception as error:  # whatever a request does to the model is its own loss
                 self._readings = [each for each in self._readings if each is not reading]
-                progress.append(self._failed(reading.row, _cause(error)))
+                progress += [self._failed(row, _cause(error)) for row in reading.rows]
+        self._clock.lap_prefill()
         return progress
 
     def _begin_reading(self) -> bool:
@@ -307,7 +352,7 @@ class ContinuousBatch:
         tokens = torch.tensor([ids], device=row.request.tokens.device)
         request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
         prefix, row.num_reused = self._known_prefix(ids, row.owner)
-        return _Reading(row, ids, request, prefix)
+        return _Reading([row], request, prefix)
 
     def _has_room_for(self, length: int) -> bool:
         """Whether all rows, those that are read and one of ``length`` tokens can grow for a while."""
@@ -318,13 +363,13 @@ class ContinuousBatch:
 
     def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
         """Whether so many rows may join, one of ``length`` tokens, all rows grown by so many tokens."""
-        read = [len(reading.ids) for reading in self._readings]
+        read = [reading.longest for reading in self._readings]
         longest = max(length, 0 if self._state is None else self._state.cache.longest, *read, 0)
         return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
 
     def _read_later(self, reading: _Reading) -> None:
         self._readings.remove(reading)
-        self.waiting.appendleft(reading.row)
+        self.waiting.extendleft(reading.rows)
 
     def _slots(self, num_rows: int, longest: int) -> int:
         """Slots that so many rows take, with a tree behind ``longest`` tokens."""
@@ -349,31 +394,38 @@ class ContinuousBatch:
         if prefix is not None:
             features = None if prefix.features is None else prefix.features[:, :length]
             return Prefix(prefix.cache.copy_of_row(0, length), features), length
-        return Prefix(new_cache(self.base, 1)), 0
+        return Prefix(new_cache(self._forward.base, 1)), 0
 
     def _read_chunk(self, reading: _Reading, num_tokens: int) -> None:
         prefix = reading.prefix
         lengths = prefix.cache.lengths + num_tokens
-        fill = self._compiled.prefill if self._compiled else prefill
-        hidden, _ = fill(self.base, reading.request.tokens, lengths, prefix.cache, layers=self._layers)
+        hidden, _ = self._forward.prefill(reading.request.tokens, lengths, prefix.cache)
         if self._needs_features:
             prefix.features = prefix.features_with(hidden)
 
     def _read_to_the_end(self, reading: _Reading) -> list[Progress]:
-        """Choose the first token of a prompt, and have the row join the others unless that ends it."""
-        row = reading.row
-        given = (reading.request, self._layers, self._needs_features, reading.prefix, len(row.tokens))
-        state, advance = begin(self.base, *given, refuses_nan=True, compiled=self._compiled)
-        if not row.tokens:
-            self.statistics.num_rows += 1
-        row.order = self._num_joined
-        state.rows, self._num_joined = [row.order], self._num_joined + 1
-        self._rows[row.order] = row
+        """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
+        rows, request = reading.rows, reading.request
+        state, advance = begin(
+            self._forward,
+            request,
+            reading.prefix,
+            num_before=len(rows[0].tokens),
+            needs_features=self._needs_features,
+            refuses_nan=self.limits is not ALONE,  # a row of NaN is to leave the others alone
+        )
+        if request.rule is not None:
+            state.sampled = sampled_kind(self._guide(len(rows))[0], request)
+        self.statistics.num_rows += sum(not row.tokens for row in rows)
+        state.rows = list(range(self._num_joined, self._num_joined + len(rows)))
+        for row, number in zip(rows, state.rows, strict=True):
+            row.order, self._rows[number] = number, row
+        self._num_joined += len(rows)
         try:
             self._join(state)
         except Exception as error:  # it may have joined in some layers and not in others
             return self._all_failed(error)
-        progress = self._emit([row], advance)
+        progress = self._emit(rows, advance)
         self._drop_ended()
         return progress
 
@@ -386,45 +438,65 @@ class ContinuousBatch:
         room = self.limits.max_slots // self._slots(1, longest)
         self._state.join(state, min(self.limits.max_rows, room))
 
-    def _decode(self) -> list[Progress]:
+    def _decode(self) -> list[list[Progress]]:
         self._make_room()
         state = self._state
         assert state is not None
-        drafter, pausing, has_changed = self._guide(len(state.rows))
+        drafter, pausing = self._guide(len(state.rows))
+        has_changed = self._has_joined or drafter is not self._last_drafter
+        if has_changed:
+            drafter.begin(len(state.rows), self._last_drafter)
+            self._last_drafter, self._has_joined = drafter, False
         self._clock.start()
         guessing = drafter if pausing is None else pausing.chosen(drafter)
-        rows = [self._rows[number] for number in state.rows]
+        rows, setup_seconds = [self._rows[number] for number in state.rows], 0.0
         try:
-            advance = advanced(self.base, guessing, state, self._clock, self._run, pausing=pausing)
+            if self._static is None:
+                advances = [advanced(self._forward, guessing, state, self._clock, self._validator, pausing)]
+            else:
+                advances, setup_seconds = self._static.advance(state, guessing is drafter)
+                self._clock.lap_whole(setup_seconds)
         except RowsFailed as failed:
             progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
             self._drop_ended()
             state.cache.clear_uncommitted()  # of rows that are no numbers
-            return progress
+            return [progress]
         except Exception as error:
-            return self._all_failed(error)
-        seconds = None if has_changed else self._clock.step_seconds
-        record_step(advance, guessing is drafter, self.statistics, pausing, seconds)
-        self.num_drafted += advance.num_drafted * len(rows)
-        progress = self._emit(rows, advance)
+            return [self._all_failed(error)]
+        seconds = None if has_changed or setup_seconds else self._clock.step_seconds
+        self._record(advances, guessing is drafter, pausing, seconds)
+        passes = [self._emit(rows, advance) for advance in advances]
         self._drop_ended()
-        return progress
+        return passes
 
-    def _guide(self, num_rows: int) -> tuple[Drafter, Pausing | None, bool]:
-        """Who guesses for so many rows, what pauses it, and whether the rows are new to it."""
+    def _guide(self, num_rows: int) -> tuple[Drafter, Pausing | None]:
         if num_rows not in self._guides:
-            drafter = self._drafter_for(num_rows)
-            self._guides[num_rows] = drafter, self._pausing_for(num_rows, drafter)
-        drafter, pausing = self._guides[num_rows]
-        has_changed = self._has_joined or drafter is not self._guided_by
-        if has_changed:
-            drafter.begin(num_rows, self._guided_by)
-            self._guided_by, self._has_joined = drafter, False
-        return drafter, pausing, has_changed
+            self._guides[num_rows] = self._guide_for(num_rows)
+        return self._guides[num_rows]
 
-    def _emit(self, rows: list[Row], advance: Advance) -> list[Progress]:
+    def _record(
+        self, advances: list[Advance], drafts: bool, pausing: Pausing | None, seconds: float | None
+    ) -> None:
+        """Count steps, and tell ``pausing`` of them; ``drafts`` unless someone stood in for the drafter.
+
+        ``seconds`` as for :meth:`medusa.decoding.pausing.Pausing.record`.
+        """
+        tokens_per_row, first = 0.0, advances[0]
+        for advance in advances:
+            kept = [len(new) - 1 for new in advance.tokens if new]
+            self.statistics.record_step(kept, advance.max_depth, not drafts and advance.max_depth == 0)
+            self.num_drafted += advance.num_drafted * len(kept)
+            tokens_per_row += 1 + sum(kept) / len(kept)
+        if pausing is not None:
+            rested = not drafts and first.max_depth > 0
+            num_nodes = 1 + first.num_drafted
+            pausing.record(tokens_per_row, seconds, len(advances), rested=rested, num_nodes=num_nodes)
+
+    def _emit(self, rows: Sequence[Row], advance: Advance) -> list[Progress]:
         progress = []
         for index, row in enumerate(rows):
+            if row.finish_reason is not None:  # it stands still among static ones
+                continue
             tokens = advance.tokens[index]
             row.tokens.extend(tokens)
             if advance.has_ended[index]:
@@ -454,7 +526,7 @@ class ContinuousBatch:
     def _all_failed(self, error: Exception) -> list[Progress]:
         """A pass has failed, or a join: the rows under way are lost, the batch is not."""
         progress = [self._failed(row, error) for row in self._rows.values()]
-        self._rows, self._state, self._guided_by = {}, None, None
+        self._rows, self._state, self._last_drafter = {}, None, None
         return progress
 
     def _failed(self, row: Row, error: Exception) -> Progress:
@@ -462,7 +534,9 @@ class ContinuousBatch:
         return Progress(row, finish_reason="error")
 
     def _drop_ended(self) -> None:
-        self._drop([row for row in self._rows.values() if row.finish_reason is not None])
+        ended = [row for row in self._rows.values() if row.finish_reason is not None]
+        stands_still = self._static is not None and self._static.has_begun and len(ended) < len(self._rows)
+        self._drop([] if stands_still else ended)
 
     def _drop(self, dropped: list[Row]) -> None:
         """Take rows out of the passes; what they have read is kept for others, and for themselves."""
@@ -477,12 +551,12 @@ class ContinuousBatch:
             if row.error is None:
                 self._keep_prefix(row, state, index)
         if not self._rows:
-            self._state = self._guided_by = None
+            self._state = self._last_drafter = None
             return
         kept = _with_holes_filled(len(state.rows), gone)
         state.keep_rows(kept)
-        if self._guided_by is not None:
-            self._guided_by.keep_rows(torch.tensor(kept, device=state.lengths.device))
+        if self._last_drafter is not None:
+            self._last_drafter.keep_rows(torch.tensor(kept, device=state.lengths.device))
 
     def _keep_prefix(self, row: Row, state: DecodeState, index: int) -> None:
         ids = (row.prompt + row.tokens)[:-1]
@@ -505,3 +579,20 @@ def _with_holes_filled(num_rows: int, gone: set[int]) -> list[int]:
     num_kept = num_rows - len(gone)
     last = [row for row in range(num_kept, num_rows) if row not in gone]
     return [last.pop() if row in gone else row for row in range(num_kept)]
+
+
+def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
+    """Decode ``request`` in ``batch``, which has nothing else to do, one :class:`StepResult` per pass."""
+    rows, is_first = batch.start(request), True
+    try:
+        while batch.is_busy:
+            for progress in batch.passes():
+                result = StepResult([[] for _ in rows], [[] for _ in rows], is_first)
+                for each in progress:
+                    if each.row.error is not None:
+                        raise each.row.error
+                    result.tokens[each.row.index], result.depths[each.row.index] = each.tokens, each.depths
+                yield result
+                is_first = False
+    finally:
+        batch.clear()

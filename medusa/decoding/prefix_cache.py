@@ -21,7 +21,7 @@ class _Kept:
     prefix: Prefix
 
 
-class PrefixStore:
+class PrefixCache:
     """Prefixes of one base, ``max_bytes`` of keys, values and features at most, of all owners together; 0
     keeps none. Owners are whatever the caller tells them by."""
 

@@ -1,4 +1,4 @@
-"""Rows that advance in step, for processors and criteria that must be called as ``transformers`` calls them.
+"""Rows in lockstep, for processors and criteria that must be called as ``transformers`` calls them.
 
 A logits processor or stopping criterion of the caller's own may keep state from call to call (a grammar
 does), know its rows by their index in the batch, or fail after a token that it has forbidden. It does what it
@@ -24,13 +24,13 @@ from medusa.acceptance.sampling import choose
 from medusa.trees.candidate_tree import TreeTopology
 
 
-class CallersBatch:
+class LockstepBatch:
     """The batch as the caller sees it grow, padding and ended rows included.
 
     Args:
         prompts: (B, T) long, as the caller gave them.
         pad_id: what rows that have ended are filled with.
-        rows_end_apart: whether a row ends by itself. Without an end-of-sequence criterion ``transformers``
+        rows_end_alone: whether a row ends by itself. Without an end-of-sequence criterion ``transformers``
             has every row go on until all have ended.
     """
 
@@ -42,13 +42,13 @@ class CallersBatch:
         max_new_tokens: int,
         eos_ids: frozenset[int],
         pad_id: int,
-        rows_end_apart: bool,
+        rows_end_alone: bool,
     ):
         self.sequences = prompts
         """(B, T + new) long."""
         self._processors, self._criteria = processors, criteria
         self._max_length, self._eos_ids = prompts.shape[1] + max_new_tokens, eos_ids
-        self._pad_id, self._rows_end_apart = pad_id, rows_end_apart
+        self._pad_id, self._rows_end_alone = pad_id, rows_end_alone
         self._is_met = [False] * len(prompts)
 
     def scores(self, rows: list[int], logits: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ class CallersBatch:
             self._is_met[row] |= asked[row] or is_full or token in self._eos_ids
 
     def has_ended(self, row: int) -> bool:
-        return self._is_met[row] if self._rows_end_apart else all(self._is_met)
+        return self._is_met[row] if self._rows_end_alone else all(self._is_met)
 
 
-def accept_in_step(
-    batch: CallersBatch,
+def accept_in_lockstep(
+    batch: LockstepBatch,
     rows: Sequence[int],
     draft_tokens: Tensor,
     topology: TreeTopology,

@@ -1,0 +1,530 @@
+"""Decode steps over tensors that stay where they are and keep their shapes.
+
+Draft, verify, accept and commit are one function here that reads nothing back from the device: no length, no
+token and no verdict reaches the host. So steps can follow each other without waiting, be compiled, or be
+captured in a CUDA graph. What ``step.py`` does with lists is done with tensors. A path is committed at its
+full length, depth + 1 entries, and the next step overwrites what lies past a row's end. A row that has ended
+stands still, until all have. The host reads the results of several steps at once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+
+import torch
+from torch import Tensor
+
+from medusa.acceptance.exact import Acceptance
+from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
+from medusa.base.cache import FixedTreeCache
+from medusa.base.causal_lm import (
+    CausalLM,
+    SeenHidden,
+    copy_sharing_parameters,
+    seen_hidden,
+    tree_inputs,
+    vocab_size,
+)
+from medusa.choices import StepKind
+from medusa.decoding.forward import keep_newest
+from medusa.decoding.state import DecodeRequest, DecodeState
+from medusa.decoding.step import Advance, acceptance_of, depths_of, draft_context
+from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter, StaticDrafter, host_bound_parts
+from medusa.drafters.validation import (
+    TOKEN_RULES,
+    TOPOLOGY_RULES,
+    check_shapes,
+    is_medusas_own,
+    raise_violated,
+    token_violations,
+    topology_violations,
+)
+
+STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
+"""What drafters that are not medusa's own are held to; checked when the host reads the results."""
+HOST_SYNC_INTERVALS = {"cpu": 1}
+"""Steps after which the host reads the results, by kind of device: on a CPU reading costs nothing."""
+DEFAULT_HOST_SYNC_INTERVAL = 8
+"""On other devices. When the last row ends, half of these steps have run in vain, on average."""
+SLOTS, MANY_SLOTS = 256, 1024
+"""A cache is read in whole multiples of the first; beyond the second, in multiples of that."""
+WARM_UP_STEPS = 3
+"""Steps that run before a capture: libraries set themselves up in their first calls."""
+
+
+@dataclass
+class StaticState:
+    """B rows that decode in place; the host reads the results of up to W steps at once."""
+
+    rows: DecodeState
+    """Its tensors are written in place; ``tokens`` has a column more than the cache has slots."""
+    cache: FixedTreeCache
+    """That of ``rows``."""
+    ends: Tensor
+    """(B,) long: the length at which a row's answer is full."""
+    eos: Tensor
+    """(E,) long: the tokens that end a row."""
+    finished: Tensor
+    """(B,) bool: the row has ended and stands still."""
+    num_kept: Tensor
+    """(W, B) long: tokens that each unread step added to each row; 0 once it has ended."""
+    num_accepted: Tensor
+    """(W, B) long: drafts that each step accepted, those past the row's end included."""
+    num_unread: Tensor
+    """(1,) long: steps since the host last read the results."""
+    is_broken: Tensor
+    """(1,) bool: a tree had a node on which the base is not finite; its rows have stood still since."""
+    violations: Tensor
+    """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
+
+    @classmethod
+    def like(cls, given: DecodeState, num_steps: int) -> StaticState:
+        """Room for rows like ``given`` and W = ``num_steps``; :meth:`reserve` and :meth:`load` fill it."""
+        num_rows, device = len(given.rows), given.lengths.device
+        cache = FixedTreeCache(num_rows, len(given.cache.tree_layers), device)
+        rows = DecodeState(
+            rows=list(range(num_rows)),
+            tokens=given.tokens.new_zeros(num_rows, 0),
+            lengths=given.lengths.clone(),
+            hidden=given.hidden.clone(),
+            cache=cache,
+            requests=given.requests,
+            seeds=None if given.seeds is None else given.seeds.clone(),
+        )
+        per_step = given.lengths.new_zeros(num_steps, num_rows)
+        return cls(
+            rows,
+            cache,
+            ends=given.lengths.clone(),
+            eos=torch.tensor(sorted(given.request.eos_ids), dtype=torch.long, device=device),
+            finished=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            num_kept=per_step,
+            num_accepted=per_step.clone(),
+            num_unread=given.lengths.new_zeros(1),
+            is_broken=torch.zeros(1, dtype=torch.bool, device=device),
+            violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
+        )
+
+    def reserve(self, num_slots: int) -> None:
+        """Have every pass read ``num_slots`` slots of the cache; shorter tensors grow, and so move."""
+        self.cache.reserve(num_slots)
+        missing = num_slots + 1 - self.rows.tokens.shape[1]
+        if missing > 0:
+            self.rows.tokens = torch.nn.functional.pad(self.rows.tokens, (0, missing))
+
+    def load(self, given: DecodeState, num_left: int) -> None:
+        """Go on from ``given``, whose rows may get ``num_left`` tokens more; it must fit what is reserved."""
+        rows = self.rows
+        self.cache.load(given.cache)
+        width = min(rows.tokens.shape[1], given.tokens.shape[1])
+        rows.tokens[:, :width] = given.tokens[:, :width]
+        rows.lengths.copy_(given.lengths)
+        rows.hidden.copy_(given.hidden)
+        if given.seeds is not None and rows.seeds is not None:
+            rows.seeds.copy_(given.seeds)
+        self.ends.copy_(given.lengths + num_left)
+        self.finished.fill_(False)
+        self.num_unread.zero_()
+        self.is_broken.fill_(False)
+        self.violations.fill_(False)
+
+
+def static_step(base: CausalLM, drafter: StaticDrafter, state: StaticState, seen: SeenHidden) -> None:
+    """Draft, verify, accept and commit once, in every row of ``state``.
+
+    ``seen`` is that of :func:`medusa.base.causal_lm.seen_hidden`, which must be open on ``base``.
+    """
+    context = replace(draft_context(state.rows, drafter, base), fixed_shape=True)
+    draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
+    logits = base(**tree_inputs(base, draft.tokens, draft.topology, state.cache)).logits
+    acceptance = acceptance_of(state.rows, draft, logits, context.noise)
+    _commit(state, draft, acceptance, seen.last)
+
+
+def _checked(
+    draft: Draft, context: DraftContext, drafter: StaticDrafter, state: StaticState, num_tokens: int
+) -> Draft:
+    """``draft``, with tokens that the base can read; what it violates is added to ``state``."""
+    if is_medusas_own(drafter):
+        return draft
+    check_shapes(drafter, draft, context, num_tokens)
+    of_tokens = token_violations(draft.tokens, context.root, num_tokens)
+    state.violations.logical_or_(torch.cat([of_tokens, topology_violations(draft.topology)]))
+    return replace(draft, tokens=draft.tokens.clamp(0, num_tokens - 1))
+
+
+def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Tensor) -> None:
+    """Keep the accepted path as far as its row goes; ``hidden`` (B, N, D) holds the states of all nodes."""
+    rows = state.rows
+    new = acceptance.tokens(draft.tokens)[:, : draft.topology.num_nodes]  # (B, L), L at most N
+    num_kept, is_last = _until_end(state, new, acceptance.num_accepted + 1)
+    if draft.topology.num_nodes > 1:  # the host takes one step without guesses then
+        is_broken = ~hidden.isfinite().flatten(1).all(dim=1)  # (B,)
+        num_kept, is_last = num_kept.masked_fill(is_broken, 0), is_last & ~is_broken
+        state.is_broken.logical_or_(is_broken.any())
+    ahead = torch.arange(new.shape[1], device=new.device)
+    rows.tokens.scatter_(1, rows.lengths[:, None] + ahead, new)
+    deepest = acceptance.path[:, -1:, None].expand(-1, -1, hidden.shape[2])
+    stands = (num_kept == 0)[:, None]
+    rows.hidden.copy_(torch.where(stands, rows.hidden, hidden.gather(1, deepest).squeeze(1)))
+    state.cache.commit(acceptance.path, num_kept, draft.topology.is_chain)
+    rows.lengths.add_(num_kept)
+    state.finished.logical_or_(is_last)
+    state.num_kept.index_copy_(0, state.num_unread, num_kept[None])
+    state.num_accepted.index_copy_(0, state.num_unread, acceptance.num_accepted[None])
+    state.num_unread.add_(1)
+
+
+def _until_end(state: StaticState, new: Tensor, num_new: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the first ``num_new`` (B,) of ``new`` (B, L) each row keeps, and whether they end it."""
+    ahead = torch.arange(new.shape[1], device=new.device)
+    is_full = state.rows.lengths[:, None] + ahead + 1 >= state.ends[:, None]
+    ends_row = is_full | (new[..., None] == state.eos).any(dim=-1)  # (B, L)
+    first_end = torch.where(ends_row, ahead, new.shape[1]).amin(dim=1)
+    num_kept = torch.minimum(num_new, first_end + 1)
+    return num_kept.masked_fill(state.finished, 0), first_end < num_new
+
+
+Step = Callable[[CausalLM, StaticDrafter, StaticState, SeenHidden], None]
+"""What is run again and again: :func:`static_step`, or something that reads and writes as it does."""
+
+
+class StepRunner:
+    """Runs static steps of one base, one drafter and one set of rows, as they are."""
+
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        host_sync_interval: int,
+        step: Step = static_step,
+    ):
+        self.base, self.drafter, self.step = base, drafter, step
+        self.plain = PlainDrafter(drafter.reads_layers)
+        self.state = StaticState.like(rows, host_sync_interval)
+
+    def run(self, num_steps: int, drafts: bool = True) -> float:
+        """That many steps, which draft or do not; the seconds that were spent on setting up."""
+        self._run(self.step, num_steps, drafts)
+        return 0.0
+
+    def _run(self, step: Step, num_steps: int, drafts: bool) -> None:
+        drafter = self.drafter if drafts else self.plain
+        with seen_hidden(self.base, layers=drafter.reads_layers) as seen:
+            for _ in range(num_steps):
+                step(self.base, drafter, self.state, seen)
+
+
+class CompiledStepRunner(StepRunner):
+    """Runs them as :func:`compiled_step` makes them, one thread at a time.
+
+    ``base`` must be a model whose hooks are set by these runners alone: torch compiles a step anew whenever
+    the number of hooks changes, and other threads may run the model that the user holds.
+    """
+
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        host_sync_interval: int,
+        compiled: Callable[[StaticDrafter], Callable[..., None]],
+        lock: threading.Lock,
+    ):
+        super().__init__(base, drafter, rows, host_sync_interval)
+        self._compiled, self._lock = compiled, lock
+
+    def run(self, num_steps: int, drafts: bool = True) -> float:
+        with self._lock:
+            return self._run_compiled(num_steps, drafts)
+
+    def _run_compiled(self, num_steps: int, drafts: bool) -> float:
+        step = self._compiled(self.drafter if drafts else self.plain)
+        num_compiled, began = _num_compiled(), time.perf_counter()
+        self._run(step, 1, drafts)
+        elapsed = time.perf_counter() - began
+        setup_seconds = elapsed if _num_compiled() > num_compiled else 0.0
+        self._run(step, num_steps - 1, drafts)
+        return setup_seconds
+
+
+def compiled_step(backend: str = "inductor") -> Callable[..., None]:
+    """:func:`static_step` as ``backend`` of torch.compile makes it, in one piece, at its first calls.
+
+    Each is compiled from a code object of its own. torch counts compilations by code object and refuses the
+    ninth (``torch._dynamo.config.recompile_limit``): enough for the shapes of one tree and sampling setting,
+    where the sizes that change twice become symbols, but not for all the trees of a process.
+    """
+    own = FunctionType(static_step.__code__.replace(), static_step.__globals__, static_step.__name__)
+    return torch.compile(own, fullgraph=True, backend=backend)
+
+
+def _num_compiled() -> int:
+    """Graphs that this process has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class CapturedStepRunner(StepRunner):
+    """Replays them as CUDA graphs, one for each number of slots that a pass reads, with drafts or without."""
+
+    def __init__(
+        self,
+        base: CausalLM,
+        drafter: StaticDrafter,
+        rows: DecodeState,
+        host_sync_interval: int,
+        step: Step = static_step,
+    ):
+        super().__init__(base, drafter, rows, host_sync_interval, step)
+        self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
+        self._addresses: list[int] = []
+
+    def run(self, num_steps: int, drafts: bool = True) -> float:
+        addresses = self._tensor_addresses()
+        if addresses != self._addresses:  # a graph reads and writes where things were when it was captured
+            self._graphs, self._addresses = {}, addresses
+        setup_seconds, graph = 0.0, (drafts, self.state.cache.num_slots)
+        if graph not in self._graphs:
+            began = time.perf_counter()
+            num_warm = min(num_steps, WARM_UP_STEPS)
+            self._warm_up(num_warm, drafts)
+            num_steps -= num_warm
+            if num_steps:
+                self._graphs[graph] = self._captured(drafts)
+            torch.cuda.synchronize(self.base.device)
+            setup_seconds = time.perf_counter() - began
+        for _ in range(num_steps):
+            self._graphs[graph].replay()
+        return setup_seconds
+
+    def _warm_up(self, num_steps: int, drafts: bool) -> None:
+        """Steps like any other, on a stream of their own, as torch asks for before a capture."""
+        with torch.cuda.device(self.base.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._run(self.step, num_steps, drafts)
+            torch.cuda.current_stream().wait_stream(side)
+
+    def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph:
+        """The graph of one step; capturing runs nothing.
+
+        Graphs share one pool of memory: nothing in it outlives a replay, what does is in ``state``.
+        """
+        graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self._graphs.values()), None)
+        with (
+            torch.cuda.device(self.base.device),
+            torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
+        ):
+            self._run(self.step, 1, drafts)
+        return graph
+
+    def _tensor_addresses(self) -> list[int]:
+        """Where everything lies that may move between two runs."""
+        entries = [each for layer in self.state.cache.tree_layers for each in layer.entries]
+        tensors = (self.state.rows.tokens, *entries, *self.base.parameters(), *self.drafter.tensors())
+        return [tensor.data_ptr() for tensor in tensors]
+
+
+class StaticRunners:
+    """The runners of one base; what they compiled or captured is kept for the calls to come."""
+
+    def __init__(self, base: CausalLM, backend: str = "inductor"):
+        self.base, self.backend = base, backend
+        self._captured: dict[Hashable, CapturedStepRunner] = {}
+        self._compiled: dict[Hashable, Callable[..., None]] = {}
+        self._compiled_base: CausalLM | None = None
+        self._compile_lock = threading.Lock()
+
+    @contextmanager
+    def acquire(
+        self, step: StepKind, drafter: StaticDrafter, rows: DecodeState, interval: int
+    ) -> Iterator[StepRunner]:
+        """A runner for rows like these, for the caller alone until the context ends."""
+        given = (self.base, drafter, rows, interval)
+        asked = (interval, _settings(rows))
+        if step == "static":
+            yield StepRunner(*given)
+        elif step == "compiled":
+            compiled = partial(self._compiled_for, asked)
+            yield CompiledStepRunner(self._base_to_compile(), *given[1:], compiled, self._compile_lock)
+        else:
+            key = (len(rows.rows), drafter.static_key, asked)
+            runner = self._captured.pop(key, None) or CapturedStepRunner(*given)
+            try:
+                yield runner
+            finally:
+                keep_newest(self._captured, key, runner)
+
+    def _compiled_for(self, asked: Hashable, drafter: StaticDrafter) -> Callable[..., None]:
+        """The compiled step of such rows with ``drafter``."""
+        settings = (drafter.static_key, asked)
+        compiled = self._compiled.pop(settings, None) or compiled_step(self.backend)
+        keep_newest(self._compiled, settings, compiled)
+        return compiled
+
+    def _base_to_compile(self) -> CausalLM:
+        """The base's own parameters and buffers under modules that nobody else runs."""
+        copied = self._compiled_base
+        if copied is None or [*map(id, _tensors(copied))] != [*map(id, _tensors(self.base))]:
+            copied = self._compiled_base = copy_sharing_parameters(self.base)
+        return copied
+
+
+def _tensors(base: CausalLM) -> Iterator[Tensor]:
+    yield from base.parameters()
+    yield from base.buffers()
+
+
+def _settings(rows: DecodeState) -> Hashable:
+    """What a graph depends on in the rows it was made for, besides their number."""
+    request = rows.request
+    processors = pickle.dumps(list(request.processors))
+    is_greedy, last_position = request.seeds is None, rows.cache.num_positions
+    return is_greedy, last_position, request.temperature, request.eos_ids, processors
+
+
+class StaticRows:
+    """The rows of one request, in steps of fixed shape: the driver of what is in ``runners``.
+
+    The host reads the results every ``host_sync_interval`` steps.
+    """
+
+    def __init__(
+        self,
+        runners: StaticRunners,
+        step: StepKind,
+        drafter: StaticDrafter,
+        host_sync_interval: int | None = None,
+    ):
+        default = HOST_SYNC_INTERVALS.get(runners.base.device.type, DEFAULT_HOST_SYNC_INTERVAL)
+        self.interval = default if host_sync_interval is None else host_sync_interval
+        self._acquired = ExitStack()
+        self._runner: StepRunner | None = None
+        self._runners, self._step = runners, step
+        self.drafter = drafter
+        self._lengths: list[int] = []  # of the rows, when the host last read them
+        self._ends: list[int] = []  # what each row can reach at most; the length it has, once it has ended
+
+    def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[Advance], float]:
+        """What the next steps gave, which draft or do not, and the seconds that setting them up took.
+
+        ``rows`` is read at the first call alone, and stays as it is. One step or more; those that gave
+        nothing are left out.
+        """
+        runner = self._runner or self._begin(rows)
+        state, drafter = runner.state, self.drafter
+        num_steps = min(self.interval, self._most_left)
+        state.reserve(self._slots_needed(num_steps))
+        seconds = runner.run(num_steps, drafts)
+        if not is_medusas_own(drafter):
+            raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
+        advances = self._read(state, num_steps, drafts)
+        if bool(state.is_broken):
+            state.cache.clear_uncommitted()
+            state.is_broken.fill_(False)
+            seconds += runner.run(1, False)
+            advances += self._read(state, 1, False)
+        return advances, seconds
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows decode: from here on all of them stay, though some have ended."""
+        return self._runner is not None
+
+    def close(self) -> None:
+        """Give the runner back."""
+        self._acquired.close()
+
+    def _begin(self, rows: DecodeState) -> StepRunner:
+        runner = self._runner = self._acquired.enter_context(
+            self._runners.acquire(self._step, self.drafter, rows, self.interval)
+        )
+        num_left = rows.request.max_new_tokens - 1
+        self._lengths = rows.lengths.tolist()
+        self._ends = [length + num_left for length in self._lengths]
+        runner.state.reserve(self._slots_needed(1))
+        runner.state.load(rows, num_left)
+        return runner
+
+    @property
+    def _most_left(self) -> int:
+        """Tokens that some row may still get."""
+        return max(end - length for end, length in zip(self._ends, self._lengths, strict=True))
+
+    def _slots_needed(self, num_steps: int) -> int:
+        """Cache slots for so many steps, rounded up so that few sizes occur: nothing is compiled or captured
+        anew for each token."""
+        before_last = (num_steps - 1) * (self.drafter.max_depth + 1)
+        longest = max(
+            min(length + before_last, end) for end, length in zip(self._ends, self._lengths, strict=True)
+        )
+        return rounded_slots(longest - 1 + self.drafter.num_nodes)
+
+    def _read(self, state: StaticState, num_steps: int, drafts: bool) -> list[Advance]:
+        """What the last ``num_steps`` steps gave, those that gave nothing left out."""
+        num_kept, num_accepted = state.num_kept[:num_steps].tolist(), state.num_accepted[:num_steps].tolist()
+        totals = list(map(sum, zip(*num_kept, strict=True)))
+        new = _tokens_after(state, self._lengths, max(totals))
+        self._lengths = [length + total for length, total in zip(self._lengths, totals, strict=True)]
+        has_ended = state.finished.tolist()
+        for row in range(len(totals)):
+            self._ends[row] = self._lengths[row] if has_ended[row] else self._ends[row]
+        state.num_unread.zero_()
+        depth, num_drafted = (self.drafter.max_depth, self.drafter.num_nodes - 1) if drafts else (0, 0)
+        advances, given = [], [0] * len(totals)
+        for kept, accepted in zip(num_kept, num_accepted, strict=True):
+            ends = [start + count for start, count in zip(given, kept, strict=True)]
+            tokens = [row[start:end] for row, start, end in zip(new, given, ends, strict=True)]
+            depths = [depths_of(most)[:count] for most, count in zip(accepted, kept, strict=True)]
+            is_over = [
+                over and end == total for over, end, total in zip(has_ended, ends, totals, strict=True)
+            ]
+            if any(tokens):
+                advances.append(Advance(tokens, depths, is_over, depth, num_drafted))
+            given = ends
+        return advances
+
+
+def rounded_slots(num_slots: int) -> int:
+    """The least multiple of :data:`SLOTS` that is enough, of :data:`MANY_SLOTS` beyond that."""
+    multiple = SLOTS if num_slots <= MANY_SLOTS else MANY_SLOTS
+    return -(-num_slots // multiple) * multiple
+
+
+def _tokens_after(state: StaticState, lengths: list[int], width: int) -> list[list[int]]:
+    """The ``width`` columns of each row of ``state.rows.tokens`` that begin at its length."""
+    tokens = state.rows.tokens
+    columns = tokens.new_tensor(lengths)[:, None] + torch.arange(width, device=tokens.device)
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).tolist()
+
+
+def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> StaticDrafter:
+    """``drafter``, if steps of fixed shape can decode ``request`` with it.
+
+    Raises:
+        ValueError: they cannot; the message names ``step``, what is in the way, and what to use instead.
+    """
+    problem, instead = "", ""
+    reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]
+    if host_bound := host_bound_parts(drafter):
+        problem = f"{type(host_bound[0]).__name__}, which reads its drafts on the host"
+        instead = "drafter='heads', 'dynamic-heads', 'suffix', unions of these or 'plain', or "
+    elif request.acceptance == "typical" or request.rule is not None:
+        problem, instead = f"acceptance={request.acceptance!r}", "acceptance='exact', or "
+    elif reading:
+        problem = f"logits processors that read the tokens before each node on the host: {', '.join(reading)}"
+    elif request.criteria:
+        problem = "stopping criteria (stop_strings are one), which are asked on the host after every token"
+    if problem or not isinstance(drafter, StaticDrafter):
+        raise ValueError(f"step={step!r} cannot work with {problem}; use {instead}step='general'")
+    return drafter

@@ -1,0 +1,105 @@
+"""What an engine has made of a base and its heads, and whether it still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from medusa.base.architecture_check import check_base
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.engine import Engine, prepared_base, resolved_engine
+from medusa.engine.quick_heads import quick_heads
+from medusa.engine.snapshot import Snapshot, alteration_of
+from medusa.hardware import device_name
+from medusa.heads.adapter import folded
+from medusa.heads.eagle3 import Heads
+from medusa.heads.medusa_heads import check_heads_fit
+from medusa.trees.tuned_trees import Runtime
+
+
+class Prepared:
+    """A base and its heads as ``engine`` runs them.
+
+    Raises:
+        ValueError: a tree cannot be verified on ``base``, the heads were made for other sizes, or the engine
+            cannot run the base.
+    """
+
+    def __init__(self, base: CausalLM, heads: Heads | None, engine: Engine):
+        check_base(base)
+        self.base, self.heads, self.engine = base, heads, engine
+        name = resolved_engine(base, engine)
+        self.runner: CausalLM = prepared_base(base if name == "eager" else folded(base), engine)
+        """The base model as the engine runs it; ``base`` itself when eager."""
+        self.drafting_heads = heads
+        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
+        if heads is not None:
+            check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
+            self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
+        self.runtime = Runtime(device_name(base.device), str(base.dtype).removeprefix("torch."), name)
+        """Where this decodes: what a tuned tree must have been timed on to be used."""
+        self._snapshot = self._new_snapshot()
+
+    def is_current(self) -> bool:
+        """Whether an answer can be begun; false where all must be prepared anew first: ``auto`` gives way to
+        hooks and patches by itself.
+
+        Raises:
+            ValueError: the engine has taken weights or modules that have changed; or the base is in training
+                mode.
+        """
+        base, is_made = self.base, self.runner is not self.base
+        if base.training:
+            raise ValueError(
+                "the base is in training mode, in which dropout may change its answers; call eval() on it"
+            )
+        if is_made and self._is_cast:
+            raise ValueError(
+                f"torch.autocast has the base compute in another precision, and engine={self.engine!r} keeps "
+                "its own; decode outside of autocast, or use engine='eager'"
+            )
+        if not self._snapshot.is_current:
+            if is_made or self.drafting_heads is not self.heads:
+                raise ValueError(
+                    f"the weights of the base or the heads have changed (written to, cast, moved, replaced "
+                    f"or set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
+                    "call refresh() on this MedusaModel first"
+                )
+            self._snapshot = self._new_snapshot()  # nothing was made of them
+        if is_made and (alteration := alteration_of(base)) is not None:
+            if self.engine != "auto":
+                raise ValueError(
+                    f"the base has got {alteration}, which engine={self.engine!r} would not run; remove it, "
+                    "or use engine='eager'"
+                )
+            return False
+        return True
+
+    def guard(self) -> Callable[[bool], None]:
+        """What raises ValueError where base, heads or precision are no longer those of this moment: looked at
+        closely where it is called with True (for a new request), quickly otherwise (after a pass)."""
+        snapshot, is_cast, is_made = self._snapshot, self._is_cast, self.runner is not self.base
+
+        def check(is_new_request: bool) -> None:
+            is_same = snapshot.is_unwritten and not self.base.training and self._is_cast == is_cast
+            if is_same and is_new_request:
+                is_same = snapshot.is_current and not (is_made and alteration_of(self.base) is not None)
+            if not is_same:
+                raise ValueError(
+                    "the base or the heads have changed since this answer or batch was begun (written to, "
+                    "cast, moved, replaced, an adapter switched, set to training mode, or autocast was "
+                    "switched), and its keys and values are those of the old ones; ask again, or make a new "
+                    "batch with continuous_batch()"
+                )
+
+        return check
+
+    @property
+    def _is_cast(self) -> bool:
+        """Whether ``torch.autocast`` has the base compute in another precision."""
+        return torch.is_autocast_enabled(self.base.device.type)
+
+    def _new_snapshot(self) -> Snapshot:
+        return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)
