@@ -251,11 +251,6 @@ class MedusaModel:
             ValueError: this engine compiles no pass, or something is missing.
         """
         check_step("compiled", self.runner)
-        if not self._steps.libraries.are_for:
-            raise ValueError(
-                f"engine={self.engine!r} compiles its steps as they first run, and keeps no library; "
-                "use engine='packed' or 'int8' on a CPU"
-            )
         return self._steps.libraries.make(self._default_drafters())
 
     def _default_drafters(self) -> list[Drafter]:
@@ -345,7 +340,7 @@ class MedusaModel:
         kind = step or self.step
         check_step(kind, self.runner)
         heads = None if plain else self.heads
-        if kind == "compiled" and not plain and self._steps.libraries.are_for:
+        if kind == "compiled" and not plain:
             self.compile()  # before anybody waits for an answer
         self._check_prepared()
         steps = self._steps

@@ -26,8 +26,8 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
     verdict.acceptance    (B, N)      the probability each coin was compared with; NaN for an unused coin
     verdict.state                     pass it to the next step
 
-Draft noise, coins and residual noise must be independent of each other, and of the steps before: a ratio
-test on a draft that was chosen with the verifier's own noise is biased. ``medusa.acceptance.noise`` makes
+Draft noise, coins and residual noise must be independent of each other, and of the steps before: a ratio test
+on a draft that was chosen with the verifier's own noise is biased. ``medusa.acceptance.distributions`` makes
 all three from a seed and the position of the root. Nothing here reads a tensor back to the host.
 
 The work is done in the dtype of the distributions, float32 or float64. Conventions for 0/0: a token with
@@ -41,15 +41,13 @@ others with the reason (``rule.require``). **Adding a rule**: a file in this fol
 
 from __future__ import annotations
 
-from medusa.acceptance.block import BLOCK
-from medusa.acceptance.drawing import (
+from medusa.acceptance.chain_rules import BLOCK, GREEDY_BLOCK, TOKEN
+from medusa.acceptance.distributions import (
     draw_tree,
     draw_without_replacement,
     independent_chains,
     kind_drawn,
 )
-from medusa.acceptance.greedy_block import GREEDY_BLOCK
-from medusa.acceptance.multi_draft import MULTI_DRAFT, MULTI_DRAFT_WITHOUT_REPLACEMENT
 from medusa.acceptance.protocol import (
     DraftKind,
     SampledDraft,
@@ -57,9 +55,7 @@ from medusa.acceptance.protocol import (
     VerificationNoise,
     VerificationRule,
 )
-from medusa.acceptance.spectr import SPECTR
-from medusa.acceptance.token import TOKEN
-from medusa.acceptance.traversal import TRAVERSAL
+from medusa.acceptance.tree_rules import MULTI_DRAFT, MULTI_DRAFT_WITHOUT_REPLACEMENT, SPECTR, TRAVERSAL
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule

@@ -18,12 +18,29 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from medusa.acceptance.grammar import GrammarProcessor
-from medusa.acceptance.penalties import OccurrencePenalty
 from medusa.trees.candidate_tree import TreeTopology
+
+
+class OccurrencePenalty(LogitsProcessor):
+    """OpenAI's ``frequency_penalty`` and ``presence_penalty``.
+
+    A token's score loses ``frequency`` for each time that it stands in the answer, and ``presence`` once if
+    it does. The first ``prompt_length`` tokens of a text do not count.
+    """
+
+    def __init__(self, prompt_length: int, frequency: float = 0.0, presence: float = 0.0):
+        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids (B, T) long, scores (B, V) -> (B, V)."""
+        said = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add(1, said, torch.ones_like(said, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
 
 # These read nothing but the logits, not even which token each is of, and leave at least one.
 WARPERS = (

@@ -285,14 +285,14 @@ def seen_hidden(
     seen, owner = SeenHidden(len(layers)), threading.get_ident()
 
     def look(module: nn.Module, args: tuple) -> tuple | None:
-        if _this_thread() != owner:
+        if threading.get_ident() != owner:
             return None
         seen.parts[0] = args[0].to(embedding_weight(module).device)
         return (keep(seen.parts[0]), *args[1:])
 
     def look_at(index: int) -> Callable[..., None]:
         def note(_module: nn.Module, _args: tuple, output: Any) -> None:
-            if _this_thread() == owner:
+            if threading.get_ident() == owner:
                 seen.parts[index] = output[0] if isinstance(output, tuple) else output
 
         return note
@@ -306,9 +306,3 @@ def seen_hidden(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@torch.compiler.assume_constant_result
-def _this_thread() -> int:
-    """The calling thread. Code that torch compiles keeps the answer of the thread that compiles it."""
-    return threading.get_ident()

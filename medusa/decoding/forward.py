@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +16,6 @@ from medusa.drafters.compiled import CompiledDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, compiled_pass, library_path
-from medusa.engine.views import holds_packed_weights
 from medusa.trees.candidate_tree import TreeTopology
 
 T = TypeVar("T")
@@ -56,11 +54,6 @@ class Libraries:
         self._pass: CompiledPass | None = None
         self._drafters: dict[Hashable, CompiledDrafter] = {}
         self._paths: dict[tuple[int, ...], Path] = {}
-
-    @cached_property
-    def are_for(self) -> bool:
-        """Whether ``step="compiled"`` runs such libraries on this base; else it compiles whole steps."""
-        return holds_packed_weights(self.base)
 
     def compiled_pass(self, layers: Sequence[int] = ()) -> tuple[CompiledPass, float]:
         """The base's pass with the states of ``layers``, and the seconds that getting it took."""

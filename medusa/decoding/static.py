@@ -10,13 +10,9 @@ stands still, until all have. The host reads the results of several steps at onc
 from __future__ import annotations
 
 import pickle
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import partial
-from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -27,12 +23,10 @@ from medusa.base.cache import FixedTreeCache
 from medusa.base.causal_lm import (
     CausalLM,
     SeenHidden,
-    copy_sharing_parameters,
     seen_hidden,
     tree_inputs,
     vocab_size,
 )
-from medusa.choices import StepKind
 from medusa.decoding.forward import keep_newest
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.step import Advance, acceptance_of, depths_of, draft_context
@@ -193,102 +187,24 @@ def _until_end(state: StaticState, new: Tensor, num_new: Tensor) -> tuple[Tensor
     return num_kept.masked_fill(state.finished, 0), first_end < num_new
 
 
-Step = Callable[[CausalLM, StaticDrafter, StaticState, SeenHidden], None]
-"""What is run again and again: :func:`static_step`, or something that reads and writes as it does."""
-
-
 class StepRunner:
-    """Runs static steps of one base, one drafter and one set of rows, as they are."""
+    """Runs static steps of one base, one drafter and one set of rows: as they are, or, where it ``captures``,
+    as CUDA graphs, one for each number of slots that a pass reads, with drafts and without."""
 
     def __init__(
-        self,
-        base: CausalLM,
-        drafter: StaticDrafter,
-        rows: DecodeState,
-        host_sync_interval: int,
-        step: Step = static_step,
+        self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
     ):
-        self.base, self.drafter, self.step = base, drafter, step
+        self.base, self.drafter, self.captures = base, drafter, captures
         self.plain = PlainDrafter(drafter.reads_layers)
-        self.state = StaticState.like(rows, host_sync_interval)
-
-    def run(self, num_steps: int, drafts: bool = True) -> float:
-        """That many steps, which draft or do not; the seconds that were spent on setting up."""
-        self._run(self.step, num_steps, drafts)
-        return 0.0
-
-    def _run(self, step: Step, num_steps: int, drafts: bool) -> None:
-        drafter = self.drafter if drafts else self.plain
-        with seen_hidden(self.base, layers=drafter.reads_layers) as seen:
-            for _ in range(num_steps):
-                step(self.base, drafter, self.state, seen)
-
-
-class CompiledStepRunner(StepRunner):
-    """Runs them as :func:`compiled_step` makes them, one thread at a time.
-
-    ``base`` must be a model whose hooks are set by these runners alone: torch compiles a step anew whenever
-    the number of hooks changes, and other threads may run the model that the user holds.
-    """
-
-    def __init__(
-        self,
-        base: CausalLM,
-        drafter: StaticDrafter,
-        rows: DecodeState,
-        host_sync_interval: int,
-        compiled: Callable[[StaticDrafter], Callable[..., None]],
-        lock: threading.Lock,
-    ):
-        super().__init__(base, drafter, rows, host_sync_interval)
-        self._compiled, self._lock = compiled, lock
-
-    def run(self, num_steps: int, drafts: bool = True) -> float:
-        with self._lock:
-            return self._run_compiled(num_steps, drafts)
-
-    def _run_compiled(self, num_steps: int, drafts: bool) -> float:
-        step = self._compiled(self.drafter if drafts else self.plain)
-        num_compiled, began = _num_compiled(), time.perf_counter()
-        self._run(step, 1, drafts)
-        elapsed = time.perf_counter() - began
-        setup_seconds = elapsed if _num_compiled() > num_compiled else 0.0
-        self._run(step, num_steps - 1, drafts)
-        return setup_seconds
-
-
-def compiled_step(backend: str = "inductor") -> Callable[..., None]:
-    """:func:`static_step` as ``backend`` of torch.compile makes it, in one piece, at its first calls.
-
-    Each is compiled from a code object of its own. torch counts compilations by code object and refuses the
-    ninth (``torch._dynamo.config.recompile_limit``): enough for the shapes of one tree and sampling setting,
-    where the sizes that change twice become symbols, but not for all the trees of a process.
-    """
-    own = FunctionType(static_step.__code__.replace(), static_step.__globals__, static_step.__name__)
-    return torch.compile(own, fullgraph=True, backend=backend)
-
-
-def _num_compiled() -> int:
-    """Graphs that this process has compiled."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-class CapturedStepRunner(StepRunner):
-    """Replays them as CUDA graphs, one for each number of slots that a pass reads, with drafts or without."""
-
-    def __init__(
-        self,
-        base: CausalLM,
-        drafter: StaticDrafter,
-        rows: DecodeState,
-        host_sync_interval: int,
-        step: Step = static_step,
-    ):
-        super().__init__(base, drafter, rows, host_sync_interval, step)
+        self.state = StaticState.like(rows, interval)
         self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
 
     def run(self, num_steps: int, drafts: bool = True) -> float:
+        """That many steps, which draft or do not; the seconds that were spent on setting up."""
+        if not self.captures:
+            self._run(num_steps, drafts)
+            return 0.0
         addresses = self._tensor_addresses()
         if addresses != self._addresses:  # a graph reads and writes where things were when it was captured
             self._graphs, self._addresses = {}, addresses
@@ -306,13 +222,19 @@ class CapturedStepRunner(StepRunner):
             self._graphs[graph].replay()
         return setup_seconds
 
+    def _run(self, num_steps: int, drafts: bool) -> None:
+        drafter = self.drafter if drafts else self.plain
+        with seen_hidden(self.base, layers=drafter.reads_layers) as seen:
+            for _ in range(num_steps):
+                static_step(self.base, drafter, self.state, seen)
+
     def _warm_up(self, num_steps: int, drafts: bool) -> None:
         """Steps like any other, on a stream of their own, as torch asks for before a capture."""
         with torch.cuda.device(self.base.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._run(self.step, num_steps, drafts)
+                self._run(num_steps, drafts)
             torch.cuda.current_stream().wait_stream(side)
 
     def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph:
@@ -325,7 +247,7 @@ class CapturedStepRunner(StepRunner):
             torch.cuda.device(self.base.device),
             torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
         ):
-            self._run(self.step, 1, drafts)
+            self._run(1, drafts)
         return graph
 
     def _tensor_addresses(self) -> list[int]:
@@ -333,56 +255,6 @@ class CapturedStepRunner(StepRunner):
         entries = [each for layer in self.state.cache.tree_layers for each in layer.entries]
         tensors = (self.state.rows.tokens, *entries, *self.base.parameters(), *self.drafter.tensors())
         return [tensor.data_ptr() for tensor in tensors]
-
-
-class StaticRunners:
-    """The runners of one base; what they compiled or captured is kept for the calls to come."""
-
-    def __init__(self, base: CausalLM, backend: str = "inductor"):
-        self.base, self.backend = base, backend
-        self._captured: dict[Hashable, CapturedStepRunner] = {}
-        self._compiled: dict[Hashable, Callable[..., None]] = {}
-        self._compiled_base: CausalLM | None = None
-        self._compile_lock = threading.Lock()
-
-    @contextmanager
-    def acquire(
-        self, step: StepKind, drafter: StaticDrafter, rows: DecodeState, interval: int
-    ) -> Iterator[StepRunner]:
-        """A runner for rows like these, for the caller alone until the context ends."""
-        given = (self.base, drafter, rows, interval)
-        asked = (interval, _settings(rows))
-        if step == "static":
-            yield StepRunner(*given)
-        elif step == "compiled":
-            compiled = partial(self._compiled_for, asked)
-            yield CompiledStepRunner(self._base_to_compile(), *given[1:], compiled, self._compile_lock)
-        else:
-            key = (len(rows.rows), drafter.static_key, asked)
-            runner = self._captured.pop(key, None) or CapturedStepRunner(*given)
-            try:
-                yield runner
-            finally:
-                keep_newest(self._captured, key, runner)
-
-    def _compiled_for(self, asked: Hashable, drafter: StaticDrafter) -> Callable[..., None]:
-        """The compiled step of such rows with ``drafter``."""
-        settings = (drafter.static_key, asked)
-        compiled = self._compiled.pop(settings, None) or compiled_step(self.backend)
-        keep_newest(self._compiled, settings, compiled)
-        return compiled
-
-    def _base_to_compile(self) -> CausalLM:
-        """The base's own parameters and buffers under modules that nobody else runs."""
-        copied = self._compiled_base
-        if copied is None or [*map(id, _tensors(copied))] != [*map(id, _tensors(self.base))]:
-            copied = self._compiled_base = copy_sharing_parameters(self.base)
-        return copied
-
-
-def _tensors(base: CausalLM) -> Iterator[Tensor]:
-    yield from base.parameters()
-    yield from base.buffers()
 
 
 def _settings(rows: DecodeState) -> Hashable:
@@ -394,24 +266,24 @@ def _settings(rows: DecodeState) -> Hashable:
 
 
 class StaticRows:
-    """The rows of one request, in steps of fixed shape: the driver of what is in ``runners``.
+    """The rows of one request, in steps of fixed shape.
 
-    The host reads the results every ``host_sync_interval`` steps.
+    The host reads the results every ``interval`` steps. With ``captured``, the steps are CUDA graphs, whose
+    runners are kept there for the calls to come.
     """
 
     def __init__(
         self,
-        runners: StaticRunners,
-        step: StepKind,
+        base: CausalLM,
         drafter: StaticDrafter,
-        host_sync_interval: int | None = None,
+        captured: dict[Hashable, StepRunner] | None = None,
+        interval: int | None = None,
     ):
-        default = HOST_SYNC_INTERVALS.get(runners.base.device.type, DEFAULT_HOST_SYNC_INTERVAL)
-        self.interval = default if host_sync_interval is None else host_sync_interval
-        self._acquired = ExitStack()
+        default = HOST_SYNC_INTERVALS.get(base.device.type, DEFAULT_HOST_SYNC_INTERVAL)
+        self.interval = default if interval is None else interval
+        self.base, self.drafter, self._captured = base, drafter, captured
         self._runner: StepRunner | None = None
-        self._runners, self._step = runners, step
-        self.drafter = drafter
+        self._key: Hashable = None
         self._lengths: list[int] = []  # of the rows, when the host last read them
         self._ends: list[int] = []  # what each row can reach at most; the length it has, once it has ended
 
@@ -443,13 +315,16 @@ class StaticRows:
 
     def close(self) -> None:
         """Give the runner back."""
-        self._acquired.close()
+        if self._captured is not None and self._runner is not None:
+            keep_newest(self._captured, self._key, self._runner)
 
     def _begin(self, rows: DecodeState) -> StepRunner:
-        runner = self._runner = self._acquired.enter_context(
-            self._runners.acquire(self._step, self.drafter, rows, self.interval)
+        kept = {} if self._captured is None else self._captured
+        self._key = len(rows.rows), self.drafter.static_key, self.interval, _settings(rows)
+        runner = kept.pop(self._key, None) or StepRunner(
+            self.base, self.drafter, rows, self.interval, captures=self._captured is not None
         )
-        num_left = rows.request.max_new_tokens - 1
+        self._runner, num_left = runner, rows.request.max_new_tokens - 1
         self._lengths = rows.lengths.tolist()
         self._ends = [length + num_left for length in self._lengths]
         runner.state.reserve(self._slots_needed(1))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medusa.acceptance.exact import Acceptance, accept_equal, accepted_up_to
-from medusa.acceptance.noise import verification_noise
+from medusa.acceptance.distributions import verification_noise
+from medusa.acceptance.exact import Acceptance, accept_equal, accept_typical, accepted_up_to
 from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.rules import SampledDraft
 from medusa.acceptance.sampling import (
@@ -22,7 +22,6 @@ from medusa.acceptance.sampling import (
     process_node_logits,
     token_logprobs,
 )
-from medusa.acceptance.typical import accept_typical
 from medusa.base.causal_lm import CausalLM, vocab_size
 from medusa.decoding.forward import Forward
 from medusa.decoding.lockstep import accept_in_lockstep

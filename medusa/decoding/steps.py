@@ -7,27 +7,22 @@
               and shape, which never waits for the device          or plain decoding; acceptance "exact", no
               (``static.py``)                                      stopping criteria, no logits processor that
                                                                    reads the text
-    compiled  engine "packed" or "int8": as general, with a pass   a C++ compiler, and sdpa attention
-              (``engine/compiled.py``) and drafts of heads
-              (``drafters/compiled.py``) compiled ahead
-              other engines: static, as torch.compile makes it     as static, and a model in one place that
-                                                                   traces in one piece
+    compiled  as general, with a pass (``engine/compiled.py``)     engine "packed" or "int8" on a CPU, a C++
+              and drafts of heads (``drafters/compiled.py``)       compiler, and sdpa attention
+              compiled ahead and kept on disk
     captured  static, replayed as a CUDA graph                     as static, on one CUDA device
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
-Compiling a whole step takes minutes for a large model, once for each tree and sampling setting, once more
-when the cache first outgrows its slots and when the number of rows first changes; what Inductor has compiled
-is kept on disk (``TORCHINDUCTOR_CACHE_DIR``), and the next process that needs it only traces. Capturing takes
-as long as a few steps, once for each batch size, tree, sampling setting and number of slots. Where guessing
-may pause (``pausing.py``), the step that does not draft is made too.
-``DecodingStatistics.setup_seconds`` says what either took. A model keeps what it made for its last few
-settings, and of a captured one the caches too, since a graph writes to the tensors it was captured with.
+Capturing takes as long as a few steps, once for each batch size, tree, sampling setting and number of slots,
+with drafts and without where guessing may pause (``pausing.py``); ``DecodingStatistics.setup_seconds`` says
+what it took. A model keeps what it captured for its last few settings, and the caches too, since a graph
+writes to the tensors it was captured with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -35,7 +30,7 @@ from medusa.base.causal_lm import CausalLM
 from medusa.choices import StepKind
 from medusa.decoding.forward import Forward, Libraries
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import StaticRows, StaticRunners, static_drafter
+from medusa.decoding.static import StaticRows, StepRunner, static_drafter
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import missing_for_compiled_pass
 from medusa.engine.views import holds_packed_weights
@@ -55,14 +50,13 @@ class Way:
 class Steps:
     """The ways to run the steps of one base; what is compiled or captured for it is kept.
 
-    ``layers`` are the decoder layers that compiled passes give the states of, ``backend`` is that of
-    torch.compile.
+    ``layers`` are the decoder layers that compiled passes give the states of.
     """
 
-    def __init__(self, base: CausalLM, backend: str = "inductor", layers: Sequence[int] = ()):
+    def __init__(self, base: CausalLM, layers: Sequence[int] = ()):
         self.base = base
         self.libraries = Libraries(base, layers)
-        self._runners = StaticRunners(base, backend)
+        self.captured: dict[Hashable, StepRunner] = {}
         self._checked: set[str] = set()
 
     def way(
@@ -82,20 +76,21 @@ class Steps:
             self._checked.add(step)
         if step == "general":
             return Way(Forward(self.base, drafter.reads_layers), drafter)
-        if step == "compiled" and self.libraries.are_for:
+        if step == "compiled":
             compiled, seconds = self.libraries.compiled_pass(drafter.reads_layers)
             if request.rule is None:  # others draw their candidates
                 drafter, more = self.libraries.compiled_drafter(drafter, request.seeds is not None)
                 seconds += more
             return Way(Forward(self.base, drafter.reads_layers, compiled), drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
-        rows = StaticRows(self._runners, step, checked, host_sync_interval)
+        captured = self.captured if step == "captured" else None
+        rows = StaticRows(self.base, checked, captured, host_sync_interval)
         return Way(Forward(self.base, drafter.reads_layers), checked, rows)
 
     @property
     def can_compile(self) -> bool:
         """Whether ``compiled`` steps run here, on libraries that are compiled ahead."""
-        return self.libraries.are_for and missing_for_compiled(self.base) is None
+        return missing_for_compiled(self.base) is None
 
     def forward_of_many(self, step: StepKind, layers: tuple[int, ...]) -> Forward:
         """The passes of a batch that requests join, with the states of ``layers``.
@@ -105,7 +100,7 @@ class Steps:
         """
         if step == "general":
             return Forward(self.base, layers)
-        if step != "compiled" or not self.libraries.are_for:
+        if step != "compiled":
             raise ValueError(
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
@@ -126,7 +121,9 @@ def missing_for_compiled(base: CausalLM) -> str | None:
     """What a compiled step lacks on ``base``; None when nothing."""
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
-    return missing_for_compiled_pass(base) if holds_packed_weights(base) else None
+    if not holds_packed_weights(base):
+        return "engine='packed' or 'int8', which compile their pass ahead on a CPU"
+    return missing_for_compiled_pass(base)
 
 
 def missing_for_captured(base: CausalLM) -> str | None:

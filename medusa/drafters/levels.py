@@ -18,8 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from medusa.acceptance.drawing import draw_tree, kind_drawn
-from medusa.acceptance.noise import draft_noise
+from medusa.acceptance.distributions import draft_noise, draw_tree, kind_drawn
 from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.sampling import warp_logits
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter

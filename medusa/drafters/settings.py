@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from medusa.acceptance.drawing import independent_chains
+from medusa.acceptance.distributions import independent_chains
 from medusa.base.causal_lm import CausalLM
 from medusa.choices import StepKind
 from medusa.drafters.protocol import Drafter

@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from transformers import LogitsProcessorList
 
 from medusa.acceptance.grammar import Grammar, GrammarCompiler
-from medusa.acceptance.penalties import OccurrencePenalty
+from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
 from medusa.decoding.batch import BatchLimits, QueueFull

@@ -6,8 +6,8 @@ import pytest
 import torch
 from verification_laws import FALSE_ALARM_RATE, law_of, p_value, sampled_law, toy_pair, toy_table
 
-from medusa.acceptance import noise
-from medusa.acceptance.noise import draft_noise, verification_noise
+from medusa.acceptance import distributions as noise
+from medusa.acceptance.distributions import draft_noise, verification_noise
 from medusa.acceptance.rules import (
     DraftKind,
     draw_tree,

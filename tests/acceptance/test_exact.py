@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from test_candidate_tree import trees
 
 from medusa import CandidateTree, MedusaModel
-from medusa.acceptance.exact import Acceptance, accept_equal
-from medusa.acceptance.typical import accept_typical
+from medusa.acceptance.exact import Acceptance, accept_equal, accept_typical
 from medusa.trees.candidate_tree import TreeTopology
 
 

@@ -20,8 +20,8 @@ from verification_laws import (
     toy_table,
 )
 
-from medusa.acceptance.block import prefix_weight
-from medusa.acceptance.residual import (
+from medusa.acceptance.chain_rules import prefix_weight
+from medusa.acceptance.distributions import (
     conclude,
     deepest,
     drafted_probability,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from verification_laws import toy_table
 
-from medusa.acceptance.greedy_block import TargetModification, modified_target, path_log_ratio
+from medusa.acceptance.chain_rules import TargetModification, modified_target, path_log_ratio
 from medusa.acceptance.rules import (
     RULES,
     DraftKind,
@@ -16,7 +16,7 @@ from medusa.acceptance.rules import (
     independent_chains,
     rule_named,
 )
-from medusa.acceptance.spectr import division_factor
+from medusa.acceptance.tree_rules import division_factor
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])

@@ -25,7 +25,7 @@ from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, 
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.decoding.batch import StepResult
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import rounded_slots
+from medusa.decoding.static import StaticState, rounded_slots
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
@@ -216,7 +216,7 @@ def test_the_cache_grows_between_steps_and_keeps_what_it_holds(num_tokens):
     assert_same(*both(base, drafter_of, request, host_sync_interval=5))
 
 
-def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens():
+def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens(monkeypatch):
     assert [rounded_slots(n) for n in (1, 256, 257, 1024, 1025, 4000, 4097)] == [
         256,
         256,
@@ -226,34 +226,14 @@ def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens():
         4096,
         5120,
     ]
-    base, runners = tiny_model("llama"), Steps(tiny_model("llama"))
-    kept = runners._runners
-    reserved = []
-    acquire = kept.acquire
-
-    def watched(*args, **kwargs):
-        context = acquire(*args, **kwargs)
-        runner = context.__enter__()
-        reserve = runner.state.reserve
-        runner.state.reserve = lambda slots: (reserved.append(slots), reserve(slots))
-        return _Entered(runner, context)
-
-    kept.acquire = watched
-    for _ in decode(runners, PlainDrafter(), request_of([240], 300), None, None, "static", 8):
+    base, reserved, reserve = tiny_model("llama"), [], StaticState.reserve
+    monkeypatch.setattr(
+        StaticState, "reserve", lambda state, slots: (reserved.append(slots), reserve(state, slots))
+    )
+    for _ in decode(base, PlainDrafter(), request_of([240], 300), None, None, "static", 8):
         pass
     assert sorted(set(reserved)) == [256, 512, 768]
     assert base.config.max_position_embeddings > 768
-
-
-class _Entered:
-    def __init__(self, value, context):
-        self.value, self.context = value, context
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *error):
-        return self.context.__exit__(*error)
 
 
 @pytest.mark.parametrize("engine", ["eager", "packed", "int8"])

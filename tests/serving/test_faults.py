@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from tiny_chat import chat_model, save_chat_model
 from tiny_server import Running, expected, running, wait_until
 
-from medusa.acceptance.penalties import OccurrencePenalty
+from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch, BatchLimits
 from medusa.serving import application, connections

@@ -1,25 +1,26 @@
-"""Greedy block verification: accepts the most in one step, and pays over the steps that follow.
-
-arXiv 2403.10444, appendix on greedy block verification. Without block verification's min(1, .) in the
-recursion a prefix X^i survives with probability min(1, p(X^i) / q(X^i)), the most any rule can reach.
-What is left for the other outputs is max(p(z) - q(z), 0) of the *joint* probability of each path z of
-the block, so the g - tau - 1 tokens after the next token follow not p but
-
-    p'(x | z) = norm(max(a(z) p(x | z) - q(x | z), 0)),      a(z) = p(z) / q(z) from the block's start.
-
-The state carries a(z) and how many tokens it still governs. Each step that stops short adds such a layer
-on top of those still alive, and the modified target is the p of the step. The layers read q again, after
-text that was not drafted: q must depend on the text alone.
-"""
+"""Rules for one drafted chain: "token", "block" and "greedy_block"."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medusa.acceptance.distributions import (
+    conclude,
+    deepest,
+    drafted_probability,
+    entry_at,
+    excess,
+    kept_share,
+    normalised,
+    open_proposal,
+    ratio,
+    row_at,
+)
 from medusa.acceptance.protocol import (
     DraftKind,
     SampledDraft,
@@ -27,16 +28,64 @@ from medusa.acceptance.protocol import (
     VerificationNoise,
     VerificationRule,
 )
-from medusa.acceptance.residual import (
-    conclude,
-    deepest,
-    drafted_probability,
-    entry_at,
-    kept_share,
-    normalised,
-    open_proposal,
-    ratio,
-    row_at,
+
+
+def verify_tokens(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """Speculative sampling: the draft tokens of a chain are tested one by one, the first miss ends it.
+
+    arXiv 2211.17192 (algorithm 1) and 2302.01318.
+
+    Draft token x stays with probability min(1, p(x)/q(x)) while all before it stayed.
+
+    After a miss the next token comes from norm(max(p - q, 0)), after none from p.
+    """
+    proposal = open_proposal(draft.proposal)
+    p = drafted_probability(draft.target, draft.tokens)
+    q = drafted_probability(proposal, draft.tokens)
+    acceptance = F.pad(ratio(p, q).clamp(max=1), (1, 0), value=1.0)  # (B, N)
+    best = torch.cumprod((noise.uniform < acceptance).long(), dim=1).sum(1) - 1
+    residual = excess(row_at(draft.target, best), row_at(proposal, best))
+    return conclude(draft, noise, best, residual, acceptance)
+
+
+TOKEN = VerificationRule(
+    "token", verify_tokens, (DraftKind.CHAIN,), "each draft token of a chain on its own, up to the miss"
+)
+
+
+def verify_block(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """The prefixes of a chain are tested as wholes, and the longest accepted one wins.
+
+    arXiv 2403.10444, algorithm 2. Never accepts less in expectation than token verification.
+
+    Prefix X^i stays with probability R_i / (R_i + 1 - a_i), R_i = sum of max(a_i p - q, 0) after it.
+
+    The test runs over all N = g + 1 nodes. With q = 0 after the last draft token, R_g = a_g, and the
+    formula gives a_g there by itself.
+    """
+    proposal = open_proposal(draft.proposal)
+    a = prefix_weight(draft, proposal)
+    weights = (a[..., None] * draft.target - proposal).clamp(min=0)  # (B, N, V)
+    left = weights.sum(-1)
+    acceptance = kept_share(left, a)
+    acceptance[:, 0] = 1
+    best = deepest(noise.uniform < acceptance)
+    residual = normalised(row_at(weights, best), fallback=row_at(draft.target, best))
+    return conclude(draft, noise, best, residual, acceptance)
+
+
+def prefix_weight(draft: SampledDraft, proposal: Tensor) -> Tensor:
+    """a_0 = 1, a_i = min(1, a_{i-1} p(X_i) / q(X_i)): how much of a prefix may be kept, (B, N)."""
+    p = drafted_probability(draft.target, draft.tokens)
+    step = ratio(p, drafted_probability(proposal, draft.tokens))
+    weights = [torch.ones_like(draft.target[:, 0, 0])]
+    for i in range(step.shape[1]):
+        weights.append((weights[-1] * step[:, i]).clamp(max=1))
+    return torch.stack(weights, dim=1)
+
+
+BLOCK = VerificationRule(
+    "block", verify_block, (DraftKind.CHAIN,), "prefixes of a chain as wholes, the longest one wins"
 )
 
 
@@ -60,8 +109,23 @@ class _Layer:
     log_ratio: Tensor  # (B, N)
 
 
-def verify(draft: SampledDraft, noise: VerificationNoise, state: TargetModification | None = None) -> Verdict:
-    """The longest prefix whose coin falls below R / (R + 1 - a), with a = p/q of the whole prefix.
+def verify_greedy_block(
+    draft: SampledDraft, noise: VerificationNoise, state: TargetModification | None = None
+) -> Verdict:
+    """Greedy block verification: accepts the most in one step, and pays over the steps that follow.
+
+    arXiv 2403.10444, appendix on greedy block verification. Without block verification's min(1, .) in the
+    recursion a prefix X^i survives with probability min(1, p(X^i) / q(X^i)), the most any rule can reach.
+    What is left for the other outputs is max(p(z) - q(z), 0) of the *joint* probability of each path z of
+    the block, so the g - tau - 1 tokens after the next token follow not p but
+
+        p'(x | z) = norm(max(a(z) p(x | z) - q(x | z), 0)),      a(z) = p(z) / q(z) from the block's start.
+
+    The state carries a(z) and how many tokens it still governs. Each step that stops short adds such a layer
+    on top of those still alive, and the modified target is the p of the step. The layers read q again, after
+    text that was not drafted: q must depend on the text alone.
+
+    The longest prefix whose coin falls below R / (R + 1 - a), with a = p/q of the whole prefix.
 
     Raises:
         ValueError: the draft length is another than the one ``state`` was made with.
@@ -154,7 +218,7 @@ def next_state(
 
 GREEDY_BLOCK = VerificationRule(
     "greedy_block",
-    verify,
+    verify_greedy_block,
     (DraftKind.CHAIN,),
     "most accepted in one step; carries a changed target over the next steps",
     context_only_proposal=True,
