@@ -43,8 +43,7 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.decoding.batch import Batch, StepResult
 from medusa.decoding.batch import decode as decoded
 from medusa.decoding.steps import Steps
-from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.protocol import Draft, DraftContext, PlainDrafter, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
 
 _cache = tempfile.TemporaryDirectory(prefix="medusa-cache-")

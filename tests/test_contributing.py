@@ -10,8 +10,8 @@ from conftest import counting_model, random_prompts, tiny_model
 
 from medusa import MedusaModel
 from medusa.acceptance.rules import RULES
-from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.registry import DRAFTERS, Drafters
+from medusa.drafters.protocol import PlainDrafter
+from medusa.drafters.registry import DRAFTERS, Drafters, NamedDrafter
 from medusa.drafters.self_draft import SelfDrafter, early_exit
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -19,16 +19,21 @@ CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 
 def example(word: str) -> dict:
-    """The names that the code block which contains a word defines."""
-    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if word in block]
+    """The names that the first code block which contains a word defines."""
     names: dict = {"__name__": f"example_{word}"}
-    exec(textwrap.dedent(code), names)
+    exec(textwrap.dedent(blocks_with(word)[0]), names)
     return names
 
 
+def blocks_with(word: str) -> list[str]:
+    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
+    return [block for block in blocks if word in block.lower()]
+
+
 def test_a_drafter_is_one_file_and_a_line_in_the_registry(monkeypatch):
-    monkeypatch.setitem(DRAFTERS, "echo", example("echo")["ECHO"])
+    _, line = blocks_with("echo")
+    named = eval(line.strip(), {**example("echo"), "NamedDrafter": NamedDrafter})
+    monkeypatch.setitem(DRAFTERS, named.name, named)
     base = counting_model(16)
     base.lm_head.weight.data = base.lm_head.weight.data.roll(-1, dims=0)  # every token repeats itself
     model = MedusaModel(base)

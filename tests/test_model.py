@@ -37,7 +37,7 @@ from medusa import (
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS
 from medusa.drafters.union import UnionDrafter
 from medusa.trees.tuned_trees import TunedTree

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from medusa.choices import StepKind
-from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import Drafter
+from medusa.drafters.protocol import Drafter, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 
 STAKE = 1.0

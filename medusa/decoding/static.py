@@ -30,8 +30,14 @@ from medusa.base.causal_lm import (
 from medusa.decoding.forward import keep_newest
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.step import Advance, acceptance_of, depths_of, draft_context
-from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import Draft, DraftContext, Drafter, StaticDrafter, host_bound_parts
+from medusa.drafters.protocol import (
+    Draft,
+    DraftContext,
+    Drafter,
+    PlainDrafter,
+    StaticDrafter,
+    host_bound_parts,
+)
 from medusa.drafters.validation import (
     TOKEN_RULES,
     TOPOLOGY_RULES,

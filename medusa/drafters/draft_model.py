@@ -6,16 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
-from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
-from medusa.engine import prepared_base
 from medusa.trees.candidate_tree import CandidateTree
 
 
@@ -89,23 +85,3 @@ def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: flo
             f"draft model has vocab_size={theirs}, the base {ours}: they cannot share a tokenizer; "
             "choose a draft model of the same family"
         )
-
-
-def _loaded(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
-    """With ``settings.draft_model``, loaded beside the base in its precision, checked to share its tokens."""
-    given: Any = settings.draft_model
-    draft_model: CausalLM = given
-    if not isinstance(given, PreTrainedModel):
-        if host.tokenizer is not None:
-            check_same_tokens(host.tokenizer, load_tokenizer(given))
-        loaded: Any = load_base(given, dtype=host.base.dtype)
-        draft_model = prepared_base(loaded.to(host.base.device), host.engine)
-    check_draft_vocabulary(host.base, draft_model)
-    return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
-
-
-def _missing(host: DraftHost, settings: DrafterSettings) -> str | None:
-    return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
-
-
-DRAFT_MODEL = NamedDrafter("draft-model", _loaded, "a smaller model", _missing)

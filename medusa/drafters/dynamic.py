@@ -22,12 +22,10 @@ from torch import Tensor, nn
 
 from medusa.acceptance.protocol import DraftKind
 from medusa.base.causal_lm import CausalLM
-from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle3 import Eagle3Drafter
-from medusa.drafters.heads import BETA, HeadsDrafter, chain_of_heads, missing_heads
+from medusa.drafters.heads import BETA, HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext
-from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.drafters.suffix import MAX_MATCH, longest_match
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.medusa_heads import MedusaHeads
@@ -304,21 +302,3 @@ def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device)
     columns = torch.full((vocab_size,), -1, device=device)
     columns[tokens] = torch.arange(len(tokens), device=device)
     return columns
-
-
-def _of_model(host: DraftHost, settings: DrafterSettings) -> DynamicDrafter:
-    heads, runner = host.drafting_heads, host.runner
-    assert heads is not None, "missing_heads refuses this model before"
-    chain = chain_of_heads(heads, settings)
-    if isinstance(heads, Eagle3Head):
-        return DynamicEagle3Drafter(heads, runner, chain)
-    return DynamicHeadsDrafter(heads, output_embedding_of(runner), chain)
-
-
-DYNAMIC_HEADS = NamedDrafter(
-    "dynamic-heads",
-    _of_model,
-    "the heads, in a tree that takes another shape at every step",
-    missing_heads,
-    needs_heads=True,
-)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.drafters.text_entries import TextEntries
-from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
+from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.eagle3 import Drafted, Eagle3Head
-from medusa.heads.fingerprint import warn_of_another_base
-from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 
@@ -86,29 +83,3 @@ class Eagle3Drafter(LevelDrafter):
         """What entries that join ``features`` (B, M, D) with ``tokens`` (B, M) give."""
         embedded = self.base.get_input_embeddings()(tokens)
         return self.head(features, embedded, mask, positions, self._entries.cache)
-
-
-def _loaded(host: DraftHost, settings: DrafterSettings) -> Eagle3Drafter:
-    """With the EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
-    assert settings.eagle3 is not None, "_missing refuses this model before"
-    given = settings.eagle3
-    checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
-    head, base = checkpoint.heads, host.runner
-    if not isinstance(head, Eagle3Head):
-        raise ValueError(
-            f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
-        )
-    check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
-    warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
-    head.to(base.device).eval()
-    tree = checkpoint.tree
-    if tree is None or not tree.depth:
-        tree = settings.tree(head.num_heads)
-    return Eagle3Drafter(head, base, tree)
-
-
-def _missing(host: DraftHost, settings: DrafterSettings) -> str | None:
-    return "an EAGLE-3 head; give --eagle3" if settings.eagle3 is None else None
-
-
-EAGLE3 = NamedDrafter("eagle3", _loaded, "an EAGLE-3 head beside the heads", _missing)

@@ -13,7 +13,6 @@ from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
 from medusa.drafters.text_entries import TextEntries
 from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.eagle3 import Eagle3Head, Heads
@@ -142,22 +141,3 @@ def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> Heads
     if isinstance(heads, Eagle3Head):
         return Eagle3Drafter(heads, base, tree)
     return HeadsDrafter(heads, output_embedding_of(base), tree)
-
-
-def chain_of_heads(heads: Heads, settings: DrafterSettings) -> CandidateTree:
-    """A chain of ``settings.draft_length``, as far as the heads reach."""
-    return CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
-
-
-def _of_model(host: DraftHost, settings: DrafterSettings) -> Drafter:
-    assert host.drafting_heads is not None, "missing_heads refuses this model before"
-    chain = chain_of_heads(host.drafting_heads, settings)
-    return drafter_of_heads(host.drafting_heads, host.runner, chain)
-
-
-def missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What is missing: heads, unless the model has them."""
-    return "heads, and the model was loaded without; give --heads" if host.heads is None else None
-
-
-HEADS = NamedDrafter("heads", _of_model, "the heads the model was loaded with", missing_heads, True)

@@ -2,38 +2,215 @@
 
 A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix``), which share one tree.
 
-**Adding a drafter**: a file in this folder with a :class:`medusa.drafters.settings.NamedDrafter`, and a
-line in :data:`DRAFTERS`.
+**Adding a drafter**: a file in this folder with a :class:`medusa.drafters.protocol.Drafter`, and a
+:class:`NamedDrafter` in :data:`DRAFTERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
+from transformers import PreTrainedModel
+
+from medusa.acceptance.distributions import independent_chains
+from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import StepKind
-from medusa.drafters.draft_model import DRAFT_MODEL
-from medusa.drafters.dynamic import DYNAMIC_HEADS, DynamicDrafter
-from medusa.drafters.eagle3 import EAGLE3
-from medusa.drafters.heads import HEADS
-from medusa.drafters.plain import PLAIN, PlainDrafter
-from medusa.drafters.protocol import Drafter, host_bound_parts
-from medusa.drafters.self_draft import EARLY_EXIT, LOW_PRECISION
-from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
-from medusa.drafters.suffix import SUFFIX, SuffixDrafter
+from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
+from medusa.drafters.dynamic import DynamicDrafter, DynamicEagle3Drafter, DynamicHeadsDrafter
+from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.heads import drafter_of_heads
+from medusa.drafters.protocol import Drafter, PlainDrafter, host_bound_parts
+from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
+from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
+from medusa.engine import Engine, prepared_base
+from medusa.engine.int8 import missing_for_int8_layers
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.eagle3 import Eagle3Head, Heads
+from medusa.heads.fingerprint import warn_of_another_base
+from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree
+
+DEFAULT_DRAFT_LENGTH = 4
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """What drafters may want to know beyond the model. Each reads its own fields."""
+
+    draft_length: int | None = None
+    """Draft tokens of a chain; None: each drafter's default. Heads use the model's own tree."""
+    draft_width: int = 1
+    """Chains side by side, for rules that take a tree; 1 is one chain."""
+    draft_model: str | Path | CausalLM | None = None
+    """The smaller model of "draft-model": a directory, a hub id, or a loaded model."""
+    exit_layer: int | None = None
+    """How many layers of the base "early-exit" runs."""
+    eagle3: str | Path | HeadsCheckpoint | None = None
+    """The head of "eagle3": a heads directory, a hub id, or a loaded checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("draft_length", "draft_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def tree(self, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
+        """The tree of a drafter that has none of its own: a chain, or as many chains as it is wide."""
+        length = self.draft_length or default_length
+        chains = self.draft_width > 1
+        return independent_chains(self.draft_width, length) if chains else CandidateTree.chain(length)
+
+
+class DraftHost(Protocol):
+    """What a drafter reads of the model that it drafts for; :class:`medusa.MedusaModel` is one."""
+
+    @property
+    def base(self) -> CausalLM:
+        """The base model as it was given."""
+
+    @property
+    def runner(self) -> CausalLM:
+        """The base model as the engine runs it."""
+
+    @property
+    def engine(self) -> Engine:
+        """How the base's layers are executed."""
+
+    @property
+    def heads(self) -> Heads | None:
+        """The heads that the model was loaded with."""
+
+    @property
+    def drafting_heads(self) -> Heads | None:
+        """The heads as the engine computes them."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer; None where it has none."""
+
+    @property
+    def step(self) -> StepKind:
+        """How decode steps are run, unless a call says otherwise."""
+
+    def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
+        """The model's tree for so many rows, in steps of kind ``step`` or its own."""
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """A drafter that a user can ask for."""
+
+    name: str
+    make: Callable[[DraftHost, DrafterSettings], Drafter]
+    """Makes it, in a tree of its own; what is slow is done here, once. Others are made of it by ``fill``."""
+    summary: str
+    missing: Callable[[DraftHost, DrafterSettings], str | None] = lambda host, settings: None
+    """What it needs and has not got, and the flag that gives it; None when it can work."""
+    needs_heads: bool = False
+    """Whether it drafts with the heads of the model, which must then be loaded, and in the model's trees."""
+
+
+def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False) -> Drafter:
+    heads, runner = host.drafting_heads, host.runner
+    assert heads is not None, "refused before"
+    chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
+    if not is_dynamic:
+        return drafter_of_heads(heads, runner, chain)
+    if isinstance(heads, Eagle3Head):
+        return DynamicEagle3Drafter(heads, runner, chain)
+    return DynamicHeadsDrafter(heads, output_embedding(runner), chain)
+
+
+def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
+    return "heads, and the model was loaded without; give --heads" if host.heads is None else None
+
+
+def _eagle3(host: DraftHost, settings: DrafterSettings) -> Eagle3Drafter:
+    """With the EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
+    assert settings.eagle3 is not None, "refused before"
+    given = settings.eagle3
+    checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
+    head, base = checkpoint.heads, host.runner
+    if not isinstance(head, Eagle3Head):
+        raise ValueError(
+            f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
+        )
+    check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
+    warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
+    head.to(base.device).eval()
+    tree = checkpoint.tree
+    if tree is None or not tree.depth:
+        tree = settings.tree(head.num_heads)
+    return Eagle3Drafter(head, base, tree)
+
+
+def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
+    """With ``settings.draft_model``, loaded beside the base in its precision, checked to share its tokens."""
+    given: Any = settings.draft_model
+    draft_model: CausalLM = given
+    if not isinstance(given, PreTrainedModel):
+        if host.tokenizer is not None:
+            check_same_tokens(host.tokenizer, load_tokenizer(given))
+        loaded: Any = load_base(given, dtype=host.base.dtype)
+        draft_model = prepared_base(loaded.to(host.base.device), host.engine)
+    check_draft_vocabulary(host.base, draft_model)
+    return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
+
+
+def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
+    return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
+
+
+def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
+    if settings.exit_layer is not None:  # there is no good default
+        return None
+    num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
+    return f"a number of layers, 1 to {num_layers - 1} for this base; give --exit-layer"
+
+
+def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
+    assert settings.exit_layer is not None, "refused before"
+    shallow = prepared_base(early_exit(host.base, settings.exit_layer), host.engine)
+    return SelfDrafter(shallow, settings.tree())
+
 
 DRAFTERS: dict[str, NamedDrafter] = {
     named.name: named
     for named in (
-        HEADS,
-        DYNAMIC_HEADS,
-        SUFFIX,
-        EAGLE3,
-        DRAFT_MODEL,
-        EARLY_EXIT,
-        LOW_PRECISION,
-        PLAIN,
+        NamedDrafter("heads", _heads, "the heads the model was loaded with", _missing_heads, True),
+        NamedDrafter(
+            "dynamic-heads",
+            partial(_heads, is_dynamic=True),
+            "the heads, in a tree that takes another shape at every step",
+            _missing_heads,
+            needs_heads=True,
+        ),
+        NamedDrafter(
+            "suffix",
+            lambda host, settings: SuffixDrafter(settings.draft_length or SuffixDrafter().length),
+            "what followed the same words earlier in the text",
+        ),
+        NamedDrafter(
+            "eagle3",
+            _eagle3,
+            "an EAGLE-3 head beside the heads",
+            lambda host, settings: "an EAGLE-3 head; give --eagle3" if settings.eagle3 is None else None,
+        ),
+        NamedDrafter("draft-model", _draft_model, "a smaller model", _missing_draft_model),
+        NamedDrafter("early-exit", _early_exit, "the base's first layers", _missing_exit_layer),
+        NamedDrafter(
+            "low-precision",
+            lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
+            "the base in int8",
+            lambda host, settings: missing_for_int8_layers(host.base),
+        ),
+        NamedDrafter("plain", lambda host, settings: PlainDrafter(), "nothing: one token a pass"),
     )
 }
 """Every drafter that a user can ask for by name."""

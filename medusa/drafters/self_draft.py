@@ -14,8 +14,6 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, verify, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.drafters.settings import DrafterSettings, DraftHost, NamedDrafter
-from medusa.engine import prepared_base
 from medusa.engine.int8 import Int8Linear, Int8Product, missing_for_int8_layers
 from medusa.engine.views import view_of
 from medusa.trees.candidate_tree import CandidateTree
@@ -93,26 +91,3 @@ def low_precision(base: CausalLM) -> CausalLM:
     if (lacks := missing_for_int8_layers(base)) is not None:
         raise ValueError(f"low-precision drafting needs {lacks}")
     return view_of(base, Int8Linear, Int8Product)
-
-
-def missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
-    """What is missing: the number of layers, which has no good default."""
-    if settings.exit_layer is not None:
-        return None
-    num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
-    return f"a number of layers, 1 to {num_layers - 1} for this base; give --exit-layer"
-
-
-def _early_exit_drafter(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
-    assert settings.exit_layer is not None, "missing_exit_layer refuses this model before"
-    shallow = prepared_base(early_exit(host.base, settings.exit_layer), host.engine)
-    return SelfDrafter(shallow, settings.tree())
-
-
-EARLY_EXIT = NamedDrafter("early-exit", _early_exit_drafter, "the base's first layers", missing_exit_layer)
-LOW_PRECISION = NamedDrafter(
-    "low-precision",
-    lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
-    "the base in int8",
-    lambda host, settings: missing_for_int8_layers(host.base),
-)

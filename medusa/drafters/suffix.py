@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
-from medusa.drafters.settings import NamedDrafter
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 MAX_MATCH = 16
@@ -100,10 +99,3 @@ class SuffixDrafter(StatelessDrafter):
         guesses = torch.where(is_match[:, None], match.continuation, root)[:, :length]
         topology = TreeTopology.chain(length + 1, root.device, is_draft=True)
         return Draft(torch.cat([root, guesses], dim=1), topology)
-
-
-SUFFIX = NamedDrafter(
-    "suffix",
-    lambda host, settings: SuffixDrafter(settings.draft_length or SuffixDrafter().length),
-    "what followed the same words earlier in the text",
-)

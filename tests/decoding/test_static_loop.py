@@ -29,7 +29,7 @@ from medusa.decoding.static import StaticState, rounded_slots
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 

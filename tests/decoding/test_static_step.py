@@ -18,7 +18,7 @@ from medusa.decoding.static import StaticState, static_step
 from medusa.decoding.step import begin
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import united
 from medusa.drafters.suffix import SuffixDrafter
 

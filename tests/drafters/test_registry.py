@@ -12,7 +12,7 @@ from medusa.acceptance.rules import independent_chains
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.plain import PlainDrafter
+from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS, Drafters, DrafterSettings
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter

@@ -8,8 +8,7 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.base.cache import TreeCache
 from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.plain import PlainDrafter
-from medusa.drafters.protocol import DraftContext
+from medusa.drafters.protocol import DraftContext, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.heads.causal_layer import LayerConfig
