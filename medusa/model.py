@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from medusa.base.architecture_check import check_is_model
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.base.requirements import check_is_model
 from medusa.choices import Engine, StepKind
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.pausing import DraftCosts, Pausing

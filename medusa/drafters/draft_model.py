@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa.base.architecture_check import check_decodable
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
-from medusa.base.requirements import check_decodable
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.trees.candidate_tree import CandidateTree

@@ -47,7 +47,6 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.engine.int8 import Int8Linear
-from medusa.engine.joined_linears import JoinedLinear
 from medusa.engine.libraries import (
     code_of,
     compile_library,
@@ -57,6 +56,7 @@ from medusa.engine.libraries import (
     open_library,
     traceable_products,
 )
+from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LOOP_ATTENTION = "medusa_loop_sdpa"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from medusa import files
 from medusa.engine.int8 import Digits, Int8Linear, Int8Product, int8_product, quantised
-from medusa.engine.joined_linears import JoinedLinear
 from medusa.engine.packed import PackedLinear
+from medusa.engine.views import JoinedLinear
 from medusa.hardware import device_name
 from medusa.places import cache_home
 from medusa.progress import log_console

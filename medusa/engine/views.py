@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from medusa.base.architecture_check import fault_of, is_tested
 from medusa.base.attention import GROUPED_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
-from medusa.engine.joined_linears import Product, joinable_linears, joined
 from medusa.engine.snapshot import alteration_of
 
 
 def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: Product) -> CausalLM:
     """A model that shares every parameter and buffer with ``base``, and computes with other modules.
 
-    Linear layers that read one input share one ``product`` (see :mod:`medusa.engine.joined_linears`), each of
+    Linear layers that read one input share one ``product`` (see :mod:`medusa.engine.views`), each of
     the others becomes its ``linear``; a subclass of ``nn.Linear`` keeps its own forward. Norms are replaced
     where that leaves every bit as it is, ``sdpa`` by :func:`medusa.base.attention.grouped_attention` where
     :func:`takes_attention` says so. ``base`` is left as it is.
@@ -124,3 +123,64 @@ def in_place_norm(module: nn.Module) -> InPlaceNorm | None:
     trial = torch.linspace(-2, 3, 7 * len(weight), dtype=weight.dtype, device=weight.device).view(7, -1)
     with torch.no_grad():
         return norm if torch.equal(norm(trial), module(trial)) else None
+
+
+ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names, within one module, of layers that read one input, in the order in which they are called. A layer
+that reads another one all the same gives the right result, only no sooner."""
+
+Product = Callable[[Tensor, "Tensor | None"], nn.Module]
+"""Weight (out, in) and bias (out,) -> what multiplies rows with them."""
+
+
+def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    """The groups of linear layers directly below ``module`` that read one input."""
+    for names in ONE_INPUT:
+        layers = [module._modules.get(name) for name in names]
+        linears = [layer for layer in layers if type(layer) is nn.Linear]
+        inputs = {(layer.in_features, layer.bias is None) for layer in linears}
+        if len(linears) == len(names) and len(inputs) == 1:
+            yield linears
+
+
+def joined(linears: list[nn.Linear], product: Product) -> list[nn.Module]:
+    """Layers to put in the place of ``linears``, which share one ``product``."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    widths = [linear.out_features for linear in linears]
+    shared = _JointProduct(product(weight, torch.cat(biases) if biases else None), widths)
+    return [JoinedLinear(linear, shared, index) for index, linear in enumerate(linears)]
+
+
+class JoinedLinear(nn.Module):
+    """A linear layer that is computed together with others of the same input: (..., in) -> (..., out)."""
+
+    def __init__(self, linear: nn.Linear, shared: _JointProduct, index: int):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias  # shared with the base
+        self._shared, self._index = shared, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shared.part(self._index, x)
+
+
+class _JointProduct:
+    """One product for several layers, and what it gave for the last input until all have taken their part.
+
+    Not an ``nn.Module``, so that a model does not list the same one under each of its layers.
+    """
+
+    def __init__(self, product: nn.Module, widths: list[int]):
+        self.product, self.widths = product, widths
+        self._held: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_held": None}
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """Columns of layer ``index`` for input ``x`` (..., in)."""
+        held, version = self._held, 0 if x.is_inference() else x._version
+        if held is None or held[0] is not x or held[1] != version:
+            held = (x, version, self.product(x).split(self.widths, dim=-1))
+        self._held = None if index == len(self.widths) - 1 else held
+        return held[2][index]

@@ -17,8 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
-from medusa.base.logits import logit_scale
+from medusa.base.causal_lm import (
+    CausalLM,
+    embedding_weight,
+    hidden_size,
+    logit_scale,
+    output_embedding,
+    vocab_size,
+)
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding

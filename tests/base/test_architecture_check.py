@@ -46,12 +46,12 @@ from medusa import MedusaModel
 from medusa.base.architecture_check import (
     TESTED_MODEL_TYPES,
     check_base,
+    check_decodable,
     check_tree_verification,
     is_tested,
     worst_comparison,
 )
 from medusa.base.causal_lm import decoder_layers
-from medusa.base.requirements import check_decodable
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 REFUSED = {

@@ -16,10 +16,9 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import prepared_base
 from medusa.engine.int8 import Digits, Int8Linear, Int8Product, int8_view, missing_for_int8
-from medusa.engine.joined_linears import JoinedLinear, joinable_linears, joined
 from medusa.engine.packed import Float32Product, PackedLinear, missing_for_packed, packed
 from medusa.engine.quick_heads import quick_heads
-from medusa.engine.views import InPlaceNorm, in_place_norm
+from medusa.engine.views import InPlaceNorm, JoinedLinear, in_place_norm, joinable_linears, joined
 
 needs_packing = pytest.mark.skipif(
     missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from medusa import HeadsCheckpoint, load_heads, save_heads
-from medusa.base.causal_lm import hidden_states, output_embedding
-from medusa.base.logits import logit_scale
+from medusa.base.causal_lm import hidden_states, logit_scale, output_embedding
 from medusa.training.config.options import ConfigurationError, DataOptions
 from medusa.training.data.documents import Document, Documents
 from medusa.training.recipes.medusa_heads import new_heads

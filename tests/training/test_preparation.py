@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from medusa import load_heads
-from medusa.base.causal_lm import hidden_size
-from medusa.base.logits import logit_scale
+from medusa.base.causal_lm import hidden_size, logit_scale
 from medusa.training.config.options import BaseOptions, ConfigurationError
 from medusa.training.data.batching import collate
 from medusa.training.data.documents import Document, Documents

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding
-from medusa.base.logits import logits_of_states
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, logits_of_states, output_embedding
 
 Teacher = Callable[[Tensor], Tensor]
 """Hidden states (C, D) -> the base's own logits (C, V') in the heads' columns."""

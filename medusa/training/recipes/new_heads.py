@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM
-from medusa.base.logits import logit_scale
+from medusa.base.causal_lm import CausalLM, logit_scale
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from medusa.base import loading
+from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import CausalLM
-from medusa.base.requirements import check_decodable
 from medusa.training.config.options import BaseOptions, ConfigurationError
 from medusa.training.data.batching import PaddedBatch
 from medusa.training.states.live import LiveStates, SharedLiveStates

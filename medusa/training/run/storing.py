@@ -15,8 +15,8 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa.base import loading
+from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import CausalLM
-from medusa.base.requirements import check_decodable
 from medusa.files import locked
 from medusa.progress import ProgressReporter
 from medusa.training.config.configuration import TrainingConfiguration
