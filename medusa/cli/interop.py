@@ -27,9 +27,16 @@ from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.hub import split_revision
 from medusa.interop.checking import ChainCheck, check_chain
-from medusa.interop.conversion import export_heads, foreign_directory, import_heads, save_base
+from medusa.interop.conversion import (
+    EXPORT_LAYOUT,
+    FORMATS,
+    export_heads,
+    foreign_directory,
+    format_of,
+    import_heads,
+    save_base,
+)
 from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
-from medusa.interop.registry import EXPORT_LAYOUT, FORMATS, format_of
 from medusa.model import MedusaModel
 from medusa.places import base_named
 from medusa.progress import track

@@ -20,13 +20,14 @@ from medusa.cli.reporting import command, print_list, report_json
 from medusa.files import replaced_directory
 from medusa.heads.checkpoint import HeadsCheckpoint, heads_directory, load_heads, weights_digest
 from medusa.hub import looks_like_repository, split_revision
-from medusa.interop.model_card import CardFacts, read_evaluation
 from medusa.interop.protocol import ToExport
 from medusa.interop.repository import (
     REPOSITORY_LAYOUT,
+    CardFacts,
     check_repository_name,
     files_in,
     push_folder,
+    read_evaluation,
     write_repository,
 )
 from medusa.tables import counted

@@ -9,6 +9,6 @@
 
 Those of EAGLE-3 (arXiv 2503.01840) hold one transformer layer (:mod:`medusa.interop.eagle3`). The others hold
 plain Medusa heads (arXiv 2401.10774): each reads the base's last hidden state and nothing else.
-A format is one file here and a line in :mod:`medusa.interop.registry`. One strict reader of each format
+A format is one file here and a line in :mod:`medusa.interop.conversion`. One strict reader of each format
 serves ``medusa import`` and ``medusa check``, so what passes the check is what the other project loads.
 """

@@ -1,4 +1,8 @@
-"""Whole directories: heads out to a format of another project, and in from one."""
+"""Heads out to a format of another project, and in from one; every format by name.
+
+**Adding a format**: a file in this folder with a :class:`medusa.interop.protocol.ForeignFormat`, a line in
+:data:`FORMATS`, and, where heads can be written or checked as it, its name in :mod:`medusa.choices`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,54 @@ from safetensors.torch import save_file
 
 import medusa
 from medusa.base.causal_lm import CausalLM
-from medusa.files import check_writable_target, replaced_directory, write_json
+from medusa.files import Layout, check_writable_target, read_json, replaced_directory, write_json
 from medusa.heads.checkpoint import HeadsCheckpoint, check_finite, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.hub import hub_directory
-from medusa.interop.medusa_reference import CONFIG_FILE
+from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
+from medusa.interop.medusa_reference import CONFIG_FILE, MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
-from medusa.interop.registry import FORMATS
+from medusa.interop.vllm_medusa import VLLM_MEDUSA
+
+FORMATS: dict[str, ForeignFormat] = {
+    each.name: each for each in (VLLM_MEDUSA, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
+}
+"""Every format that is read; those with ``export`` are written too."""
+
+
+def is_export(directory: Path) -> bool:
+    """Whether ``directory`` holds heads of a known format, and no base with them."""
+    try:
+        return not format_of(directory).holds_base
+    except (ValueError, OSError):
+        return False
+
+
+EXPORT_LAYOUT = Layout("an export", ("config.json", "*.safetensors"), is_export)
+
+
+def format_of(directory: Path) -> ForeignFormat:
+    """The format of a directory that someone else made.
+
+    Raises:
+        ValueError: it is none of those there are.
+    """
+    for each in FORMATS.values():
+        if each.recognises is not None and each.recognises(directory):
+            return each
+    config = directory / "config.json"
+    if config.exists() and "format_version" in read_json(config):
+        raise ValueError(
+            f"{directory} is a heads directory of this project, which needs no import; use it as --heads"
+        )
+    held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+    raise ValueError(
+        f"{directory} holds no heads of a known format. Known are medusa_lm_head.pt and "
+        "medusa_lm_head.safetensors (FasterDecoding/Medusa), a config.json that "
+        "says model_type 'medusa' (vLLM), draft_vocab_size (EAGLE-3) or speculators_model_type, and a model "
+        f"with medusa_head.* among its weights; it holds {held}. Give the directory that holds the heads"
+    )
+
 
 DOWNLOADED = (
     CONFIG_FILE,
@@ -34,7 +79,7 @@ def export_heads(request: ToExport, to: str, output: str | Path, overwrite: bool
     """Write heads for another project into the directory ``output``, whole or not at all.
 
     Args:
-        to: a name of :data:`medusa.interop.registry.FORMATS` that has an export.
+        to: a name of :data:`medusa.interop.conversion.FORMATS` that has an export.
 
     Raises:
         FileExistsError: ``output`` holds something and ``overwrite`` is false.

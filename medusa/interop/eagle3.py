@@ -38,10 +38,18 @@ from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.limits import MAX_DEPTH
 from medusa.heads.token_map import checked_token_map
-from medusa.interop.contradictions import check_fits, checked_against_config, listed
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes, vllm_command
-from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
+from medusa.interop.protocol import (
+    ExportedFiles,
+    ForeignFormat,
+    ForeignHeads,
+    ReadRequest,
+    ToExport,
+    check_fits,
+    checked_against_config,
+    listed,
+)
 from medusa.interop.tensor_files import read_model_tensors
 
 WEIGHTS_FILE = "model.safetensors"

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import embedding_weight, output_embedding
 from medusa.heads.medusa_heads import MedusaHeads
-from medusa.interop.contradictions import check_fits
-from medusa.interop.protocol import ToExport
+from medusa.interop.protocol import ToExport, check_fits
 
 
 def checked_plain(request: ToExport, consumer: str) -> MedusaHeads:

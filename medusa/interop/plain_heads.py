@@ -28,7 +28,7 @@ from medusa.base.causal_lm import (
 from medusa.heads.fingerprint import TOLERANCE
 from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
-from medusa.interop.contradictions import check_fits, listed
+from medusa.interop.protocol import check_fits, listed
 
 PARTS = ("weight", "bias")
 SCALE_KEY = "logit_scale"

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from medusa.files import read_json
-from medusa.interop.contradictions import checked_against_config
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
 from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes, vllm_command
@@ -34,7 +33,14 @@ from medusa.interop.plain_heads import (
     named,
     scale_of,
 )
-from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
+from medusa.interop.protocol import (
+    ExportedFiles,
+    ForeignFormat,
+    ForeignHeads,
+    ReadRequest,
+    ToExport,
+    checked_against_config,
+)
 from medusa.interop.tensor_files import names_in, read_tensors
 
 WEIGHTS_FILE = "model.safetensors"

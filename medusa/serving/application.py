@@ -32,9 +32,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from medusa.acceptance.grammar import Grammar
-from medusa.serving.errors import RequestError
 from medusa.serving.origins import refusal_of_host, refusal_of_origin
-from medusa.serving.replies import Replies, usage_of
+from medusa.serving.replies import Replies, RequestError, usage_of
 from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,

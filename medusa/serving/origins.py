@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from medusa.serving.errors import RequestError
+from medusa.serving.replies import RequestError
 
 HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?")
 

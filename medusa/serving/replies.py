@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from medusa.acceptance.sampling import TokenLogprobs
+from medusa.serving.answer_text import ToolCall, ToolCallReader
 from medusa.serving.requests import ChatRequest, CompletionRequest
-from medusa.serving.tool_calls import ToolCall, ToolCallReader
 from medusa.serving.worker import Update
 from medusa.text_stream import token_bytes
 
@@ -152,3 +152,29 @@ def usage_of(num_prompt: int, num_reused: int, num_tokens: int) -> dict[str, Any
 def _finite(logprob: float) -> float:
     """What JSON can hold; clients know this number for a token that is never chosen."""
     return max(logprob, -9999.0)
+
+
+class RequestError(Exception):
+    """A request that is not answered; ``status`` is that of HTTP."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the answer, or of an event of a stream."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}

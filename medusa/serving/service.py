@@ -19,11 +19,10 @@ from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
 from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.model import MedusaModel
-from medusa.serving.answer_text import AnswerText
-from medusa.serving.errors import RequestError
+from medusa.serving.answer_text import AnswerText, forced_call
 from medusa.serving.metrics import ServerMetrics
+from medusa.serving.replies import RequestError
 from medusa.serving.requests import SEEDS, ChatRequest, CompletionRequest, SharedFields, sampling_arguments
-from medusa.serving.tool_calls import forced_call
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 
 RETRY_AFTER = 2

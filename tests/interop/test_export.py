@@ -20,8 +20,8 @@ from medusa.choices import ForeignName
 from medusa.cli.main import main
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
+from medusa.interop.conversion import FORMATS
 from medusa.interop.plain_heads import expanded_rows
-from medusa.interop.registry import FORMATS
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 BASE = chat_base()

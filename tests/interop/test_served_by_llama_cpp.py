@@ -26,9 +26,8 @@ from fitted_heads import NUM_HEADS, NUM_TOKENS, PROMPTS, eagle3_that_knows, plai
 
 from medusa import HeadsCheckpoint, MedusaModel
 from medusa.interop.checking import check_chain
-from medusa.interop.conversion import export_heads
+from medusa.interop.conversion import FORMATS, export_heads
 from medusa.interop.protocol import ReadRequest, ToExport
-from medusa.interop.registry import FORMATS
 
 LLAMA_CPP = os.environ.get("LLAMA_CPP")
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON", sys.executable)

@@ -27,9 +27,8 @@ from fitted_heads import (
 
 from medusa import HeadsCheckpoint, MedusaModel
 from medusa.interop.checking import check_chain
-from medusa.interop.conversion import export_heads
+from medusa.interop.conversion import FORMATS, export_heads
 from medusa.interop.protocol import ReadRequest, ToExport
-from medusa.interop.registry import FORMATS
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 FITTED = {"vllm-medusa": heads_that_know, "vllm-eagle3": eagle3_that_knows, "speculators": eagle3_that_knows}

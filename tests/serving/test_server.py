@@ -24,8 +24,8 @@ from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.forward import Forward
 from medusa.serving.application import AccessSettings
-from medusa.serving.errors import RequestError
 from medusa.serving.origins import refusal_of_host, refusal_of_origin
+from medusa.serving.replies import RequestError
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.server import log, log_to_standard_error
 from medusa.serving.service import Service, ServiceSettings

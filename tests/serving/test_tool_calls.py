@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa.serving.tool_calls import ToolCallReader, forced_call
+from medusa.serving.answer_text import ToolCallReader, forced_call
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 OTHER = '{"name": "time", "arguments": {}}'
