@@ -117,9 +117,8 @@ def fetched(place, run) -> None:
 @pytest.fixture(scope="module")
 def heads(place, run, fetched) -> str:
     """Heads trained in this environment, from prompts of its own to the result."""
-    run("medusa", "write-prompts", "--number", "8", "--output", "prompts.jsonl")
     answering = ("--output", "answers.jsonl", "--max-new-tokens", "24", "--limit", "8")
-    run("medusa", "distill", "--prompts", "prompts.jsonl", *answering)
+    run("medusa", "distill", "--prompts", "demo_prompts", *answering)
     settings = (
         "--output_dir",
         "mine",

@@ -40,11 +40,6 @@ COMMANDS = {
     "fetch": Command("fetch:fetch", "commands:FetchOptions", "get the small model that is used by default"),
     "compile": Command("program:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
     "configs": Command("configs:configs", "commands:ConfigsOptions", "list configurations that ship"),
-    "write-prompts": Command(
-        "jobs.write_prompts:write",
-        "jobs.write_prompts:PromptWritingOptions",
-        "make prompts when there are none",
-    ),
     "distill": Command("jobs.distill:run", "jobs.distill:DistillOptions", "let a model answer prompts"),
     "train": Command("jobs.train:train", "jobs.train:TrainOptions", "train heads, on such answers"),
     "tune": Command("jobs.tune:tune", "jobs.tune:TuneOptions", "choose the tree that is fastest here"),

@@ -31,7 +31,6 @@ RUNS = {
     "fetch": "smollm2-135m-instruct --output {base}",
     "compile": "{model}",
     "configs": "",
-    "write-prompts": "--number 8 --output {new}/prompts.jsonl",
     "distill": "--base {base} --prompts {prompts} --max-new-tokens 24 --output {new}/answers.jsonl",
     "train": "--base {base} --data {data} --output_dir {new} --num_heads 1 --max_steps 1",
     "tune": "{measured} --sizes 2 --rounds 1 --no-save --plot {new}/picture.png",
