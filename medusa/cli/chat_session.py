@@ -1,6 +1,6 @@
 """A conversation with a model, without a terminal: history, streaming text, what each answer cost.
 
-The terminal around it is :mod:`medusa.cli.chat_terminal`; this module never prints.
+The terminal around it is :mod:`medusa.cli.chat`; this module never prints.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.cli.commands import FetchOptions
-from medusa.cli.program import log_version
-from medusa.cli.reporting import command
+from medusa.cli.loading import log_version
+from medusa.cli.next_steps import command
 from medusa.files import check_writable_target, replaced_directory, replaced_file
 from medusa.places import EMBEDDED_BASE, embedded_base_homes
 

@@ -385,22 +385,6 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class TreeOptions:
-    """Another tree than the one that the heads come with."""
-
-    tree_nodes: int | None = None
-    """Decode with the best tree of so many nodes, root included, on the conversations of --calibrate-on."""
-    calibrate_on: Path | None = None
-    """What to choose that tree on: JSON lines as for --prompts, other ones; 50 rows are plenty. `messages`
-    that end with an answer are read as they are, everything else is answered first."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "tree_nodes")
-        if (self.tree_nodes is None) != (self.calibrate_on is None):
-            raise ValueError("tree_nodes and calibrate_on go together; give both or neither")
-
-
-@dataclass(frozen=True)
 class DrafterOptions:
     """What drafters other than heads need to know."""
 

@@ -31,7 +31,7 @@ from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
 
-NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+TUNED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_GAIN = 1.03
 """How much faster than plain decoding a tree must look before it is taken: below is noise."""
 HOPELESS = 0.5

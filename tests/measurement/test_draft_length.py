@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from conftest import VOCAB_SIZE, counting_model, random_prompts, tiny_model
+from conftest import counting_model, random_prompts, tiny_model
 
-from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.drafters.registry import DrafterSettings, draft_sources, drafter_named
+from medusa import MedusaModel
+from medusa.drafters.registry import DrafterSettings
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.measurement.draft_length import DraftRecord, StepCosts, best_draft_length, expected_tokens
-from medusa.measurement.watching import (
+from medusa.measurement.contenders import NamedDrafters
+from medusa.measurement.draft_length import (
+    DraftRecord,
     Probe,
-    interpolated,
+    StepCosts,
+    best_draft_length,
+    expected_tokens,
     probe_draft_length,
-    step_record,
     verification_seconds,
     watched_answer,
 )
-
-
-def model_with_heads() -> MedusaModel:
-    base = tiny_model("llama")
-    heads = MedusaHeads(HeadsConfig(base.config.hidden_size, VOCAB_SIZE, num_heads=3))
-    return MedusaModel(base, heads, CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)]))
 
 
 def test_the_best_length_balances_what_drafts_are_worth_and_what_they_cost():
@@ -73,22 +71,19 @@ def test_the_acceptance_of_a_simulated_chain_is_recovered():
     hits = torch.rand(5000, 4, generator=generator) < 0.7
     record = DraftRecord()
     for accepted in hits.long().cumprod(1).sum(1).tolist():
-        record += step_record([*range(1, accepted + 1), 0], draft_depth=4)
+        record += DraftRecord.of_step([*range(1, accepted + 1), 0], draft_depth=4)
     assert record.acceptance_rate == pytest.approx(0.7, abs=0.016)
     measured = 1 + record.num_accepted / record.num_steps
     assert record.expected_tokens(4) == pytest.approx(measured, abs=0.05)
 
 
 def test_a_step_is_recorded_as_what_was_judged():
-    assert step_record([1, 2, 0], 4) == DraftRecord(1, 1, 2, 1, 5), "stopped by a rejected token"
-    assert step_record([1, 2, 0], 2) == DraftRecord(1, 1, 2, 0, 3), "stopped by the end of the chain"
-    assert step_record([1, 2], 4) == DraftRecord(1, 1, 2, 0, 5), "cut by the end of the answer"
-    assert step_record([0], 0) == DraftRecord(1, 0, 0, 0, 1), "nothing drafted"
+    of_step = DraftRecord.of_step
+    assert of_step([1, 2, 0], 4) == DraftRecord(1, 1, 2, 1), "stopped by a rejected token"
+    assert of_step([1, 2, 0], 2) == DraftRecord(1, 1, 2, 0), "stopped by the end of the chain"
+    assert of_step([1, 2], 4) == DraftRecord(1, 1, 2, 0), "cut by the end of the answer"
+    assert of_step([0], 0) == DraftRecord(1, 0, 0, 0), "nothing drafted"
     assert DraftRecord().acceptance_rate == DraftRecord().drafted_share == 0.0
-
-
-def test_times_between_measured_sizes_lie_on_straight_lines():
-    assert interpolated({1: 1.0, 2: 1.0, 4: 3.0}) == [1.0, 1.0, 2.0, 3.0]
 
 
 def test_a_verification_is_timed_for_every_number_of_nodes():
@@ -112,52 +107,34 @@ def counting_answer(length: int = 5, max_new_tokens: int = 61):
     )
 
 
-def test_a_watched_answer_is_the_answer_with_everything_counted():
-    answer = counting_answer()
-    assert list(answer.tokens[0]) == [(4 + i) % 16 for i in range(61)]
-    assert answer.statistics.accepted_histogram == [15, 0, 1, 0, 0, 7]
-    found = answer.drafts
+def test_what_is_drafted_in_an_answer_is_counted_and_timed():
+    found, statistics = counting_answer()
+    assert statistics.accepted_histogram == [15, 0, 1, 0, 0, 7]
     assert (found.num_steps, found.num_drafted_steps, found.num_rejected) == (23, 8, 0)
     assert found.num_accepted == 7 * 5 + 3
-    assert found.num_nodes == 15 + 8 * 6
-    assert found.num_branching == 0
     assert len(found.token_seconds) == 8
-    assert answer.seconds > 0
-
-
-def test_watching_keeps_the_law_and_the_tokens():
-    model = model_with_heads()
-    inputs = {"input_ids": random_prompts(1, 6)}
-    options = {"do_sample": True, "temperature": 1.0, "seed": 3, "max_new_tokens": 10}
-    for name, rule in (("heads", "exact"), ("early-exit", "block"), ("early-exit", "greedy_block")):
-        settings = DrafterSettings(exit_layer=1)
-        drafter = drafter_named(name, model, settings)
-        own = model.generate(**inputs, **options, drafter=drafter, acceptance=rule)[0, 6:].tolist()
-        answer = watched_answer(model, inputs, drafter, acceptance=rule, **options)
-        assert list(answer.tokens[0]) == own
-        assert (answer.drafts.num_branching == 0) == (name == "early-exit")
 
 
 def test_a_batch_is_watched_row_by_row():
     model = MedusaModel(counting_model(16))
     prompts = [torch.tensor([[3]]), torch.tensor([[9]])]
-    options = {"do_sample": False, "max_new_tokens": 40}
-    both = watched_answer(model, {"input_ids": torch.cat(prompts)}, SuffixDrafter(5, min_match=1), **options)
-    alone = [
-        watched_answer(model, {"input_ids": p}, SuffixDrafter(5, min_match=1), **options) for p in prompts
-    ]
-    assert both.tokens == alone[0].tokens + alone[1].tokens
-    counted = [each.drafts.num_accepted for each in alone]
-    assert both.drafts.num_accepted == sum(counted) > 0
-    assert both.drafts.num_steps == sum(each.drafts.num_steps for each in alone)
+
+    def record(ids):
+        options = {"do_sample": False, "max_new_tokens": 40}
+        return watched_answer(model, {"input_ids": ids}, SuffixDrafter(5, min_match=1), **options)[0]
+
+    both, alone = record(torch.cat(prompts)), [record(prompt) for prompt in prompts]
+    assert both.num_accepted == sum(each.num_accepted for each in alone) > 0
+    assert both.num_steps == sum(each.num_steps for each in alone)
 
 
 def probe(base, name: str, settings: DrafterSettings, **options) -> Probe:
     model = MedusaModel(base)
-    source = draft_sources([name], model, settings)[name]
+    drafters = NamedDrafters([name], model, settings)
     prompts = [{"input_ids": random_prompts(1, 6, seed=seed)} for seed in range(2)]
     costs = [1.0, *[1.2] * 16]
-    return probe_draft_length(model, source, prompts, costs, do_sample=False, **options)
+    new = partial(drafters.new, name, only_chain=True)
+    return probe_draft_length(model, new, prompts, costs, do_sample=False, **options)
 
 
 def test_a_perfect_draft_model_is_probed_as_perfect():
