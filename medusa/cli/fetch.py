@@ -15,7 +15,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,8 +52,8 @@ def fetch(options: FetchOptions) -> list[str]:
     log, output = log_version(), options.output or _usual_home()
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
     _check_free(output)
-    say = partial(log.print, soft_wrap=True)
-    with locked(output, math.inf, say, output.parent / f".{output.name}.lock"):
+    lock = output.parent / f".{output.name}.lock"
+    with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
         _check_free(output)  # another process may have ended meanwhile
         missing = [path for path in (output / "config.json", *copies) if not path.exists()]
         if not missing:
