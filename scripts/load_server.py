@@ -235,4 +235,4 @@ def load_server(options: LoadTestOptions) -> None:
 
 if __name__ == "__main__":
     given = parse(LoadTestOptions, description=__doc__)
-    sys.exit(exit_status(lambda: load_server(given), given.report.traceback))
+    sys.exit(exit_status(lambda: load_server(given), False))

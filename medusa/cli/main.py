@@ -85,10 +85,9 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: the first word must be a command, got {name!r}; {advice}\n")
         return 2
     kind = _named(COMMANDS[name].options)
-    options: Any = parse(kind, rest, prog=f"medusa {name}", **getattr(kind, "PARSING", {}))
-    groups = (options, *vars(options).values())
-    show_traceback = any(getattr(group, "traceback", False) for group in groups)
-    return exit_status(lambda: print_next(_named(COMMANDS[name].run)(options)), show_traceback)
+    words = [word for word in rest if word != "--traceback"]
+    options: Any = parse(kind, words, prog=f"medusa {name}", **getattr(kind, "PARSING", {}))
+    return exit_status(lambda: print_next(_named(COMMANDS[name].run)(options)), words != rest)
 
 
 def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
@@ -127,7 +126,8 @@ def _help() -> str:
     return (
         "usage: medusa [-h] [--version] COMMAND ...\n\n"
         "Medusa heads: several tokens per forward pass, the same text.\n\n"
-        f"{lines}\nmedusa COMMAND --help lists the flags of a command.\n"
+        f"{lines}\nmedusa COMMAND --help lists the flags of a command; --traceback shows where an "
+        "error arose.\n"
     )
 
 

@@ -389,8 +389,8 @@ class DrafterOptions:
     """What drafters other than heads need to know."""
 
     draft_length: int | None = None
-    """Draft tokens of a chain; none is the drafter's own, or, in programs that compare, what this machine's
-    step times ask for. Heads keep their own tree, and are a chain only for rules that take nothing else."""
+    """Draft tokens of a chain; none is the drafter's own, or, in benchmarks, the fastest here. Heads keep
+    their own tree, and are a chain only for rules that take nothing else."""
     draft_width: int = 1
     """Chains side by side, where the rule takes a tree."""
     draft_model: str | None = None
@@ -431,8 +431,6 @@ class ReportOptions:
     json: Path | None = None
     """Write the closing report, one JSON object, to this file; - is standard output. Where standard output is
     no terminal, the report is its last line in any case."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from medusa.measurement.contenders import (
     TRANSFORMERS,
     TYPICAL,
     Contender,
+    NamedDrafters,
     drafter_and_rule,
     is_ours,
     pair_name,
@@ -201,6 +203,33 @@ def measure(
     )
 
 
+def choose_lengths(
+    drafters: NamedDrafters, model: MedusaModel, setting: Setting, asking: Asking
+) -> dict[str, dict[int, float]]:
+    """[drafter][draft length] = seconds per token; the fastest length is what it drafts from now on.
+
+    Measured as everything else is, under the exact rule; only drafters of chains take part.
+    """
+    trials = {
+        f"{name} {length}": Contender(
+            f"{name} {length}", partial(model.generate, drafter=drafters.chain(name, length))
+        )
+        for name, lengths in drafters.free_in_length.items()
+        for length in lengths
+    }
+    if not trials:
+        return {}
+    _warm_up(next(iter(trials.values())), setting.batches(asking.pad_id)[0], asking)
+    answers = by_contender(measure(trials, setting, asking, label="choosing draft lengths"))
+    found = {
+        name: {length: seconds_per_token(answers[f"{name} {length}"]) for length in lengths}
+        for name, lengths in drafters.free_in_length.items()
+    }
+    for name, seconds in found.items():
+        drafters.set_length(name, min(seconds, key=seconds.__getitem__))
+    return found
+
+
 # ------------------------------------------------------------------ what the answers add up to
 
 
@@ -246,9 +275,6 @@ def setting_report(
         "num_tokens": sum(map(len, rows_said(given[HEADS if HEADS in given else PLAIN]).values())),
         "acceptance_rate": {
             name: total_statistics(each).acceptance_rate for name, each in given.items() if is_ours(name)
-        },
-        "decode_speedup_over_plain": {
-            name: decode_speedup(each, given[PLAIN]) for name, each in given.items() if is_ours(name)
         },
         "ratios": ratio_reports(given),
         "by_category": {
@@ -298,16 +324,6 @@ def same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict
         "of_answers": len(expected),
         "of_tokens": sum(map(len, expected.values())),
     }
-
-
-def decode_speedup(answers: Sequence[Answer], plain: Sequence[Answer]) -> float | None:
-    """Tokens a second without prefills, all answers together; None when no answer lasted a step."""
-    totals = [total_statistics(each) for each in (answers, plain)]
-    seconds = [
-        total.decode_seconds / (total.num_tokens - total.num_rows) if total.num_steps else 0.0
-        for total in totals
-    ]
-    return seconds[1] / seconds[0] if all(seconds) else None
 
 
 def paired_ratio(

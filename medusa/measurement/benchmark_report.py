@@ -57,7 +57,7 @@ def add_tables(report: Report) -> None:
     add_depths(report, values["by_setting"][0]["acceptance_rate"])
     add_categories(report, values["by_setting"][0])
     if values["draft_lengths"]:
-        add_lengths(report, values["draft_lengths"], values["by_setting"][0])
+        add_lengths(report, values["draft_lengths"])
     ratios = [ratio for setting in values["by_setting"] for ratio in setting["ratios"]]
     if ratios:
         add_ratios(report, ratios)
@@ -184,37 +184,19 @@ def add_categories(report: Report, setting: Mapping[str, Any]) -> None:
     report.add_table("Tokens per step, and speed against plain, by category", columns, names)
 
 
-def add_lengths(report: Report, lengths: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]) -> None:
-    """What draft lengths were chosen from, and what came of the forecast."""
-
-    def verify(row: Any) -> float | None:
-        length = row[1]["draft_length"]
-        return None if length is None else row[1]["verify_milliseconds"][length]
-
-    def forecast(key: str, measured: str, form: str) -> Column:
-        return (
-            lambda row: f"{cell(row[1][key], form)} / {cell(setting[measured].get(row[0]), form)}",
-            "{}",
+def add_lengths(report: Report, lengths: Mapping[str, Mapping[str, Any]]) -> None:
+    """How fast chains of each length were."""
+    columns: dict[str, Column] = {
+        "drafter": (0, "{}"),
+        "chosen": (lambda row: row[1]["chosen"], "{}"),
+    }
+    for length in max((list(each["milliseconds_per_token"]) for each in lengths.values()), key=len):
+        columns[length] = (
+            lambda row, length=length: row[1]["milliseconds_per_token"].get(length),
+            "{:.1f}",
         )
-
-    report.add_table(
-        "Draft lengths, chosen from measured costs, ms",
-        {
-            "drafter": (0, "{}"),
-            "a": (lambda row: row[1]["acceptance_rate"], "{:.2f}"),
-            "drafted": (lambda row: row[1]["drafted_share"], "{:.0%}"),
-            "draft": (lambda row: row[1]["draft_milliseconds_per_token"], "{:.1f}"),
-            "verify 1": (lambda row: row[1]["verify_milliseconds"][0], "{:.1f}"),
-            "g": (lambda row: row[1]["draft_length"] or "default", "{}"),
-            "verify g+1": (verify, "{:.1f}"),
-            "tok/step": forecast("predicted_tokens_per_step", "tokens_per_step_of", "{:.2f}"),
-            "speed": forecast("predicted_speedup", "decode_speedup_over_plain", TIMES),
-        },
-        list(lengths.items()),
-        note="From a short trial under the exact rule. a: acceptance of a draft token; drafted: steps with a "
-        "draft; draft: ms per token; verify: ms of 1 and of g + 1 nodes; g: the length chosen; tok/step, "
-        "speed: forecast / measured afterwards, prefill left out.",
-    )
+    title = "Draft lengths, chosen in a short trial: ms/token of chains"
+    report.add_table(title, columns, list(lengths.items()), num_labels=2)
 
 
 def add_ratios(report: Report, ratios: Sequence[Mapping[str, Any]]) -> None:

@@ -53,6 +53,8 @@ DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
 """The rules that compare a candidate with the base alone, so that any drafter will do."""
+TRIED_LENGTHS = (1, 2, 4, 8, 16)
+"""Draft tokens of a chain, where the fastest length is looked for."""
 LOOKUP_TOKENS = 10
 """What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
 CPU_COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -172,14 +174,17 @@ class NamedDrafters:
         return source_named(name, self._sources).drafter(only_chain, num_rows)
 
     @property
-    def longest_chains(self) -> dict[str, int | None]:
-        """[name] = the longest chain it can draft, None for any; of those that are free in their length."""
-        sources = self._sources.items()
+    def free_in_length(self) -> dict[str, list[int]]:
+        """[name] = lengths that its chains may have; of those whose length nothing else says."""
         return {
-            name: source.max_length
-            for name, source in sources
+            name: [length for length in TRIED_LENGTHS if length <= (source.max_length or length)]
+            for name, source in self._sources.items()
             if source.own_tree is None and source.max_length != 0
         }
+
+    def chain(self, name: str, draft_length: int) -> Drafter:
+        """A drafter of chains of ``draft_length``."""
+        return self._sources[name].with_length(draft_length).drafter(only_chain=True)
 
     def set_length(self, name: str, draft_length: int) -> None:
         """Let ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""

@@ -28,11 +28,11 @@ from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
     Asking,
-    Encoded,
     Setting,
     able,
     bounds,
     calibrated_counts,
+    choose_lengths,
     divergences,
     measure,
     setting_report,
@@ -53,17 +53,16 @@ from medusa.measurement.contenders import (
     make_contenders,
     needs_heads,
 )
-from medusa.measurement.draft_length import Probe, probe_draft_length, verification_seconds
 from medusa.measurement.prompts import earlier_exchanges, lengthened
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
 from medusa.places import is_embedded_base
 from medusa.plots import short_name
-from medusa.progress import log_console, track
+from medusa.progress import log_console
 from medusa.trees.rank_counts import RankCounts
 
-PROBE_PROMPTS, PROBE_TOKENS = 3, 32
+TRIAL_PROMPTS, TRIAL_TOKENS = 3, 32
 NOTHING_LEFT_OUT = {"top_k": 0, "top_p": 1.0}
 """For ``generate``: sample from all tokens, whatever the base's own configuration leaves out."""
 
@@ -79,7 +78,7 @@ class BenchmarkOptions(ProgramOptions):
     seconds per new token, prefill included; tokens are counted alike for all. Each batch size and each
     context length is a setting of its own; a context length puts earlier turns (other prompts with the
     model's own answers) before each question. Where --draft-length is not given, the length of the chains of
-    a drafter that is named is chosen from measured step times. f_hw is the least time the device needs for a
+    a drafter that is named is chosen in a short trial. f_hw is the least time the device needs for a
     step over the step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a
     large matrix product. f_tree is tokens per step over what the heads' best tree of as many nodes should
     give on these answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else
@@ -146,7 +145,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
     model = load_model(options.model, with_heads=wants_heads(options))
     settings = list(make_settings(model, options))
-    contenders, skipped, probes = chosen_contenders(model, settings[0].prompts, options)
+    contenders, skipped, lengths = chosen_contenders(model, settings[0], options)
     rates = measured_rates(model.device, model.base.dtype)
     found: list[dict[str, Any]] = []
     counts: RankCounts | None = None
@@ -162,7 +161,13 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
         **found[0],
         "by_setting": found,
         "skipped": skipped,
-        "draft_lengths": {name: probe.as_dict() for name, probe in probes.items()},
+        "draft_lengths": {
+            name: {
+                "chosen": min(seconds, key=seconds.__getitem__),
+                "milliseconds_per_token": {str(each): 1000 * taken for each, taken in seconds.items()},
+            }
+            for name, seconds in lengths.items()
+        },
         "device_rates": asdict(rates),
         **asdict(model.runtime),
         "num_threads": torch.get_num_threads(),
@@ -212,15 +217,20 @@ def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Set
 
 
 def chosen_contenders(
-    model: MedusaModel, prompts: Sequence[Encoded], options: BenchmarkOptions
-) -> tuple[dict[str, Contender], dict[str, str], dict[str, Probe]]:
-    """Who takes part, plain decoding among them, why others do not, and how draft lengths were chosen."""
+    model: MedusaModel, setting: Setting, options: BenchmarkOptions
+) -> tuple[dict[str, Contender], dict[str, str], dict[str, dict[int, float]]]:
+    """Who takes part, plain decoding among them, why others do not, and what :func:`choose_lengths` found."""
     names = options.contenders or default_names(model)
-    probes: dict[str, Probe] = {}
+    lengths: dict[str, dict[int, float]] = {}
 
-    def choose_lengths(drafters: NamedDrafters) -> None:
+    def choose(drafters: NamedDrafters) -> None:
         if options.drafters.draft_length is None:
-            probes.update(probed(drafters, model, prompts, options))
+            arguments = answer_arguments(options)
+            arguments["max_new_tokens"] = min(TRIAL_TOKENS, options.answers.max_new_tokens)
+            some = setting.prompts[:: -(-len(setting.prompts) // TRIAL_PROMPTS)]
+            trial = Setting(1, setting.context_length, some, [""] * len(some))
+            asking = Asking.for_base(model.base, arguments, 1, options.answers.seed)
+            lengths.update(choose_lengths(drafters, model, trial, asking))
 
     contenders, skipped = make_contenders(
         names if PLAIN in names else [PLAIN, *names],
@@ -229,30 +239,9 @@ def chosen_contenders(
         options.llama_cpp,
         options.acceptance,
         options.answers.temperature == 0,
-        choose_lengths,
+        choose,
     )
-    return contenders, skipped, probes
-
-
-def probed(
-    drafters: NamedDrafters, model: MedusaModel, prompts: Sequence[Encoded], options: BenchmarkOptions
-) -> dict[str, Probe]:
-    """Let chains have the lengths that this machine asks for; what these were chosen from."""
-    longest, probes = drafters.longest_chains, dict[str, Probe]()
-    if not longest:
-        return probes
-    verify = verification_seconds(model, prompts[0])
-    arguments = answer_arguments(options) | {
-        "max_new_tokens": min(PROBE_TOKENS, options.answers.max_new_tokens),
-        "seed": options.answers.seed,
-    }
-    some = prompts[:: -(-len(prompts) // PROBE_PROMPTS)]
-    for name in track(list(longest), "choosing draft lengths"):
-        new = partial(drafters.new, name, only_chain=True)
-        probes[name] = probe_draft_length(model, new, some, verify, longest[name], **arguments)
-        if choice := probes[name].choice:
-            drafters.set_length(name, choice.draft_length)
-    return probes
+    return contenders, skipped, lengths
 
 
 def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:

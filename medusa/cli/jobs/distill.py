@@ -91,8 +91,6 @@ class DistillOptions:
     http://localhost:8000/v1. One that dies is given up, and the others go on."""
     model: str | None = None
     """What those servers call the model."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompt_free", "limit", "max_new_tokens", "batch_size")

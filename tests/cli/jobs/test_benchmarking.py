@@ -178,8 +178,12 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     assert report["tokens_per_step_of"]["draft-model"] > 2, "it is the base itself"
     tuned = ["suffix", "draft-model", "early-exit", "low-precision"]
     assert list(report["draft_lengths"]) == tuned
-    chosen = report["draft_lengths"]["early-exit"]["draft_length"]
-    assert len(report["acceptance_rate"]["early-exit"]) == chosen
+    chosen = report["draft_lengths"]["early-exit"]
+    assert list(chosen["milliseconds_per_token"]) == ["1", "2", "4", "8", "16"]
+    assert chosen["chosen"] == int(
+        min(chosen["milliseconds_per_token"], key=chosen["milliseconds_per_token"].get)
+    )
+    assert len(report["acceptance_rate"]["early-exit"]) == chosen["chosen"]
     assert report["ratios"] == []
     assert "LOSSY" in printed
     assert "heads x block, dynamic-heads x block" in printed.replace("\n", " ")
