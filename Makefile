@@ -42,11 +42,11 @@ $(BASE)/config.json: | .venv/.installed
 HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts demo_heldout
 
 demo: $(DEMO)/.tuned
-	$(BIN)/medusa side-by-side $(HELD_OUT) --limit 3 --max-new-tokens 80 \
-	    --beside 'shipped heads=smollm2-135m-instruct'
+	$(BIN)/medusa benchmark $(HELD_OUT) --limit 3 --max-new-tokens 80 --show --plot $(DEMO)/benchmark.png \
+	    --contenders heads 'shipped heads=smollm2-135m-instruct'
 	@echo
 	@echo "Heads:      $(DEMO)/heads, trained just now; 'smollm2-135m-instruct' are the ones that ship"
-	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png"
+	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png, $(DEMO)/benchmark.png"
 	@echo "Chat:       $(BIN)/medusa chat"
 
 # The base model answers prompts of our own writing.

@@ -120,7 +120,7 @@ def commands() -> str:
         texts = list(pool.map(help_text, names))
     intro = (
         "# Command line\n\nPrograms in `train/` and `inference/` are other doors to these commands. Those in "
-        "`scripts/` run from a checkout: `.venv/bin/python PROGRAM`.\n"
+        "`scripts/` run from a checkout: `python PROGRAM`.\n"
     )
     return intro + "".join(
         f"\n## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in zip(names, texts, strict=True)

@@ -3,7 +3,6 @@
 Another door to `medusa benchmark`, with the same flags:
 
     python inference/benchmark.py --heads HEADS --prompts FILE --limit 20
-    python inference/benchmark.py --batch-sizes 1,2,4,8,16 --max-minutes 30
 """
 
 import sys

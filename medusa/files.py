@@ -92,25 +92,30 @@ def digest_of(path: Path) -> str:
 
 @contextmanager
 def locked(
-    directory: Path, seconds: float = 0, say: Callable[[str], None] = lambda text: None
+    path: Path,
+    seconds: float = 0,
+    say: Callable[[str], object] = lambda text: None,
+    lock: Path | None = None,
 ) -> Iterator[None]:
-    """Keeps ``directory``, which is made, from all other processes that ask for it.
+    """Keeps ``path`` from all other processes that ask for it: by the file ``lock``, which is left there; by
+    default ``.lock`` in the directory ``path``, which is made.
 
     Where one has it, that is said, and it is waited for, ``seconds`` at most.
 
     Raises:
         BlockingIOError: another process has it; the message says which.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    lock = lock or path / ".lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
     until, is_told = time.monotonic() + seconds, False
-    with (directory / ".lock").open("a+", encoding="utf-8") as file:
+    with lock.open("a+", encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 file.seek(0)
-                in_use = f"{directory} is in use by {file.read().strip() or 'another process'}"
+                in_use = f"{path} is in use by {file.read().strip() or 'another process'}"
                 if time.monotonic() >= until:
                     raise BlockingIOError(
                         f"{in_use}; wait until it has ended, or choose another directory"

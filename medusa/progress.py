@@ -41,6 +41,12 @@ def log_console() -> Console:
     return Console(file=cast(IO[str], _StandardError()), highlight=False)
 
 
+def print_list(log: Console, title: str, lines: Sequence[str]) -> None:
+    """Print ``lines`` under ``title``; nothing where there are none."""
+    for line in [title, *(f"  {line}" for line in lines)] if lines else []:
+        log.print(line, soft_wrap=True, markup=False)
+
+
 class ProgressReporter:
     """Reports one job's progress; a context manager."""
 

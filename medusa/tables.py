@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -12,13 +13,23 @@ from rich.text import Text
 
 GAP = 2
 """Blanks between columns."""
+PERCENT, TIMES = "{:.1%}", "{:.2f}x"
+
+Column = tuple[Any, str]
+"""Where a row has the value, as a key or index of it or a function of it; and its form for ``str.format``."""
+
+
+def cell(value: Any, form: str = "{}") -> str:
+    """``value`` in ``form``, which takes the parts of a list one by one; a dash where one of them is None."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return "-" if any(each is None for each in values) else form.format(*values)
 
 
 def print_table(
     console: Console,
     title: str,
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    columns: Mapping[str, Column],
+    rows: Sequence[Any],
     *,
     num_labels: int = 1,
     note: str = "",
@@ -30,20 +41,26 @@ def print_table(
     narrow, the numbers that do not fit follow in a second table under the first, with the labels again.
 
     Args:
+        columns: by their headers.
         styles: of rows, by their index.
     """
+    headers = list(columns)
+    cells = [
+        [cell(value(row) if callable(value) else row[value], form) for value, form in columns.values()]
+        for row in rows
+    ]
     console.print(Text(title, style="bold"))
-    widths = [max(map(cell_len, column)) for column in zip(headers, *rows, strict=True)]
-    for columns in _parts(widths, num_labels, console.width):
+    widths = [max(map(cell_len, column)) for column in zip(headers, *cells, strict=True)]
+    for part in _parts(widths, num_labels, console.width):
         table = Table(
             box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, GAP - 1, 0, 0)
         )  # the box adds 1
-        for column in columns:
+        for column in part:
             table.add_column(
                 Text(headers[column]), justify="left" if column < num_labels else "right", no_wrap=True
             )
-        for number, row in enumerate(rows):
-            table.add_row(*(Text(row[column]) for column in columns), style=(styles or {}).get(number))
+        for number, row in enumerate(cells):
+            table.add_row(*(Text(row[column]) for column in part), style=(styles or {}).get(number))
         console.print(table)
         console.print()
     if note:
@@ -65,19 +82,9 @@ def _parts(widths: Sequence[int], num_labels: int, width: int) -> list[list[int]
     return parts
 
 
-def number(value: float | None, form: str = ".2f") -> str:
-    """A number, or a dash where there is none."""
-    return "-" if value is None else format(value, form)
-
-
-def times(value: float | None) -> str:
-    """A speed-up, or a dash where there is none."""
-    return "-" if value is None else f"{value:.2f}x"
-
-
 def percent(rate: float | None) -> str:
     """A share, or a dash where there is none."""
-    return "-" if rate is None else f"{rate:.1%}"
+    return cell(rate, PERCENT)
 
 
 def counted(number: int, noun: str) -> str:

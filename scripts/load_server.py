@@ -27,12 +27,13 @@ from typing import Any
 import httpx
 
 from medusa.base.loading import load_tokenizer
+from medusa.cli.loading import load_prompts
+from medusa.cli.main import exit_status
 from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, check_above, check_at_least, parse
-from medusa.cli.program import load_prompts
-from medusa.cli.reporting import exit_status, report_json, table_console
+from medusa.measurement.report import Report
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
-from medusa.tables import print_table
+from medusa.tables import Column
 
 PERCENTILES = (50, 95, 99)
 
@@ -205,25 +206,33 @@ def load_server(options: LoadTestOptions) -> None:
     servers = [named_server(each, options.api_key) for each in options.servers]
     messages = [list(prompt.messages) for prompt in load_prompts(options.prompts)]
     tokenizer = load_tokenizer(options.tokenizer)
-    report: dict[str, Any] = {"servers": servers, "seconds": options.seconds}
+    report = Report({"servers": servers, "seconds": options.seconds})
     rows = []
     for num_clients in options.clients:
+        found = report.values[f"clients_{num_clients}"] = {}
         for name, url, model in servers:
             log_console().print(f"{num_clients} clients, {name}", style="dim")
             waits = asyncio.run(run(options, url, num_clients, messages, model))
-            result = waits.as_dict(options.seconds, tokenizer)
-            report.setdefault(f"clients_{num_clients}", {})[name] = result
-            first, between = result["time_to_first_token"], result["time_between_events"]
-            times = [
-                " / ".join(f"{1000 * each[f'p{p}']:.0f}" if each[f"p{p}"] else "-" for p in PERCENTILES)
-                for each in (first, between)
-            ]
-            rows.append([str(num_clients), name, f"{result['tokens_per_second']:.1f}", *times])
-    columns = ["clients", "server", "tokens/s", "first token ms, p50 / p95 / p99", "between events ms"]
-    print_table(table_console(), f"{options.seconds:g} s each", columns, rows)
-    report_json(report, options.report)
+            found[name] = waits.as_dict(options.seconds, tokenizer)
+            rows.append({"clients": num_clients, "server": name, **found[name]})
+
+    def milliseconds(key: str) -> Column:
+        def found(row: dict[str, Any]) -> list[float | None]:
+            return [None if each is None else 1000 * each for each in row[key].values()]
+
+        return found, " / ".join(["{:.0f}"] * len(PERCENTILES))
+
+    columns: dict[str, Column] = {
+        "clients": ("clients", "{}"),
+        "server": ("server", "{}"),
+        "tokens/s": ("tokens_per_second", "{:.1f}"),
+        "first token ms, p50 / p95 / p99": milliseconds("time_to_first_token"),
+        "between events ms": milliseconds("time_between_events"),
+    }
+    report.add_table(f"{options.seconds:g} s each", columns, rows)
+    report.publish(options.report.json)
 
 
 if __name__ == "__main__":
     given = parse(LoadTestOptions, description=__doc__)
-    sys.exit(exit_status(lambda: load_server(given), given.report.traceback))
+    sys.exit(exit_status(lambda: load_server(given), False))

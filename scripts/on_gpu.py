@@ -38,8 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
 from medusa.base.loading import load_tokenizer
+from medusa.cli.main import exit_status
 from medusa.cli.options import parse
-from medusa.cli.reporting import exit_status
 from medusa.files import read_json, write_json
 from medusa.hardware import device_name
 from medusa.places import shipped_files

@@ -3,15 +3,16 @@
 import pytest
 from rich.console import Console
 
-from medusa.tables import counted, print_table
+from medusa.tables import cell, counted, print_table
 
 HEADERS = ["name", *(f"column {n}" for n in range(9))]
+COLUMNS = {header: (at, "{}") for at, header in enumerate(HEADERS)}
 ROWS = [["first", *(f"a{n}" for n in range(9))], ["a longer name", *(f"b{n}" for n in range(9))]]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_what_does_not_fit_follows_below_and_nothing_is_cut(capsys, width):
-    print_table(Console(width=width), "Some numbers", HEADERS, ROWS, note="a note")
+    print_table(Console(width=width), "Some numbers", COLUMNS, ROWS, note="a note")
     printed = capsys.readouterr().out
     assert all(len(line) <= width for line in printed.splitlines())
     assert "…" not in printed
@@ -21,3 +22,8 @@ def test_what_does_not_fit_follows_below_and_nothing_is_cut(capsys, width):
 
 def test_one_is_no_plural():
     assert (counted(1, "node"), counted(2, "node")) == ("1 node", "2 nodes")
+
+
+def test_what_is_not_known_is_a_dash():
+    assert (cell(0.5, "{:.1%}"), cell(None, "{:.1%}")) == ("50.0%", "-")
+    assert (cell([1.0, 2.0], "{:.1f} to {:.1f}"), cell([None, None], "{} to {}")) == ("1.0 to 2.0", "-")

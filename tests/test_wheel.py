@@ -117,9 +117,8 @@ def fetched(place, run) -> None:
 @pytest.fixture(scope="module")
 def heads(place, run, fetched) -> str:
     """Heads trained in this environment, from prompts of its own to the result."""
-    run("medusa", "write-prompts", "--number", "8", "--output", "prompts.jsonl")
     answering = ("--output", "answers.jsonl", "--max-new-tokens", "24", "--limit", "8")
-    run("medusa", "distill", "--prompts", "prompts.jsonl", *answering)
+    run("medusa", "distill", "--prompts", "demo_prompts", *answering)
     settings = (
         "--output_dir",
         "mine",
@@ -195,11 +194,10 @@ def test_it_serves_until_told_to_stop(place, run, fetched):
         ("evaluate", "--plot", "evaluation.png"),
         ("tune", "--sizes", "2", "--rounds", "1", "--plot", "tree.png"),
         ("benchmark", "--contenders", "heads", "--plot", "benchmark.png"),
-        ("side-by-side",),
-        ("compare-heads", "--rounds", "0", "--sizes", "4", "--plot", "heads.png"),
-        ("compare-drafters", "--drafters", "suffix", "--draft-length", "2", "--plot", "drafters.png"),
+        ("evaluate", "smollm2-135m-instruct", "--rounds", "0", "--sizes", "4", "--plot", "heads.png"),
+        ("benchmark", "--contenders", "suffix", "--draft-length", "2", "--show", "--plot", "drafters.png"),
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: words[-1],
 )
 def test_it_measures_the_heads_that_it_trained(place, run, heads, words):
     done = run("medusa", words[0], "--heads", heads, "--limit", "2", "--max-new-tokens", "8", *words[1:])

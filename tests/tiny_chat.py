@@ -65,6 +65,11 @@ def chat_heads(num_heads: int = 3, seed: int = 1) -> MedusaHeads:
     return heads.eval()
 
 
+def perfect_heads(num_heads: int = 1) -> MedusaHeads:
+    """Heads that read their path; every block is the identity, so head d repeats the base's own guess."""
+    return MedusaHeads(HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, num_heads, reads_path=True)).eval()
+
+
 def wide_tree(depth: int = 3, width: int = 4) -> CandidateTree:
     """``width`` guesses for depth 1, each continued by the best guesses."""
     return CandidateTree.from_paths(

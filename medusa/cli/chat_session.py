@@ -1,6 +1,6 @@
 """A conversation with a model, without a terminal: history, streaming text, what each answer cost.
 
-The terminal around it is :mod:`medusa.cli.chat_terminal`; this module never prints.
+The terminal around it is :mod:`medusa.cli.chat`; this module never prints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from medusa.base.causal_lm import context_length, end_ids
-from medusa.decoding.loop import StepResult
+from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.model import MedusaModel

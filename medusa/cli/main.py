@@ -8,14 +8,16 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import medusa
+from medusa.cli.next_steps import print_next
 from medusa.cli.options import parse
-from medusa.cli.reporting import exit_status, print_next
+from medusa.progress import log_console
 
 LOST_PIPE = 141
 """What a shell says of a program that wrote to a pipe which nobody reads any more: 128 + SIGPIPE."""
@@ -34,36 +36,17 @@ class Command:
 
 
 COMMANDS = {
-    "chat": Command("chat_terminal:chat", "commands:ChatOptions", "talk with a model"),
-    "generate": Command("generate:generate", "commands:GenerateOptions", "answer one prompt"),
+    "chat": Command("chat:chat", "commands:ChatOptions", "talk with a model"),
+    "generate": Command("chat:generate", "commands:GenerateOptions", "answer one prompt"),
     "serve": Command("serve:serve", "commands:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
     "fetch": Command("fetch:fetch", "commands:FetchOptions", "get the small model that is used by default"),
-    "compile": Command("program:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
-    "configs": Command("configs:configs", "commands:ConfigsOptions", "list configurations that ship"),
-    "write-prompts": Command(
-        "jobs.write_prompts:write",
-        "jobs.write_prompts:PromptWritingOptions",
-        "make prompts when there are none",
-    ),
+    "compile": Command("loading:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
+    "configs": Command("info:configs", "commands:ConfigsOptions", "list configurations that ship"),
     "distill": Command("jobs.distill:run", "jobs.distill:DistillOptions", "let a model answer prompts"),
     "train": Command("jobs.train:train", "jobs.train:TrainOptions", "train heads, on such answers"),
     "tune": Command("jobs.tune:tune", "jobs.tune:TuneOptions", "choose the tree that is fastest here"),
     "evaluate": Command("jobs.evaluate:evaluate", "jobs.evaluate:EvaluationOptions", "how good are heads?"),
     "benchmark": Command("jobs.benchmark:benchmark", "jobs.benchmark:BenchmarkOptions", "how fast are they?"),
-    "side-by-side": Command(
-        "jobs.side_by_side:compare", "jobs.side_by_side:SideBySideOptions", "answers plain and with heads"
-    ),
-    "compare-heads": Command(
-        "jobs.compare_heads:compare", "jobs.compare_heads:HeadsOptions", "several sets of heads in one table"
-    ),
-    "compare-drafters": Command(
-        "jobs.compare_drafters:compare",
-        "jobs.compare_drafters:CompareOptions",
-        "drafters and acceptance rules",
-    ),
-    "compare-engines": Command(
-        "jobs.compare_engines:compare", "jobs.compare_engines:EnginesOptions", "quantised engines and float32"
-    ),
     "info": Command("info:info", "commands:InfoOptions", "look into a heads directory"),
     "export": Command("interop:export", "commands:ExportOptions", "write heads for vLLM and others"),
     "check": Command("interop:check", "commands:CheckOptions", "hold an export to its server's rules"),
@@ -102,10 +85,34 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: the first word must be a command, got {name!r}; {advice}\n")
         return 2
     kind = _named(COMMANDS[name].options)
-    options: Any = parse(kind, rest, prog=f"medusa {name}", **getattr(kind, "PARSING", {}))
-    groups = (options, *vars(options).values())
-    show_traceback = any(getattr(group, "traceback", False) for group in groups)
-    return exit_status(lambda: print_next(_named(COMMANDS[name].run)(options)), show_traceback)
+    words = [word for word in rest if word != "--traceback"]
+    options: Any = parse(kind, words, prog=f"medusa {name}", **getattr(kind, "PARSING", {}))
+    return exit_status(lambda: print_next(_named(COMMANDS[name].run)(options)), words != rest)
+
+
+def exit_status(program: Callable[[], object], show_traceback: bool) -> int:
+    """Run a program: 0, or 1 with the error as one sentence on standard error, or 130 when it was stopped.
+
+    Raises:
+        BrokenPipeError: nobody reads standard output any more, which is no error: see :mod:`medusa.cli.main`.
+    """
+    try:
+        program()
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        text = str(error)
+        if isinstance(error, ModuleNotFoundError) and text == f"No module named {error.name!r}":
+            text = f"this needs the package {error.name}, which is not installed: pip install {error.name}"
+        log_console().print(f"error: {text}", style="bold red", markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console = log_console()
+        console.print("\nstopped" if console.is_terminal else "stopped", style="bold red")
+        return 130
+    return 0
 
 
 def _named(place: str) -> Any:
@@ -119,7 +126,8 @@ def _help() -> str:
     return (
         "usage: medusa [-h] [--version] COMMAND ...\n\n"
         "Medusa heads: several tokens per forward pass, the same text.\n\n"
-        f"{lines}\nmedusa COMMAND --help lists the flags of a command.\n"
+        f"{lines}\nmedusa COMMAND --help lists the flags of a command; --traceback shows where an "
+        "error arose.\n"
     )
 
 

@@ -385,28 +385,12 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class TreeOptions:
-    """Another tree than the one that the heads come with."""
-
-    tree_nodes: int | None = None
-    """Decode with the best tree of so many nodes, root included, on the conversations of --calibrate-on."""
-    calibrate_on: Path | None = None
-    """What to choose that tree on: JSON lines as for --prompts, other ones; 50 rows are plenty. `messages`
-    that end with an answer are read as they are, everything else is answered first."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "tree_nodes")
-        if (self.tree_nodes is None) != (self.calibrate_on is None):
-            raise ValueError("tree_nodes and calibrate_on go together; give both or neither")
-
-
-@dataclass(frozen=True)
 class DrafterOptions:
     """What drafters other than heads need to know."""
 
     draft_length: int | None = None
-    """Draft tokens of a chain; none is the drafter's own, or, in programs that compare, what this machine's
-    step times ask for. Heads keep their own tree, and are a chain only for rules that take nothing else."""
+    """Draft tokens of a chain; none is the drafter's own, or, in benchmarks, the fastest here. Heads keep
+    their own tree, and are a chain only for rules that take nothing else."""
     draft_width: int = 1
     """Chains side by side, where the rule takes a tree."""
     draft_model: str | None = None
@@ -447,8 +431,6 @@ class ReportOptions:
     json: Path | None = None
     """Write the closing report, one JSON object, to this file; - is standard output. Where standard output is
     no terminal, the report is its last line in any case."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ import torch
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base
 from medusa.cli.commands import PushOptions
+from medusa.cli.interop import claim_output
+from medusa.cli.loading import log_version, recorded_base
+from medusa.cli.next_steps import command
 from medusa.cli.options import words_of
-from medusa.cli.program import claim_output, log_version, recorded_base
-from medusa.cli.reporting import command, print_list, report_json
 from medusa.files import replaced_directory
 from medusa.heads.checkpoint import HeadsCheckpoint, heads_directory, load_heads, weights_digest
 from medusa.hub import looks_like_repository, split_revision
@@ -30,6 +31,8 @@ from medusa.interop.repository import (
     read_evaluation,
     write_repository,
 )
+from medusa.measurement.report import end_with_json
+from medusa.progress import print_list
 from medusa.tables import counted
 
 
@@ -66,7 +69,7 @@ def push(options: PushOptions) -> list[str]:
     listed = [*files, *(f"deleted: {name}" for name in deleted)]
     print_list(log, f"{where}: {counted(len(files), 'file')}, {size / 1e6:,.1f} MB", listed)
     print_list(log, "note:", [*changes, *_missing(options)])
-    report_json(
+    end_with_json(
         {
             "repository": options.repository,
             "base": base,
@@ -78,7 +81,7 @@ def push(options: PushOptions) -> list[str]:
             "url": None if pushed is None else pushed.url,
             "commit": None if pushed is None else pushed.commit,
         },
-        options.report,
+        options.report.json,
     )
     if pushed is None:
         return [command("push", *words_of(replace(options, dry_run=None)))]

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.commands import ServeOptions
-from medusa.cli.program import load_model
+from medusa.cli.loading import load_model
 from medusa.decoding.batch import BatchLimits
 from medusa.progress import log_console
 

@@ -17,7 +17,6 @@ from types import FrameType
 from rich.cells import cell_len
 from rich.console import Console
 
-from medusa.cli.reporting import checked_utf8, utf8_lines
 from medusa.progress import log_console
 
 try:
@@ -143,3 +142,33 @@ def piped_lines(console: Console) -> Iterator[str]:
     for line in utf8_lines():
         console.out(f"> {line.rstrip()}", highlight=False)
         yield line
+
+
+def checked_utf8(text: str, where: str) -> str:
+    """``text``, which came from outside the program.
+
+    Raises:
+        ValueError: it came from bytes that are no UTF-8; the message names ``where`` it came from.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(_no_utf8(where)) from error
+    return text
+
+
+def utf8_lines() -> Iterator[str]:
+    """The lines of standard input.
+
+    Raises:
+        ValueError: they are not UTF-8.
+    """
+    try:
+        for line in sys.stdin:
+            yield checked_utf8(line, "standard input")
+    except UnicodeDecodeError as error:
+        raise ValueError(_no_utf8("standard input")) from error
+
+
+def _no_utf8(where: str) -> str:
+    return f"{where} must be UTF-8 text, and is not; convert it first, for example with iconv"

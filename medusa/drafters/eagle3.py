@@ -9,7 +9,6 @@ from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.drafters.text_entries import TextEntries
-from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.eagle3 import Drafted, Eagle3Head
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -30,7 +29,6 @@ class Eagle3Drafter(LevelDrafter):
         super().__init__(tree, base.device, beta)
 
     def _shape(self, tree: CandidateTree) -> None:
-        check_tree_fits(tree, self.head)
         super()._shape(tree)
         self._entries = TextEntries(self._device)
         self._features = torch.empty(0)

@@ -279,11 +279,10 @@ class Drafters:
                 cannot fill ``tree``.
         """
         parts = part_names(name)
-        for part in parts:
-            if missing := DRAFTERS[part].missing(self._host, self._settings):
-                raise ValueError(f"drafter {part!r} needs {missing}")
         if tree is not None and tree.depth == 0:
             return PlainDrafter()
+        for part in parts:
+            self._drafter(part)  # refused, if at all, before anything is drafted
         models = self._host.tree_for(num_rows, step)
         of_heads = tree or (models if models.depth and not only_chain else None)
         paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
@@ -293,6 +292,19 @@ class Drafters:
                 for part in paying
             ]
         )
+
+    def has_free_length(self, name: str) -> bool:
+        """Whether nothing but a number says how long the drafts of ``name``, no union, are: it drafts a chain,
+        and not in the model's tree."""
+        drafter = self._drafter(name)
+        chain = CandidateTree.chain(drafter.max_depth)
+        return (
+            bool(chain.depth) and not DRAFTERS[name].needs_heads and getattr(drafter, "tree", chain) == chain
+        )
+
+    def set_length(self, name: str, draft_length: int) -> None:
+        """Have ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""
+        self._made[name] = self._drafter(name).fill(CandidateTree.chain(draft_length))
 
     def is_idle(self, name: str, num_rows: int, step: StepKind | None = None) -> bool:
         """Whether nothing in ``name`` pays: only heads, whose tree for so many rows is the root alone."""
@@ -312,11 +324,17 @@ class Drafters:
             return self.make("heads", num_rows=num_rows, step=step)
         return fastest
 
-    def _filled(self, part: str, tree: CandidateTree | None, only_chain: bool) -> Drafter:
-        """A drafter that is no union; without ``tree`` in its own, or in a chain as deep."""
+    def _drafter(self, part: str) -> Drafter:
+        """The one that all others called ``part`` are made of."""
+        if missing := DRAFTERS[part].missing(self._host, self._settings):
+            raise ValueError(f"drafter {part!r} needs {missing}")
         if part not in self._made:
             self._made[part] = DRAFTERS[part].make(self._host, self._settings)
-        made = self._made[part]
+        return self._made[part]
+
+    def _filled(self, part: str, tree: CandidateTree | None, only_chain: bool) -> Drafter:
+        """A drafter that is no union; without ``tree`` in its own, or in a chain as deep."""
+        made = self._drafter(part)
         if only_chain and tree is None and made.max_depth:
             tree = CandidateTree.chain(made.max_depth)
         return made.fill(tree)

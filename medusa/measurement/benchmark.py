@@ -1,7 +1,7 @@
-"""Contenders against each other: what is asked, what their answers add up to, the tables and the picture.
+"""Contenders against each other: what is asked, and what their answers add up to.
 
 A setting is so many rows decoded together after conversations of so many tokens. All contenders answer each
-batch of a setting, in turns (:mod:`medusa.measurement.timing`).
+batch of a setting, in turns (:mod:`medusa.measurement.timing`), with the same seeds.
 """
 
 from __future__ import annotations
@@ -9,19 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.causal_lm import CausalLM, end_ids
-from medusa.decoding.statistics import PHASES
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.bounds import best_expected_tokens, f_hw, total_divergence
-from medusa.measurement.contenders import HEADS, PLAIN, TRANSFORMERS, Contender, is_ours
+from medusa.measurement.contenders import (
+    EXACT,
+    HEADS,
+    PLAIN,
+    TRANSFORMERS,
+    TYPICAL,
+    Contender,
+    NamedDrafters,
+    drafter_and_rule,
+    is_ours,
+    pair_name,
+)
 from medusa.measurement.timing import (
     NUM_WARM_UPS,
     WARM_UP_TOKENS,
@@ -36,12 +46,12 @@ from medusa.measurement.timing import (
     step_seconds,
     step_split,
     take_turns,
+    tokens_per_step_ratio,
     total_statistics,
 )
 from medusa.model import MedusaModel
-from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, SHADES, beside, figure_of
 from medusa.prompts import padded_batch
-from medusa.tables import counted, number, print_table, times
+from medusa.tables import counted
 from medusa.trees.rank_counts import RankCounts
 
 MOST_CALIBRATED = 24
@@ -61,6 +71,8 @@ class Setting:
     """``input_ids`` and ``attention_mask``, (1, T) long, one by one."""
     categories: Sequence[str] = field(repr=False)
     """Of each prompt."""
+    num_seeds: int = 1
+    """Rows that answer each prompt of a batch, each with a seed of its own."""
 
     @property
     def label(self) -> str:
@@ -74,12 +86,13 @@ class Setting:
         return sum(prompt["input_ids"].shape[1] for prompt in self.prompts) / len(self.prompts)
 
     def prompt_numbers(self, batch: int) -> list[int]:
-        """Which prompts make up a batch; the last batch goes around to the first prompts."""
+        """[row] = which prompt it answers; the last batch goes around to the first prompts."""
         start = batch * self.batch_size
-        return [(start + row) % len(self.prompts) for row in range(self.batch_size)]
+        rows = range(self.batch_size)
+        return [(start + row) % len(self.prompts) for row in rows for _ in range(self.num_seeds)]
 
     def batches(self, pad_id: int) -> list[dict[str, Tensor]]:
-        """The prompts in batches of ``batch_size`` rows, left-padded."""
+        """The prompts in batches of ``batch_size``, left-padded."""
         num_batches = -(-len(self.prompts) // self.batch_size)
         return [
             padded_batch([self.prompts[number] for number in self.prompt_numbers(batch)], pad_id)
@@ -100,13 +113,15 @@ class Asking:
     eos_ids: frozenset[int]
     pad_id: int = 0
     repeats: int = 1
+    seed: int = 0
+    """Of the first row; others count on from it, and so do repeats when tokens are sampled."""
 
     @classmethod
-    def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int) -> Asking:
+    def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int, seed: int) -> Asking:
         """With the tokens that end an answer of ``base``."""
         eos_ids, pad_id = end_ids(base), base.generation_config.pad_token_id
         pad_id = pad_id if pad_id is not None else min(eos_ids, default=0)
-        return cls(arguments, eos_ids, pad_id, repeats)
+        return cls(arguments, eos_ids, pad_id, repeats, seed)
 
 
 def able(
@@ -119,7 +134,7 @@ def able(
     longest = max(setting.batches(asking.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
     for name, contender in contenders.items():
-        reason = contender.refusal(setting.batch_size)
+        reason = contender.refusal(setting.batch_size * setting.num_seeds)
         try:
             if reason is None:
                 _warm_up(contender, longest, asking)
@@ -166,63 +181,102 @@ def measure(
 ) -> list[Answer]:
     """Every contender's answers to every batch, ``asking.repeats`` times, for about ``seconds``."""
     batches = setting.batches(asking.pad_id)
-    takes_streamer = setting.batch_size == 1
+    takes_streamer = setting.batch_size * setting.num_seeds == 1
 
     def run(name: str, batch: int, repeat: int) -> Answer:
         inputs = batches[batch]
         prompt = inputs["input_ids"]
+        seed = asking.seed + (repeat * len(prompt) if asking.arguments["do_sample"] else 0)
+        extra: dict[str, Any] = {"seed": seed} if contenders[name].is_ours else {}
         wait_for(prompt.device)
         clock = FirstTokenClock()
-        streamer = {"streamer": clock} if takes_streamer else {}
-        output = contenders[name].answer(
-            **inputs, **asking.arguments, **streamer, return_dict_in_generate=True
-        )
+        extra |= {"streamer": clock} if takes_streamer else {}
+        output = contenders[name].answer(**inputs, **asking.arguments, **extra, return_dict_in_generate=True)
         wait_for(prompt.device)
         taken = time.perf_counter() - clock.began
         tokens = new_tokens(output.sequences.tolist(), prompt.shape[1], asking.eos_ids)
-        counted = getattr(output, "statistics", None)
-        first = clock.first_token_seconds
-        return Answer(name, batch, tokens, taken, counted, setting.category(batch), first_token_seconds=first)
+        statistics, first = getattr(output, "statistics", None), clock.first_token_seconds
+        return Answer(name, batch, tokens, taken, statistics, setting.category(batch), seed, first)
 
     return take_turns(
         list(contenders), len(batches), run, repeats=asking.repeats, seconds=seconds, label=label
     )
 
 
+def choose_lengths(
+    drafters: NamedDrafters, model: MedusaModel, setting: Setting, asking: Asking
+) -> dict[str, dict[int, float]]:
+    """[drafter][draft length] = seconds per token; the fastest length is what it drafts from now on.
+
+    Measured as everything else is, under the exact rule; only drafters of chains take part.
+    """
+    trials = {
+        f"{name} {length}": Contender(
+            f"{name} {length}", partial(model.generate, drafter=drafters.chain(name, length))
+        )
+        for name, lengths in drafters.free_in_length.items()
+        for length in lengths
+    }
+    if not trials:
+        return {}
+    _warm_up(next(iter(trials.values())), setting.batches(asking.pad_id)[0], asking)
+    answers = by_contender(measure(trials, setting, asking, label="choosing draft lengths"))
+    found = {
+        name: {length: seconds_per_token(answers[f"{name} {length}"]) for length in lengths}
+        for name, lengths in drafters.free_in_length.items()
+    }
+    for name, seconds in found.items():
+        drafters.set_length(name, min(seconds, key=seconds.__getitem__))
+    return found
+
+
 # ------------------------------------------------------------------ what the answers add up to
 
 
 def setting_report(
-    answers: Sequence[Answer], is_greedy: bool, is_exact: bool = True, is_same_model: bool = True
+    answers: Sequence[Answer],
+    is_greedy: bool,
+    is_exact: bool = True,
+    is_same_model: bool = True,
+    num_seeds: int = 1,
 ) -> dict[str, Any]:
     """The numbers of one setting; what a missing contender would have told is None.
 
-    When sampling, ``transformers`` draws from another generator, and an engine that changes the model
-    (``is_same_model`` is then false) has a text of its own: ``compared`` are our own two only.
-    ``is_exact`` says whether the precision promises identical tokens; without, ``identical`` is not claimed.
+    Compared are our own under the exact rule, and ``transformers`` but where it has another text: it draws
+    from another generator when sampling, and knows nothing of an engine that changes the model
+    (``is_same_model`` is then false). ``is_exact`` says whether the precision promises identical tokens;
+    without, ``identical`` is not claimed.
     """
     given = by_contender(answers)
-    wanted = (TRANSFORMERS, PLAIN, HEADS) if is_greedy and is_same_model else (PLAIN, HEADS)
-    compared = sorted(name for name in wanted if name in given)
-    plain = rows_said(given[PLAIN])
-    num_identical = sum(
-        all(
-            answer.tokens[row] == tokens
-            for name in compared
-            for answer in given[name]
-            if answer.question == question
-        )
-        for (question, _, row), tokens in plain.items()
+    has_their_text = is_greedy and is_same_model
+    compared = sorted(
+        name
+        for name in given
+        if (is_ours(name) and drafter_and_rule(name)[1] == EXACT) or (name == TRANSFORMERS and has_their_text)
     )
+    plain = rows_said(given[PLAIN])
+    differing = {
+        (answer.question, answer.seed, row)
+        for name in compared
+        for answer in given[name]
+        for row, tokens in enumerate(answer.tokens)
+        if plain.get((answer.question, answer.seed, row), tokens) != tokens
+    }
+    num_identical = len(plain) - len(differing)
     checked = [name for name in given if name != PLAIN and (is_greedy or is_ours(name))]
     return {
         **speeds(answers),
-        "identical": num_identical == len(plain) if is_exact else None,
+        "identical": not differing if is_exact else None,
         "num_identical": num_identical,
         "compared": compared,
         "same_as_plain": {name: same_as(plain, rows_said(given[name])) for name in checked},
-        "num_prompts": len(plain),
+        "num_prompts": len({(question, row) for question, _, row in plain}) // num_seeds,
+        "num_answers": len(plain),
         "num_tokens": sum(map(len, rows_said(given[HEADS if HEADS in given else PLAIN]).values())),
+        "acceptance_rate": {
+            name: total_statistics(each).acceptance_rate for name, each in given.items() if is_ours(name)
+        },
+        "ratios": ratio_reports(given),
         "by_category": {
             category: speeds([answer for answer in answers if answer.category == category])
             for category in sorted({answer.category for answer in answers if answer.category})
@@ -270,6 +324,52 @@ def same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict
         "of_answers": len(expected),
         "of_tokens": sum(map(len, expected.values())),
     }
+
+
+def paired_ratio(
+    answers: Sequence[Answer], baseline: Sequence[Answer], resamples: int = 4000
+) -> dict[str, Any]:
+    """Tokens per step of ``answers`` over those of ``baseline``, with a 95 % confidence interval.
+
+    Both answered the same prompts with the same seeds. The interval is a percentile bootstrap over prompts: a
+    prompt is drawn with all its answers on both sides. With one prompt there is none.
+
+    Raises:
+        ValueError: the two did not answer the same prompts with the same seeds, or no answer has a step.
+    """
+    if rows_said(answers).keys() != rows_said(baseline).keys():
+        raise ValueError("a paired ratio needs the same prompts and seeds on both sides")
+    sums: dict[int, np.ndarray] = {}
+    for column, side in ((0, answers), (2, baseline)):
+        for answer in side:
+            totals = sums.setdefault(answer.question, np.zeros(4))
+            totals[column : column + 2] += answer.steps_and_tokens
+    counts = np.array([totals for totals in sums.values() if totals[0] and totals[2]])
+    if not len(counts):
+        raise ValueError(
+            "every answer ended with its first token, so no step can be compared; give other prompts"
+        )
+    ratio = tokens_per_step_ratio(counts, resamples)
+    return {"num_prompts": len(counts), **ratio, "num_answers": len(rows_said(answers))}
+
+
+def ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
+    """Tokens per step of every rule for sampled drafts over a first one, drafter by drafter.
+
+    That is token verification where it takes part, else the rule that was named first.
+    """
+    rules: dict[str, list[str]] = {}
+    for drafter, rule in map(drafter_and_rule, filter(is_ours, given)):
+        if rule not in (EXACT, TYPICAL):
+            rules.setdefault(drafter, []).append(rule)
+    reports = []
+    for drafter, found in rules.items():
+        against = "token" if "token" in found else found[0]
+        for rule in found:
+            if rule != against:
+                ratio = paired_ratio(given[pair_name(drafter, rule)], given[pair_name(drafter, against)])
+                reports.append({"drafter": drafter, "rule": rule, "against": against, **ratio})
+    return reports
 
 
 def _common_prefix(a: Tokens, b: Tokens) -> int:
@@ -328,205 +428,3 @@ def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting)
         name: total_divergence(model.base, said_to(setting, each).values()).as_dict()
         for name, each in by_contender(answers).items()
     }
-
-
-# ------------------------------------------------------------------ tables
-
-
-def print_tables(report: Mapping[str, Any], console: Console) -> None:
-    """Every setting: speed of each contender, where a step's time goes, and who said the same."""
-    for setting in report["by_setting"]:
-        print_speeds(setting, console)
-    print_splits(report["by_setting"], console)
-    first = report["by_setting"][0]
-    if len(first["by_category"]) > 1:
-        print_categories(first, console)
-    for name, reason in report["skipped"].items():
-        console.print(f"{name} did not take part: {reason}", style="yellow", markup=False)
-    rates = report["device_rates"]
-    console.print(
-        f"measured on {report['device']} in {report['dtype']}: {rates['bytes_per_second'] / 1e9:.1f} GB/s "
-        f"read, {rates['operations_per_second'] / 1e9:.0f} GFLOP/s multiplied",
-        style="dim",
-    )
-
-
-def print_categories(setting: Mapping[str, Any], console: Console) -> None:
-    """By category of prompts: the heads' steps, and how fast each contender was against plain decoding."""
-    entries = {**setting["by_category"], "all": setting}
-    if HEADS in setting["milliseconds_per_token"]:
-        rows = [
-            [name, number(entry["tokens_per_step"]), number(entry["overhead"])]
-            + [times(entry[gain]) for gain in ("speedup_vs_plain", "speedup_vs_transformers")]
-            for name, entry in entries.items()
-        ]
-        headers = ["category", "tokens/step", "overhead", "x plain", "x transformers"]
-        print_table(console, "Heads, by category", headers, rows, styles={len(rows) - 1: "bold"})
-    names = [name for name in setting["speedup_over_plain"] if name != PLAIN]
-    rows = [
-        [category, *(times(entry["speedup_over_plain"].get(name)) for name in names)]
-        for category, entry in entries.items()
-    ]
-    title = "Times as fast as plain, by category"
-    print_table(console, title, ["category", *names], rows, styles={len(rows) - 1: "bold"})
-
-
-def in_words(setting: Mapping[str, Any]) -> str:
-    """Which setting it is."""
-    rows = counted(setting["batch_size"], "row")
-    return f"{rows}, prompts of {setting['num_prompt_tokens']:.0f} tokens"
-
-
-def print_speeds(setting: Mapping[str, Any], console: Console) -> None:
-    """How fast each contender was, and who said the same."""
-    rows = []
-    for name, milliseconds in setting["milliseconds_per_token"].items():
-        same = setting["same_as_plain"].get(name)
-        low, high = setting["speedup_interval"][name]
-        rows.append(
-            [
-                name,
-                f"{milliseconds:.1f}",
-                f"{1000 / milliseconds:.1f}",
-                number(setting["milliseconds_to_first_token"].get(name), ".0f"),
-                times(setting["speedup_over_plain"][name]),
-                number(setting["milliseconds_per_step"].get(name), ".1f"),
-                number(setting["tokens_per_step_of"].get(name)),
-                "-" if same is None else f"{same['num_tokens'] / max(1, same['of_tokens']):.1%}",
-                "-" if low is None or name == PLAIN else f"{low:.2f} to {high:.2f}",
-            ]
-        )
-    headers = [
-        "contender",
-        "ms/token",
-        "tokens/s",
-        "first",
-        "x plain",
-        "ms/step",
-        "tok/step",
-        "same",
-        "x plain, 95 %",
-    ]
-    note = (
-        "Medians over batches. first: ms until the first token is there. same: tokens before the first that "
-        "plain decoding did not say."
-    )
-    print_table(console, f"Speed, {in_words(setting)}", headers, rows, note=note)
-    style = "bold red" if setting["identical"] is False else "green"
-    console.print(agreement(setting), style=style, markup=False)
-    console.print()
-
-
-def print_splits(settings: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Milliseconds of a step by phase, and how close the step is to what the device allows."""
-    rows = [
-        [
-            name,
-            f"{setting['batch_size']} x {setting['num_prompt_tokens']:.0f}",
-            number(setting["num_nodes"].get(name), "d"),
-            *(number(split[phase], ".1f") for phase in PHASES),
-            share_around_verify(split),
-            number(setting["f_hw"].get(name)),
-            number(setting["f_tree"] if name == HEADS else None),
-        ]
-        for setting in settings
-        for name, split in setting["step_milliseconds"].items()
-    ]
-    headers = ["contender", "rows x tokens", "nodes", *PHASES, "around", "f_hw", "f_tree"]
-    note = (
-        "around: share of a step that is not the base's forward pass. f_hw, f_tree: what the device and the "
-        "heads allow, 1 is all of it."
-    )
-    print_table(console, "Where a step's time goes, ms", headers, rows, num_labels=2, note=note)
-
-
-def agreement(setting: Mapping[str, Any]) -> str:
-    """Who said the same, or how far they strayed where the precision promises nothing."""
-    names, count = ", ".join(setting["compared"]), setting["num_prompts"]
-    same = f"{setting['num_identical']} of {count} answers token-identical among {names}"
-    if setting["identical"] is not None:
-        return same
-    rates = ", ".join(
-        f"{name} {100 * entry['rate']:.2f} % (largest gap {entry['largest_gap']:.3f})"
-        for name, entry in setting["divergence"].items()
-    )
-    promise = "which this precision does not promise; tokens that are not the base's likeliest"
-    return f"{same}, {promise}: {rates or 'not measured'}"
-
-
-def share_around_verify(split: Mapping[str, float | None]) -> str:
-    """The share of a step that is not the base's forward pass."""
-    total = sum(value for value in split.values() if value is not None)
-    return f"{1 - (split['verify'] or 0.0) / total:.0%}" if total else "-"
-
-
-# ------------------------------------------------------------------ the picture
-
-PHASE_COLORS = {"draft": ORANGE, "verify": SHADES[2], "accept": GREEN, "commit": INK}
-COLORS = {PLAIN: "#93a1ad", HEADS: BLUE}
-OTHERS = (GREEN, ORANGE, "#8a63b8", "#b8637f", "#5e97cf", "#7a8b2f")
-
-
-def plot_benchmark(report: Mapping[str, Any], path: Path, title: str) -> None:
-    """Draw the speed-up over plain decoding of every contender, and the parts of a step of our own.
-
-    ``report`` is the JSON object of ``medusa benchmark``.
-    """
-    settings = report["by_setting"]
-    num_bars = sum(len(setting["step_milliseconds"]) for setting in settings)
-    height = max(4.2, 0.34 * num_bars + 1.6)
-    num_groups = len(settings) * len(settings[0]["speedup_over_plain"])
-    with figure_of(path, title, [max(1.15, 0.09 * num_groups), 1.0], height=height) as (left, right):
-        _plot_speed_ups(left, settings)
-        _plot_splits(right, settings)
-
-
-def _plot_speed_ups(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
-    names = list(dict.fromkeys(name for setting in settings for name in setting["speedup_over_plain"]))
-    colors = dict(zip([n for n in names if n not in COLORS], OTHERS, strict=False)) | COLORS
-    width = 0.8 / len(names)
-    highest = 1.0
-    for i, name in enumerate(names):
-        label: str | None = name
-        for place, setting in enumerate(settings):
-            if (value := setting["speedup_over_plain"].get(name)) is None:
-                continue
-            x = place + (i - (len(names) - 1) / 2) * width
-            ax.bar([x], [value], width * 0.92, color=colors.get(name, FAINT), label=label)
-            text = f"{value:.2f}x\n{1000 / setting['milliseconds_per_token'][name]:.1f}"
-            ax.annotate(text, (x, value), (0, 2), **beside(INK, ha="center", fontsize=7.5))
-            highest, label = max(highest, value), None
-    ax.axhline(1.0, color=INK, linewidth=1, linestyle=":")
-    ax.set_xticks(range(len(settings)), [_label(setting).replace(", ", "\n") for setting in settings])
-    ax.set_ylim(0, highest * (1.25 + 0.09 * -(-len(names) // 3)))
-    ax.set_title("Speed: times plain decoding, and tokens per second")
-    ax.set_ylabel("tokens per second over those of plain decoding")
-    ax.legend(ncols=min(3, len(names)), loc="upper left", columnspacing=1.0, handlelength=1.0)
-
-
-def _plot_splits(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
-    bars = [
-        (name if len(settings) == 1 else f"{name}, {_label(setting)}", split)
-        for setting in settings
-        for name, split in setting["step_milliseconds"].items()
-        if split["verify"] is not None
-    ]
-    starts = [0.0] * len(bars)
-    for phase in PHASES:
-        widths = [split[phase] for _, split in bars]
-        ax.barh(range(len(bars)), widths, left=starts, height=0.6, color=PHASE_COLORS[phase], label=phase)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    for place, total in enumerate(starts):
-        ax.annotate(f"{total:.1f} ms", (total, place), (4, 0), **beside(INK, ha="left", va="center"))
-    ax.set_yticks(range(len(bars)), [name for name, _ in bars])
-    ax.set_ylim(len(bars) + 0.2, -0.6)  # the last row is the legend's
-    ax.set_xlim(0, max(starts, default=1.0) * 1.2)
-    ax.grid(False)
-    ax.set_xlabel("milliseconds of a decode step")
-    ax.set_title("Where a step's time goes")
-    ax.legend(ncols=len(PHASES), loc="lower right", columnspacing=1.0, handlelength=1.0)
-
-
-def _label(setting: Mapping[str, Any]) -> str:
-    rows = counted(setting["batch_size"], "row")
-    return rows if setting["context_length"] is None else f"{rows}, {setting['context_length']} tokens"

@@ -1,7 +1,9 @@
 """Who answers in a benchmark: the ways in which ``transformers`` generates, llama.cpp, and our own.
 
-A contender of others that cannot run here (no compiler, a mode that takes one row only) is left out with its
-reason; one of ours that fails is an error.
+A contender of ours is plain decoding, a drafter (``suffix``), a drafter under an acceptance rule
+(``early-exit x block``), or other heads of the same base (``LABEL=HEADS``). A contender of others that cannot
+run here (no compiler, a mode that takes one row only) is left out with its reason, and so is a drafter that a
+rule would be biased for; one of ours that fails is an error.
 """
 
 from __future__ import annotations
@@ -16,37 +18,45 @@ from typing import Any
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from medusa.base.causal_lm import CausalLM, end_ids, vocab_size
+from medusa.acceptance.rules import rule_named
+from medusa.base.causal_lm import CausalLM, end_ids, output_embedding, vocab_size
 from medusa.base.loading import load_base
+from medusa.drafters.heads import drafter_of_heads
+from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
+    DEFAULT_DRAFTER,
+    Drafters,
     DrafterSettings,
-    draft_sources,
     draft_with_heads,
     part_names,
-    source_named,
 )
+from medusa.engine.quick_heads import quick_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.eagle3 import Heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, missing_llama_cpp
 from medusa.model import MedusaModel
 from medusa.trees.candidate_tree import CandidateTree
 
-TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (
+THEIRS = TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (
     "transformers",
     "transformers-static",
     "prompt-lookup",
     "assisted",
 )
-THEIRS = (TRANSFORMERS, STATIC, LOOKUP, ASSISTED)
 LLAMA_CPP = "llama.cpp"
 """Every GGUF file of the base; with a dash and what one of them is called after, only that file."""
 PLAIN, HEADS, DEFAULT = "plain", "heads", "default"
 """The heads in their tuned tree; "default" is ``generate`` with neither a tree nor a drafter named."""
+DRAFTERS = "drafters"
+"""Every drafter that works here, and the unions that are worth a try."""
+EXACT, TYPICAL = "exact", "typical"
+"""The rules that compare a candidate with the base alone, so that any drafter will do."""
+TRIED_LENGTHS = (1, 2, 4, 8, 16)
+"""Draft tokens of a chain, where the fastest length is looked for."""
 LOOKUP_TOKENS = 10
 """What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
-COMPILERS = ("g++", "clang++", "c++", "cl")
+CPU_COMPILERS = ("g++", "clang++", "c++", "cl")
 WORKS_ON_ONE_ROW = (LOOKUP, ASSISTED)
-
-Answer = Callable[..., Any]
-"""``answer(**inputs, **arguments)`` as for ``generate``; the result has ``sequences``."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,8 @@ class Contender:
     """One way to answer."""
 
     name: str
-    answer: Answer
+    answer: Callable[..., Any]
+    """Takes the arguments of ``generate``, ours a seed too; the result has ``sequences``."""
     is_compiled: bool = False
     """Whether the first call of a shape compiles, so that warming up takes full answers."""
 
@@ -71,6 +82,9 @@ class Contender:
         return None
 
 
+# ------------------------------------------------------------------ names
+
+
 def is_llama_cpp(name: str) -> bool:
     """Whether llama.cpp answers under this name."""
     return name == LLAMA_CPP or name.startswith(f"{LLAMA_CPP}-")
@@ -81,14 +95,35 @@ def is_ours(name: str) -> bool:
     return name not in THEIRS and not is_llama_cpp(name)
 
 
+def pair_name(drafter: str, rule: str) -> str:
+    """What a drafter under a rule is called: after the drafter alone under the exact rule."""
+    return drafter if rule == EXACT else f"{drafter} x {rule}"
+
+
+def drafter_and_rule(name: str) -> tuple[str, str]:
+    """What :func:`pair_name` was made of."""
+    drafter, _, rule = name.partition(" x ")
+    return drafter, rule or EXACT
+
+
+def is_drafter(name: str) -> bool:
+    """Whether ``name`` is a drafter's, or a union's; not a group's, plain decoding's or other heads'."""
+    return is_ours(name) and name not in (PLAIN, DEFAULT, DRAFTERS) and "=" not in name
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError when a name is no contender's, nor a drafter's, nor a union of drafters."""
     for name in names:
-        if is_ours(name) and name != DEFAULT:
+        label, equals, heads = name.partition("=")
+        if equals and (not label or not heads or label in (PLAIN, HEADS, DEFAULT) or " x " in label):
+            raise ValueError(
+                f"contenders must be names, or LABEL=HEADS with a label of its own, got {name!r}"
+            )
+        if is_drafter(name):
             try:
                 part_names(name)
             except ValueError as error:
-                others = ", ".join((*THEIRS, LLAMA_CPP, DEFAULT))
+                others = ", ".join((*THEIRS, LLAMA_CPP, DEFAULT, PLAIN, DRAFTERS, "LABEL=HEADS"))
                 raise ValueError(f"contender {name!r} is not one of {others}, and {error}") from error
 
 
@@ -104,8 +139,127 @@ def default_names(model: MedusaModel) -> list[str]:
 def needs_heads(names: Iterable[str] | None) -> bool:
     """Whether to load heads for these contenders; by default they take part."""
     return names is None or any(
-        name == DEFAULT or (is_ours(name) and draft_with_heads(name)) for name in names
+        name == DEFAULT or (is_drafter(name) and draft_with_heads(name)) for name in names
     )
+
+
+def expanded(
+    names: Iterable[str], model: MedusaModel, settings: DrafterSettings, files: Iterable[str]
+) -> list[str]:
+    """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`DRAFTERS` stand for."""
+    drafters = Drafters(model, settings).available()
+    drafters += ["heads+suffix"] if HEADS in drafters else []
+    drafters += [DEFAULT_DRAFTER] if model.heads is not None else []
+    groups = {DRAFTERS: drafters, LLAMA_CPP: [*files] or [LLAMA_CPP]}
+    return list(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
+
+
+# ------------------------------------------------------------------ our own
+
+
+class NamedDrafters:
+    """The drafters called ``names``: what is slow to make is made once, :meth:`new` ones come at once.
+
+    Raises:
+        ValueError: a name is unknown, or a drafter lacks something.
+    """
+
+    def __init__(self, names: Iterable[str], model: MedusaModel, settings: DrafterSettings):
+        self._drafters = Drafters(model, settings)
+        named = [name for name in names if is_drafter(name)]
+        self._parts = list(dict.fromkeys(part for name in named for part in part_names(name)))
+        for name in named:
+            self._drafters.make(name)
+
+    def new(self, name: str, num_rows: int = 1, only_chain: bool = False) -> Drafter:
+        """A drafter for ``num_rows`` rows; ``only_chain`` is for rules that walk one path."""
+        return self._drafters.make(name, num_rows=num_rows, only_chain=only_chain)
+
+    @property
+    def free_in_length(self) -> dict[str, Sequence[int]]:
+        """[name] = lengths that its chains may have; of those whose length nothing else says."""
+        return {part: TRIED_LENGTHS for part in self._parts if self._drafters.has_free_length(part)}
+
+    def chain(self, name: str, draft_length: int) -> Drafter:
+        """A drafter of chains of ``draft_length``."""
+        return self._drafters.make(name, CandidateTree.chain(draft_length))
+
+    def set_length(self, name: str, draft_length: int) -> None:
+        """Let ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""
+        self._drafters.set_length(name, draft_length)
+
+
+def walks_one_path(rule: str) -> bool:
+    """Whether ``rule`` takes chains alone."""
+    return rule not in (EXACT, TYPICAL) and rule_named(rule).only_chains
+
+
+def refused_pair(drafters: NamedDrafters, name: str, rule: str, is_greedy: bool) -> str | None:
+    """Why a drafter and a rule do not go together: it would be biased, or is another one in disguise."""
+    if rule in (EXACT, TYPICAL):
+        return None
+    if is_greedy:
+        return "at temperature 0 it is the exact rule"
+    if not is_drafter(name):
+        return "rules for sampled drafts are for drafters that are named"
+    required, drafter = rule_named(rule), drafters.new(name, only_chain=walks_one_path(rule))
+    try:
+        required.require(drafter.sampled_kind(required.draft_kinds[0]), drafter.context_only)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def ours(name: str, rule: str, model: MedusaModel, drafters: NamedDrafters) -> Contender:
+    """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size."""
+
+    def answer(input_ids: Tensor, **call: Any) -> Any:
+        choice: dict[str, Any] = {}
+        if name == PLAIN:
+            choice["tree"] = CandidateTree.chain(0)
+        elif name == HEADS and rule in (EXACT, TYPICAL):
+            choice["tree"] = model.tree_for(len(input_ids))
+        elif name != DEFAULT:
+            choice["drafter"] = drafters.new(name, len(input_ids), walks_one_path(rule))
+        return model.generate(input_ids=input_ids, acceptance=rule, **choice, **call)
+
+    return Contender(pair_name(name, rule), answer)
+
+
+def heads_drafter(model: MedusaModel, heads: Heads, tree: CandidateTree) -> Drafter:
+    """Other heads on the model's base in ``tree``, computed as the engine computes the model's own."""
+    return drafter_of_heads(quick_heads(heads, output_embedding(model.runner)), model.runner, tree)
+
+
+def heads_without_adapter(source: str) -> HeadsCheckpoint:
+    """The heads called ``source``.
+
+    Raises:
+        ValueError: they came with an adapter: its base gives other answers.
+    """
+    checkpoint = load_heads(source)
+    if checkpoint.adapter is not None:
+        raise ValueError(
+            f"{source} was trained with an adapter, whose base gives other answers, so it cannot be compared "
+            "on these; use `medusa evaluate` for each"
+        )
+    return checkpoint
+
+
+def other_heads(name: str, model: MedusaModel) -> Contender:
+    """The heads of ``LABEL=HEADS`` in the tree that they come with.
+
+    Raises:
+        ValueError: they do not fit the base, or have an adapter.
+    """
+    label, _, source = name.partition("=")
+    checkpoint = heads_without_adapter(source)
+    fitted = MedusaModel(model.base, checkpoint.heads, checkpoint.tree)  # refuses heads of another base
+    drafter = heads_drafter(model, checkpoint.heads, fitted.tree)
+    return Contender(label, lambda **call: model.generate(drafter=drafter, **call))
+
+
+# ------------------------------------------------------------------ those of others
 
 
 def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
@@ -113,13 +267,39 @@ def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | N
     if name == ASSISTED and settings.draft_model is None:
         return "it needs a smaller model; give --draft-model"
     if name == STATIC:
-        if model.device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
-            return f"torch.compile needs a C++ compiler on a CPU ({', '.join(COMPILERS)}), none is installed"
+        if model.device.type == "cpu" and not any(map(shutil.which, CPU_COMPILERS)):
+            return (
+                f"torch.compile needs a C++ compiler on a CPU ({', '.join(CPU_COMPILERS)}), none is installed"
+            )
         if model.device.type == "cpu" and not hasattr(CompileConfig, "_compile_all_devices"):
             return "this transformers compiles on graphics cards only"
         if not getattr(model.base, "_can_compile_fullgraph", True):
             return f"transformers cannot compile {type(model.base).__name__}"
     return None
+
+
+def theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
+    """A contender of ``transformers``, on the base as it was loaded."""
+    base, options = model.base, dict[str, Any]()
+    if name == STATIC:
+        options["cache_implementation"] = "static"
+        if base.device.type == "cpu":  # elsewhere `generate` compiles by itself
+            options["compile_config"] = CompileConfig()
+            options["compile_config"]._compile_all_devices = True
+    elif name == LOOKUP:
+        options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+    elif name == ASSISTED:
+        options["assistant_model"] = loaded_assistant(settings, base)
+    return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
+
+
+def loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
+    """The smaller model, where and how the base is."""
+    given = settings.draft_model
+    if isinstance(given, PreTrainedModel):
+        return given
+    assistant: Any = load_base(str(given), dtype=base.dtype)
+    return assistant.to(base.device)
 
 
 def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
@@ -152,110 +332,53 @@ def missing_for_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Pat
     return missing_llama_cpp()
 
 
+# ------------------------------------------------------------------ all together
+
+
 def make_contenders(
     names: Iterable[str],
     model: MedusaModel,
     settings: DrafterSettings,
-    seed: int,
     gguf_files: Sequence[Path] | None = None,
+    rules: Sequence[str] = (EXACT,),
+    is_greedy: bool = True,
+    choose_lengths: Callable[[NamedDrafters], object] = lambda drafters: None,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders by name, and the reasons of those that cannot run here.
+    """The contenders by name, our own under each of ``rules``, and the reasons of those that cannot run here.
 
-    ``gguf_files`` are for :func:`llama_cpp_files`.
+    ``gguf_files`` are for :func:`llama_cpp_files`; ``choose_lengths`` may set the length of chains.
 
     Raises:
-        ValueError: a name is unknown, one of our own drafters lacks something, or a GGUF file is not one of
-            this base.
+        ValueError: a name is unknown, two contenders have one, one of our own drafters lacks something, heads
+            do not fit, or a GGUF file is not one of this base.
     """
     files = llama_cpp_files(model, gguf_files)
-    names = list(
-        dict.fromkeys(each for name in names for each in (files if name == LLAMA_CPP and files else [name]))
-    )
+    names = expanded(names, model, settings, files)
     check_names(names)
-    found = {
-        name: missing_for_llama_cpp(name, model, files)
-        if is_llama_cpp(name)
-        else missing(name, model, settings)
-        for name in names
-    }
-    skipped = {name: reason for name, reason in found.items() if reason is not None}
-    parts = draft_sources([name for name in names if is_ours(name) and name != DEFAULT], model, settings)
-    made = {}
+    drafters = NamedDrafters(names, model, settings)
+    choose_lengths(drafters)
+    made: list[Contender] = []
+    skipped: dict[str, str] = {}
     for name in names:
-        if name in skipped:
-            continue
         if name in THEIRS:
-            made[name] = theirs(name, model, settings)
-        elif name in files:
-            made[name] = Contender(name, llama_cpp(files[name], model))
-        elif name == PLAIN:
-            made[name] = Contender(name, ours(model, seed, tree=CandidateTree.chain(0)))
-        elif name == HEADS:
-            made[name] = Contender(name, heads_alone(model, seed))
-        elif name == DEFAULT:
-            made[name] = Contender(name, ours(model, seed))
+            reason = missing(name, model, settings)
+            made += [theirs(name, model, settings)] if reason is None else []
+        elif is_llama_cpp(name):
+            reason = missing_for_llama_cpp(name, model, files)
+            if reason is None:
+                answer = answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base))
+                made.append(Contender(name, answer))
+        elif "=" in name:
+            reason = None
+            made.append(other_heads(name, model))
         else:
-            source = source_named(name, parts)
-            made[name] = Contender(name, drafted(model, seed, source))
-    return made, skipped
-
-
-def llama_cpp(path: Path, model: MedusaModel) -> Answer:
-    """llama.cpp with the model in the GGUF file ``path``, ending where ``model`` does."""
-    return answered_by(LlamaCpp(path, vocab_size(model.base)), end_ids(model.base))
-
-
-def ours(model: MedusaModel, seed: int, **choice: Any) -> Answer:
-    """Our ``generate``, with ``choice`` of its tree or drafter."""
-    return lambda **call: model.generate(seed=seed, **choice, **call)
-
-
-def heads_alone(model: MedusaModel, seed: int) -> Answer:
-    """Our ``generate`` with the heads in the tree of the batch size."""
-
-    def answer(input_ids: Tensor, **call: Any) -> Any:
-        return model.generate(seed=seed, tree=model.tree_for(len(input_ids)), input_ids=input_ids, **call)
-
-    return answer
-
-
-def drafted(model: MedusaModel, seed: int, source: Any) -> Answer:
-    """Our ``generate`` with another drafter than the model's own."""
-
-    def answer(input_ids: Tensor, **call: Any) -> Any:
-        drafter = source.drafter(num_rows=len(input_ids))
-        return model.generate(seed=seed, drafter=drafter, input_ids=input_ids, **call)
-
-    return answer
-
-
-def theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
-    """A contender of ``transformers``, on the base as it was loaded."""
-    base = model.base
-    if name == STATIC:
-        options = {"cache_implementation": "static", **compiled_everywhere(base)}
-        return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=True)
-    if name == LOOKUP:
-        return Contender(name, lambda **call: base.generate(**call, prompt_lookup_num_tokens=LOOKUP_TOKENS))
-    if name == ASSISTED:
-        assistant = loaded_assistant(settings, base)
-        return Contender(name, lambda **call: base.generate(**call, assistant_model=assistant))
-    return Contender(name, lambda **call: base.generate(**call))
-
-
-def compiled_everywhere(base: CausalLM) -> Mapping[str, Any]:
-    """``generate`` compiles on graphics cards by itself; on a processor it must be told to."""
-    if base.device.type != "cpu":
-        return {}
-    configuration = CompileConfig()
-    configuration._compile_all_devices = True  # type: ignore[assignment]
-    return {"compile_config": configuration}
-
-
-def loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
-    """The smaller model, where and how the base is."""
-    given = settings.draft_model
-    if isinstance(given, PreTrainedModel):
-        return given
-    assistant: Any = load_base(str(given), dtype=base.dtype)
-    return assistant.to(base.device)
+            reason = None
+            for rule in (EXACT,) if name == PLAIN else dict.fromkeys(rules):
+                refused = refused_pair(drafters, name, rule, is_greedy)
+                made += [ours(name, rule, model, drafters)] if refused is None else []
+                skipped |= {} if refused is None else {pair_name(name, rule): refused}
+        skipped |= {} if reason is None else {name: reason}
+    found = {contender.name: contender for contender in made}
+    if len(found) < len(made):
+        raise ValueError(f"contenders must have names of their own, got {[each.name for each in made]}")
+    return found, skipped

@@ -11,15 +11,14 @@ from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 import medusa
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.checkpoint import weights_digest
-from medusa.measurement.heads import known_rates
+from medusa.measurement.comparison import known_rates
+from medusa.measurement.report import Report
 from medusa.model import MedusaModel
 from medusa.plots import BLUE, INK, ORANGE, SHADES, beside, figure_of, percent_axis, shade
-from medusa.tables import percent, print_table
+from medusa.tables import PERCENT, Column
 from medusa.trees.rank_counts import RankCounts
 
 TOP_KS = (1, 2, 3, 5, 10)
@@ -93,48 +92,47 @@ def summary(statistics: Sequence[DecodingStatistics]) -> dict[str, Any]:
     }
 
 
-def print_report(report: Mapping[str, Any], temperature: float, console: Console) -> None:
+def add_tables(report: Report, temperature: float) -> None:
     """Acceptance and accuracy by depth, live decoding by category, and by temperature where asked for."""
-    accepted, reached = report["acceptance_rate"], report["conditional_acceptance_rate"]
-    rows = []
-    for head, accuracies in enumerate(zip(*report["head_accuracy"].values(), strict=True)):
-        live = [accepted[head], reached[head]] if head < len(accepted) else [None, None]
-        rows.append([str(head + 1), *map(percent, [*live, *accuracies])])
+    values = report.values
+    accepted, reached = values["acceptance_rate"], values["conditional_acceptance_rate"]
+    accuracies = values["head_accuracy"]
+    columns: dict[str, Column] = {
+        "depth": (lambda head: head + 1, "{}"),
+        "accepted": (lambda head: accepted[head] if head < len(accepted) else None, PERCENT),
+        "reached": (lambda head: reached[head] if head < len(accepted) else None, PERCENT),
+    }
+    for k in TOP_KS:
+        columns[f"top {k}"] = (lambda head, k=k: accuracies[f"top{k}"][head], PERCENT)
     note = (
         "accepted: in live decoding, of all steps; reached: of the steps that accepted the depth before. "
         "top k: the true token is among the head's k best guesses (teacher-forced)."
     )
-    headers = ["depth", "accepted", "reached", *(f"top {k}" for k in TOP_KS)]
-    print_table(console, "Heads", headers, rows, note=note)
+    report.add_table("Heads", columns, range(len(accuracies["top1"])), note=note)
 
-    depths = len(accepted)
-    entries = {**report["by_category"], "all": report}
-    rows = [
-        [
-            category,
-            str(entry["num_prompts"]),
-            str(entry["num_tokens"]),
-            f"{entry['tokens_per_step']:.2f}",
-            *map(percent, [*entry["acceptance_rate"], *[0.0] * depths][:depths]),
-        ]
-        for category, entry in entries.items()
-    ]
-    headers = ["category", "prompts", "tokens", "tok/step", *(f"depth {d + 1}" for d in range(depths))]
-    print_table(console, "Live decoding", headers, rows, styles={len(rows) - 1: "bold"})
+    columns = {
+        "category": (0, "{}"),
+        "prompts": (lambda row: row[1]["num_prompts"], "{}"),
+        "tokens": (lambda row: row[1]["num_tokens"], "{}"),
+        "tok/step": (lambda row: row[1]["tokens_per_step"], "{:.2f}"),
+    }
+    for depth in range(len(accepted)):
+        columns[f"depth {depth + 1}"] = (
+            lambda row, depth=depth: [*row[1]["acceptance_rate"], *[0.0] * len(accepted)][depth],
+            PERCENT,
+        )
+    rows = [*values["by_category"].items(), ("all", values)]
+    report.add_table("Live decoding", columns, rows, styles={len(rows) - 1: "bold"})
 
-    if "also_at" in report:
-        first = {**report, "temperature": temperature, "share": 1.0}
-        rows = [
-            [
-                f"{entry['temperature']:g}",
-                str(entry["num_tokens"]),
-                f"{entry['tokens_per_step']:.2f}",
-                percent(entry["share"]),
-            ]
-            for entry in (first, *report["also_at"])
-        ]
-        headers = ["temperature", "tokens", "tok/step", "share"]
-        print_table(console, "Live decoding by temperature", headers, rows)
+    if "also_at" in values:
+        columns = {
+            "temperature": ("temperature", "{:g}"),
+            "tokens": ("num_tokens", "{}"),
+            "tok/step": ("tokens_per_step", "{:.2f}"),
+            "share": ("share", PERCENT),
+        }
+        first = {**values, "temperature": temperature, "share": 1.0}
+        report.add_table("Live decoding by temperature", columns, [first, *values["also_at"]])
 
 
 def plot_evaluation(report: Mapping[str, Any], path: Path, title: str) -> None:

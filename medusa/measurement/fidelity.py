@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.calibration import AnsweredTokens
+from medusa.measurement.report import Report
 from medusa.measurement.timing import with_interval
-from medusa.tables import number, percent, print_table
+from medusa.tables import PERCENT, Column
 
 MOST_LOGITS = 256
 """Positions whose logits are held at a time."""
@@ -89,26 +89,22 @@ def fidelity(rows: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def print_fidelity(report: Mapping[str, Any], console: Console) -> None:
-    """One line a model; ``report`` is the JSON object of ``medusa compare-engines``."""
-    rows = []
-    for name, found in report["engines"].items():
-        low, high = found["kl_interval"]
-        rows.append(
-            [
-                name,
-                number(found["kl"], ".5f"),
-                "-" if low is None else f"{low:.5f} to {high:.5f}",
-                number(found["median_kl"], ".5f"),
-                number(found["kl_99th_percentile"], ".4f"),
-                percent(found["same_choice"]),
-                percent(found["same_clear_choice"]),
-            ]
-        )
-    headers = ["engine", "KL, nats", "95 %", "median", "99th percentile", "same choice", "clear"]
-    note = (
-        "KL from float32, mean over tokens. same choice: the likeliest token is float32's; clear: where that "
-        f"leads by more than {CLEAR_LEAD} nats."
+def add_table(report: Report) -> None:
+    """One line an engine; the report's values are the JSON object of ``medusa evaluate --fidelity``."""
+    values = report.values
+    columns: dict[str, Column] = {
+        "engine": ("name", "{}"),
+        "KL, nats": ("kl", "{:.5f}"),
+        "95 %": ("kl_interval", "{:.5f} to {:.5f}"),
+        "median": ("median_kl", "{:.5f}"),
+        "99th percentile": ("kl_99th_percentile", "{:.4f}"),
+        "same choice": ("same_choice", PERCENT),
+        "clear": ("same_clear_choice", PERCENT),
+    }
+    report.add_table(
+        f"Distance to float32 on {values['num_answers']} answers, {values['num_tokens']} tokens",
+        columns,
+        [{"name": name, **found} for name, found in values["engines"].items()],
+        note="KL from float32, mean over tokens. same choice: the likeliest token is float32's; clear: where "
+        f"that leads by more than {CLEAR_LEAD} nats.",
     )
-    title = f"Distance to float32 on {report['num_answers']} answers, {report['num_tokens']} tokens"
-    print_table(console, title, headers, rows, note=note)

@@ -18,7 +18,6 @@ from typing import TypeVar
 import numpy as np
 
 from medusa.decoding.statistics import PHASES, DecodingStatistics
-from medusa.measurement.draft_length import DraftRecord
 from medusa.progress import ProgressReporter
 
 NUM_WARM_UPS = 3
@@ -79,8 +78,6 @@ class Answer:
     category: str = ""
     """Of the only prompt; a batch of several has none."""
     seed: int = 0
-    drafts: DraftRecord | None = None
-    """Where the drafter was watched."""
     first_token_seconds: float | None = None
     """Until the first new token was there; None where nobody looked."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa.decoding.static_loop import DEFAULT_HOST_SYNC_INTERVAL
+from medusa.decoding.static import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
@@ -31,7 +31,7 @@ from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
 
-NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+TUNED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_GAIN = 1.03
 """How much faster than plain decoding a tree must look before it is taken: below is noise."""
 HOPELESS = 0.5

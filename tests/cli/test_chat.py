@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, wide_tree
 
+from medusa.cli.chat import ChatTerminal
 from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
-from medusa.cli.chat_terminal import ChatTerminal
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics

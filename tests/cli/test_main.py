@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CHECKOUT
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from tiny_chat import chat_heads, save_chat_model, wide_tree
-from transformers import T5Config
+from transformers import PreTrainedTokenizerBase, T5Config
 
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
-from medusa.cli.main import COMMANDS, main
+from medusa.cli.main import COMMANDS, exit_status, main
 from medusa.places import EMBEDDED_BASE, base_named, shipped_files
+from medusa.progress import track
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 
@@ -338,7 +341,7 @@ def test_ctrl_c_while_the_model_loads_says_stopped(saved, capsys, monkeypatch):
     def pressed(*given, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("medusa.cli.program.load_base", pressed)
+    monkeypatch.setattr("medusa.cli.loading.load_base", pressed)
     assert main(["chat", *saved]) == 130
     printed = capsys.readouterr().err
     assert printed.endswith("stopped\n")
@@ -366,3 +369,127 @@ def test_a_session_reports_in_json_where_no_terminal_reads_it(saved, capsys, mon
         assert main(["chat", *saved, "--max-new-tokens", "3", *extra]) == 0
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("{") is (not is_terminal or bool(extra)), (is_terminal, extra)
+
+
+# ------------------------------------------------------------------ what commands share
+
+
+@pytest.mark.parametrize("name", ["evaluate", "tune", "benchmark"])
+def test_every_program_offers_the_shared_flags_and_examples(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    shared = [
+        "--base",
+        "--heads",
+        "--prompts",
+        "--limit",
+        "--max-new-tokens",
+        "--seed",
+        "--temperature",
+        "--json",
+    ]
+    assert [flag for flag in shared if flag not in text] == []
+    assert f"    medusa {name}\n" in text
+
+
+DOORS = sorted(path for folder in ("train", "inference") for path in (CHECKOUT / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", DOORS, ids=lambda path: path.name)
+def test_a_program_is_another_door_to_a_command(path, monkeypatch):
+    given = []
+    monkeypatch.setattr("medusa.cli.main.main", lambda words: given.append(words) or 3)
+    monkeypatch.setattr("sys.argv", [str(path), "--some", "flag"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 3
+    ((command, *words),) = given
+    assert words == ["--some", "flag"]
+    assert command in COMMANDS and f"`medusa {command}`" in path.read_text()
+
+
+def test_the_package_itself_is_a_door(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["medusa", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("medusa", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"medusa {medusa.__version__}\n"
+
+
+TOOL = {"type": "function", "function": {"name": "clock"}}
+ASKED = {"role": "user", "content": "What time is it?"}
+TOOL_ROW = {
+    "messages": [ASKED, {"role": "tool", "content": "noon"}],
+    "tools": [TOOL],
+    "chat_template_kwargs": {"mood": "glad"},
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate",
+        "tune",
+        "benchmark",
+        "chat",
+    ],
+)
+def test_every_command_that_reads_prompts_shows_tools_and_template_arguments_to_the_template(
+    command, saved, monkeypatch, tmp_path
+):
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps(TOOL_ROW) + "\n")
+
+    class Seen(Exception):
+        pass
+
+    def seen(self, conversation, **options):
+        raise Seen({"messages": list(conversation)} | options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", seen)
+    with pytest.raises(Seen) as rendered:
+        main([command, *saved, "--prompts", str(path)])
+    told = rendered.value.args[0]
+    assert [message["role"] for message in told["messages"]] == ["user", "tool"]
+    assert told["tools"] == [TOOL] and told["mood"] == "glad"
+
+
+def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(saved, capsys, tmp_path):
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": "x" * 500}) + "\n")
+    assert main(["benchmark", *saved, "--prompts", str(prompts), "--max-new-tokens", "24"]) == 1
+    printed = capsys.readouterr()
+    assert f"{prompts} row 2 has 503 tokens" in printed.err
+    assert "context of 512" in printed.err
+
+
+def test_progress_without_a_terminal_is_lines_with_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr("medusa.progress.SECONDS_BETWEEN_LINES", 0.0)
+    assert list(track(["a", "b", "c"], "answering")) == ["a", "b", "c"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "answering  33%: 1/3",
+        "answering  67%: 2/3",
+        "answering 100%: 3/3",
+    ]
+    assert lines[-1].endswith("about 0:00 left")
+
+
+def test_errors_and_ctrl_c_become_exit_statuses(capsys):
+    def failing():
+        raise ValueError("limit must be at least 1, got 0 [not markup]")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_status(lambda: None, show_traceback=False) == 0
+    assert exit_status(failing, show_traceback=False) == 1
+    assert capsys.readouterr().err == "error: limit must be at least 1, got 0 [not markup]\n"
+    assert exit_status(interrupted, show_traceback=False) == 130
+
+
+def test_a_mistake_of_ours_is_not_dressed_up_as_a_user_error():
+    with pytest.raises(ZeroDivisionError):
+        exit_status(lambda: 1 / 0, show_traceback=False)

@@ -19,9 +19,8 @@ from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.commands import ChatOptions, PushOptions
 from medusa.cli.jobs.train import TrainOptions, next_steps
 from medusa.cli.main import COMMANDS, _named, main
+from medusa.cli.next_steps import chat_with, print_next
 from medusa.cli.options import DrafterOptions, ModelOptions, parse, words_of
-from medusa.cli.program import chat_with
-from medusa.cli.reporting import print_next
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
 HUB_BASE = "someone/counting"
@@ -31,16 +30,11 @@ RUNS = {
     "fetch": "smollm2-135m-instruct --output {base}",
     "compile": "{model}",
     "configs": "",
-    "write-prompts": "--number 8 --output {new}/prompts.jsonl",
     "distill": "--base {base} --prompts {prompts} --max-new-tokens 24 --output {new}/answers.jsonl",
     "train": "--base {base} --data {data} --output_dir {new} --num_heads 1 --max_steps 1",
     "tune": "{measured} --sizes 2 --rounds 1 --no-save --plot {new}/picture.png",
     "evaluate": "{measured} --plot {new}/picture.png",
     "benchmark": "{measured} --contenders heads --plot {new}/picture.png",
-    "side-by-side": "{measured}",
-    "compare-heads": "{measured} --sizes 2 --rounds 0 --plot {new}/picture.png again={heads}",
-    "compare-drafters": "{measured} --drafters suffix --draft-length 2 --plot {new}/picture.png",
-    "compare-engines": "{measured}",
     "info": "{heads}",
     "export": "{heads} --to vllm-medusa --output {new}",
     "check": "{export} --as vllm-medusa --base {base} --prompts {prompts} --max-new-tokens 25",
@@ -74,7 +68,7 @@ def test_a_command_ends_with_its_next_step(name, place, tmp_path, capsys, monkey
     monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
     monkeypatch.setattr(MedusaModel, "compile", lambda model: 0.0)
     monkeypatch.setattr("medusa.cli.fetch._is_fetched", lambda directory: True)
-    monkeypatch.setattr("medusa.cli.reporting._own_name", lambda: "medusa")
+    monkeypatch.setattr("medusa.cli.next_steps._own_name", lambda: "medusa")
     words = shlex.split(RUNS[name].format(**place, new=tmp_path / "new"))
     capsys.readouterr()
     assert main([name, *words]) == 0

@@ -10,7 +10,6 @@ from medusa.cli.options import (
     DrafterOptions,
     GrowingInts,
     PromptOptions,
-    TreeOptions,
     flag_types,
     parse,
 )
@@ -160,8 +159,6 @@ def test_a_command_line_that_cannot_be_used_is_refused_with_status_2(capsys, arg
 def test_groups_check_themselves_without_a_parser():
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         PromptOptions(limit=0)
-    with pytest.raises(ValueError, match="tree_nodes and calibrate_on go together"):
-        TreeOptions(tree_nodes=4)
 
 
 def test_help_shows_the_description_as_it_stands_and_fits_80_columns(capsys, monkeypatch):

@@ -3,13 +3,16 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from medusa import DecodingStatistics
-from medusa.measurement.benchmark import Asking, Setting, able, measure, print_tables, setting_report
+from medusa.measurement.benchmark import Asking, Setting, able, measure, paired_ratio, setting_report
+from medusa.measurement.benchmark_report import add_tables
 from medusa.measurement.contenders import Contender
+from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer, new_tokens
 
 ASKING = Asking({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)
@@ -202,6 +205,7 @@ def test_tables_show_every_number_at_80_columns(capsys):
     names = ("transformers", "plain", "heads", "dynamic-heads+suffix")
     answers = [timing(name, batch, 1.0 + batch / 10) for name in names for batch in range(3)]
     setting = setting_report(answers, is_greedy=True) | {
+        "label": "1 row",
         "batch_size": 1,
         "context_length": None,
         "num_prompt_tokens": 57.0,
@@ -214,13 +218,76 @@ def test_tables_show_every_number_at_80_columns(capsys):
     report = {
         "by_setting": [setting],
         "skipped": {},
+        "draft_lengths": {},
         "device": "cpu",
         "dtype": "float32",
         "device_rates": rates,
     }
-    print_tables(report, Console(width=80))
+    tables = Report(report)
+    add_tables(tables)
+    tables.show(Console(width=80))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert not any("…" in line for line in lines)
     assert any(line.startswith("contender") and "x plain" in line for line in lines)
     assert any(line.startswith("dynamic-heads+suffix") for line in lines)
+
+
+# ------------------------------------------------------------------ rules for sampled drafts
+
+
+def trial(prompt, accepted, seed=0):
+    """An answer whose steps accepted so many tokens of chains of two."""
+    counted = DecodingStatistics(num_rows=1)
+    counted.record_step(accepted, max_depth=2)
+    return Answer("x", prompt, ((1, 2),), 1.0, counted, seed=seed)
+
+
+def test_the_ratio_is_of_tokens_per_step_over_all_steps():
+    ours = [trial(0, [2, 2, 0]), trial(1, [1])]
+    theirs = [trial(0, [1, 1, 2, 0]), trial(1, [0, 0])]
+    found = paired_ratio(ours, theirs)
+    assert found["ratio"] == pytest.approx((9 / 4) / (10 / 6))
+    assert (found["num_prompts"], found["num_answers"]) == (2, 2)
+
+
+def test_the_interval_draws_prompts_with_all_their_answers():
+    """Two prompts, ratios 3 and 1/3: resamples hold one of them twice, or both; so the interval spans all."""
+    ours = [trial(p, [2 - 2 * p] * 5, seed=s) for p in (0, 1) for s in range(20)]
+    theirs = [trial(p, [2 * p] * 5, seed=s) for p in (0, 1) for s in range(20)]
+    found = paired_ratio(ours, theirs)
+    assert (found["low"], found["ratio"], found["high"]) == pytest.approx((1 / 3, 1.0, 3.0))
+
+
+def test_a_long_answer_weighs_more_than_a_short_one():
+    """Seven prompts of 100 equal steps and one of a single step, which cannot move the interval far."""
+    ours = [trial(p, [1] * 100) for p in range(7)] + [trial(7, [2])]
+    theirs = [trial(p, [1] * 100) for p in range(7)] + [trial(7, [0])]
+    assert paired_ratio(ours, theirs)["high"] < 1.05
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    """300 comparisons of 25 prompts with a true ratio of 1.2; a 95 % interval should cover in 270 to 297.
+
+    False alarm rate under 1e-3 for a true coverage of 94 %, what a percentile bootstrap of 25 prompts has.
+    """
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(300):
+        ours, theirs = [], []
+        for prompt in range(25):
+            ease = rng.uniform(0.6, 1.4)
+            ours.append(trial(prompt, rng.binomial(2, 0.4 * ease, size=40).tolist()))
+            theirs.append(trial(prompt, rng.binomial(2, 0.25 * ease, size=40).tolist()))
+        found = paired_ratio(ours, theirs, resamples=400)
+        covered += found["low"] <= 1.8 / 1.5 <= found["high"]
+    assert 270 <= covered <= 297
+
+
+def test_one_prompt_has_no_interval_and_unlike_sides_are_refused():
+    ours, theirs = [trial(0, [1])], [trial(0, [1])]
+    assert paired_ratio(ours, theirs)["low"] is None
+    with pytest.raises(ValueError, match="the same prompts and seeds on both sides"):
+        paired_ratio(ours, [trial(0, [1], seed=1)])
+    with pytest.raises(ValueError, match="every answer ended with its first token"):
+        paired_ratio([trial(0, [])], [trial(0, [])])

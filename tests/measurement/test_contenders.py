@@ -1,17 +1,26 @@
 """Who can take part in a benchmark, and that all of them say the same."""
 
 import pytest
-from tiny_chat import chat_model
+import torch
+from tiny_chat import chat_heads, chat_model, save_chat_model
 
+from medusa import HeadsCheckpoint, save_heads
 from medusa.drafters.registry import DrafterSettings
-from medusa.measurement.contenders import THEIRS, check_names, default_names, make_contenders, needs_heads
+from medusa.heads.adapter import Adapter
+from medusa.measurement.contenders import (
+    THEIRS,
+    check_names,
+    default_names,
+    make_contenders,
+    needs_heads,
+    other_heads,
+)
 
 
 def test_every_contender_gives_the_same_tokens():
     model = chat_model()
-    settings = DrafterSettings(draft_model=model.base)
     names = ["transformers", "prompt-lookup", "assisted", "plain", "heads", "default", "heads+suffix"]
-    contenders, skipped = make_contenders(names, model, settings, seed=0)
+    contenders, skipped = make_contenders(names, model, DrafterSettings(draft_model=model.base))
     assert skipped == {}
     inputs = model.tokenizer("once upon a time, once upon a", return_tensors="pt")
     arguments = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
@@ -23,7 +32,7 @@ def test_every_contender_gives_the_same_tokens():
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr("medusa.measurement.contenders.shutil.which", lambda name: None)
-    contenders, skipped = make_contenders(THEIRS, chat_model(), DrafterSettings(), seed=0)
+    contenders, skipped = make_contenders(THEIRS, chat_model(), DrafterSettings())
     assert list(contenders) == ["transformers", "prompt-lookup"]
     assert "needs a C++ compiler" in skipped["transformers-static"]
     assert "give --draft-model" in skipped["assisted"]
@@ -53,10 +62,25 @@ def test_an_unknown_name_is_refused_with_those_there_are():
 @pytest.mark.slow
 def test_the_compiled_static_cache_of_transformers_answers_on_a_processor():
     model = chat_model()
-    contenders, skipped = make_contenders(["transformers-static", "plain"], model, DrafterSettings(), seed=0)
+    contenders, skipped = make_contenders(["transformers-static", "plain"], model, DrafterSettings())
     if skipped:
         pytest.skip(str(skipped))
     inputs = model.tokenizer("hello", return_tensors="pt")
     arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     static, plain = (contenders[name].answer(**inputs, **arguments).sequences for name in contenders)
     assert static.tolist() == plain.tolist()
+
+
+def test_other_heads_are_computed_as_the_models_own_are(tmp_path):
+    model, made = chat_model(), []
+    _, heads = save_chat_model(tmp_path)
+    model.generate = lambda drafter, **call: made.append(drafter)
+    other_heads(f"others={heads}", model).answer()
+    assert type(made[0].heads) is type(model.drafting_heads)
+
+
+def test_heads_with_an_adapter_answer_for_another_base(tmp_path):
+    adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
+    save_heads(HeadsCheckpoint(chat_heads(), "base", adapter=adapter), tmp_path / "joint")
+    with pytest.raises(ValueError, match="trained with an adapter, whose base gives other answers"):
+        other_heads(f"joint={tmp_path / 'joint'}", chat_model())

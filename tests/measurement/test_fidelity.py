@@ -9,7 +9,8 @@ from tiny_chat import chat_base
 
 from medusa.engine import prepared_base
 from medusa.heads.calibration import AnsweredTokens
-from medusa.measurement.fidelity import compared, distances, fidelity, print_fidelity, reader_of
+from medusa.measurement.fidelity import add_table, compared, distances, fidelity, reader_of
+from medusa.measurement.report import Report
 
 ROWS = [
     AnsweredTokens.after_prompt([5, 9, 2, 7, 1, 8, 3], prompt_length=4),
@@ -60,7 +61,9 @@ def test_rows_add_up_to_means_over_tokens_with_intervals_over_rows():
     assert report["median_kl"] == pytest.approx(0.2)
     assert report["kl_interval"] == pytest.approx([0.2, 0.3]), "either row alone"
     console = Console(width=118, record=True)
-    print_fidelity({"engines": {"int8": report}, "num_answers": 2, "num_tokens": 3}, console)
+    whole = Report({"engines": {"int8": report}, "num_answers": 2, "num_tokens": 3})
+    add_table(whole)
+    whole.show(console)
     text = console.export_text()
     assert "0.26667" in text and "66.7%" in text and "2 answers, 3 tokens" in text
     assert fidelity([torch.tensor([[0.1, 1, 0.2]])])["kl_interval"] == [None, None]

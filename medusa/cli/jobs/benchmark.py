@@ -1,9 +1,10 @@
-"""``medusa benchmark``: heads against plain decoding, transformers and llama.cpp, in turns."""
+"""``medusa benchmark``: drafters, rules, plain decoding, transformers and llama.cpp, in turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,18 @@ from typing import Any
 import torch
 
 import medusa
+from medusa.acceptance.rules import RULES
+from medusa.cli.answering import generation_arguments
+from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts
+from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
+    EMBEDDED_HEADS,
     DrafterOptions,
     GrowingInts,
     ProgramOptions,
     check_above,
     check_at_least,
 )
-from medusa.cli.program import (
-    chat_with,
-    drafter_settings,
-    encode_prompts,
-    generation_arguments,
-    load_model,
-    load_prompts,
-)
-from medusa.cli.reporting import log_picture, report_json, table_console
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
@@ -35,57 +32,84 @@ from medusa.measurement.benchmark import (
     able,
     bounds,
     calibrated_counts,
+    choose_lengths,
     divergences,
     measure,
-    plot_benchmark,
-    print_tables,
     setting_report,
 )
+from medusa.measurement.benchmark_report import add_tables, add_texts, plot_benchmark
 from medusa.measurement.contenders import (
+    ASSISTED,
+    DRAFTERS,
+    EXACT,
     HEADS,
     PLAIN,
+    TYPICAL,
     Contender,
+    NamedDrafters,
     check_names,
     default_names,
+    drafter_and_rule,
     make_contenders,
     needs_heads,
 )
 from medusa.measurement.prompts import earlier_exchanges, lengthened
+from medusa.measurement.report import Report
+from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
+from medusa.places import is_embedded_base
 from medusa.plots import short_name
 from medusa.progress import log_console
 from medusa.trees.rank_counts import RankCounts
+
+TRIAL_PROMPTS, TRIAL_TOKENS = 3, 32
+NOTHING_LEFT_OUT = {"top_k": 0, "top_p": 1.0}
+"""For ``generate``: sample from all tokens, whatever the base's own configuration leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions(ProgramOptions):
     """How fast are these heads? Against plain decoding on the same engine, every way transformers
-    generates, and llama.cpp where it is installed and has a GGUF file of the base.
+    generates, llama.cpp where it is installed and has a GGUF file of the base, other drafters, other rules
+    and other heads.
 
     All contenders answer each batch of prompts one after the other, in an order that rotates, so that a
     machine that slows down does so for all; each warms up first. Times are medians over batches of
     seconds per new token, prefill included; tokens are counted alike for all. Each batch size and each
     context length is a setting of its own; a context length puts earlier turns (other prompts with the
-    model's own answers) before each question. f_hw is the least time the device needs for a step over the
-    step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a large
-    matrix product. f_tree is tokens per step over what the heads' best tree of as many nodes should give
-    on these answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else
+    model's own answers) before each question. Where --draft-length is not given, the length of the chains of
+    a drafter that is named is chosen in a short trial. f_hw is the least time the device needs for a
+    step over the step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a
+    large matrix product. f_tree is tokens per step over what the heads' best tree of as many nodes should
+    give on these answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else
     running.
 
         medusa benchmark
         medusa benchmark --heads HEADS --prompts FILE --limit 20 --max-new-tokens 128 --repeats 3
         medusa benchmark --batch-sizes 1,2,4,8,16 --max-minutes 30
         medusa benchmark --context-lengths 128,1024,4096 --contenders transformers heads
-        medusa benchmark --contenders heads heads+suffix suffix --temperature 0.7 --seed 3
         medusa benchmark --contenders heads llama.cpp-q8_0 --engine int8 --llama-cpp MODEL-q8_0.gguf
+        medusa benchmark --heads runs/mine/heads --contenders heads shipped=smollm2-135m-instruct --show
+        medusa benchmark --contenders drafters --prompts repetitive_prompts
+        medusa benchmark --contenders draft-model --draft-model DIR --draft-length 8 \\
+            --temperature 1 --acceptance exact token block --num-seeds 8
+
+    Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one
+    batch, which buys the precision that telling them apart takes: tokens per step do not depend on the
+    batch. Speeds are then those of batches.
     """
 
     drafters: DrafterOptions = DrafterOptions()
     contenders: tuple[str, ...] | None = None
     """Of transformers, transformers-static, prompt-lookup, assisted, llama.cpp, default (generate with
-    nothing named), the drafters, or a union such as heads+suffix; plain always takes part. None is
-    transformers' own, llama.cpp, plain, heads and default; transformers-static, which compiles, not on a
-    CPU."""
+    nothing named), LABEL=HEADS (other heads of this base), a drafter (heads, dynamic-heads, suffix, eagle3,
+    draft-model, early-exit, low-precision) or a union such as heads+suffix, or drafters, all that can work;
+    plain always takes part. None is transformers' own, llama.cpp, plain, heads and default;
+    transformers-static, which compiles, not on a CPU."""
+    acceptance: tuple[str, ...] = (EXACT,)
+    """Rules that each drafter is measured under: exact, typical (LOSSY), token, block, greedy_block,
+    multi_draft, multi_draft_without_replacement, spectr, traversal. Those for sampled drafts sample from all
+    tokens but what flags leave out. A pair that cannot be exact is listed with the reason."""
     llama_cpp: tuple[Path, ...] | None = None
     """GGUF files of the base for llama.cpp, each a contender: MODEL-q8_0.gguf is llama.cpp-q8_0. None is
     those in the base's directory."""
@@ -94,39 +118,85 @@ class BenchmarkOptions(ProgramOptions):
     context_lengths: GrowingInts | None = None
     """Fill prompts with earlier turns up to so many tokens; none leaves prompts as they are."""
     repeats: int = 1
-    """Times each prompt is answered."""
+    """Times each prompt is answered; when sampling, each time with other seeds."""
+    num_seeds: int = 1
+    """Answers to each prompt in one batch, each with a seed of its own."""
     max_minutes: float | None = None
     """Stop measuring about then, each setting having had its share; none measures everything."""
+    show: bool = False
+    """Show the texts of the first setting, each contender's beside plain decoding's."""
     plot: Path = Path("runs/plots/benchmark.png")
     """Where the picture goes."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "repeats")
+        check_at_least(self, 1, "repeats", "num_seeds")
         check_above(self, 0, "max_minutes")
         check_names(self.contenders or ())
+        known = (EXACT, TYPICAL, *RULES)
+        for rule in self.acceptance:
+            if rule not in known:
+                raise ValueError(f"acceptance must be of {', '.join(known)}; got {rule!r}")
+        if self.contenders is not None and DRAFTERS not in self.contenders:
+            reads_draft_model = ["draft-model"] if ASSISTED in self.contenders else []
+            self.drafters.check_read_by(*self.contenders, *reads_draft_model)
 
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
-    model = load_model(options.model, with_heads=needs_heads(options.contenders))
+    model = load_model(options.model, with_heads=wants_heads(options))
     settings = list(make_settings(model, options))
-    contenders, skipped = chosen_contenders(model, options)
+    contenders, skipped, lengths = chosen_contenders(model, settings[0], options)
     rates = measured_rates(model.device, model.base.dtype)
-    reports = []
+    found: list[dict[str, Any]] = []
     counts: RankCounts | None = None
+    shown: list[Answer] = []
     for setting in settings:
-        found, counts, missing = measured_setting(model, setting, contenders, rates, counts, options)
-        reports.append(found)
-        skipped |= {name: reason for name, reason in missing.items() if name not in skipped}
-    report = make_report(model, reports, skipped, rates, options)
-    print_tables(report, table_console())
-    machine = f"{report['device']}, {report['dtype']}, {report['engine']}"
-    title = f"{short_name(report['base'])} with {short_name(options.model.heads)} on {machine}"
-    plot_benchmark(report, options.plot, title)
-    log_picture(options)
-    report_json(report, options.report)
-    milliseconds = {name: report["milliseconds_per_token"][name] for name in report["step_milliseconds"]}
-    return [chat_with(min(milliseconds, key=milliseconds.__getitem__), options.model, options.drafters)]
+        answers, reasons = answers_in(setting, model, contenders, options)
+        if counts is None and options.answers.temperature == 0 and any(a.contender == HEADS for a in answers):
+            counts = calibrated_counts(model, answers, setting)
+        found.append(measured_setting(model, setting, answers, rates, counts, options))
+        skipped = reasons | skipped
+        shown = shown or answers
+    values = {
+        **found[0],
+        "by_setting": found,
+        "skipped": skipped,
+        "draft_lengths": {
+            name: {
+                "chosen": min(seconds, key=seconds.__getitem__),
+                "milliseconds_per_token": {str(each): 1000 * taken for each, taken in seconds.items()},
+            }
+            for name, seconds in lengths.items()
+        },
+        "device_rates": asdict(rates),
+        **asdict(model.runtime),
+        "num_threads": torch.get_num_threads(),
+        "base": model.base.name_or_path,
+        "medusa": medusa.__version__,
+        "temperature": options.answers.temperature,
+        "max_new_tokens": options.answers.max_new_tokens,
+        "repeats": options.repeats,
+        "num_seeds": options.num_seeds,
+        "seed": options.answers.seed,
+    }
+    report = Report(values)
+    if options.show:
+        add_texts(report, model.tokenizer, load_prompts(options.prompts), settings[0], shown)
+    add_tables(report)
+    machine = f"{values['device']}, {values['dtype']}, {values['engine']}"
+    title = f"{short_name(values['base'])} with {short_name(options.model.heads)} on {machine}"
+    report.add_picture(options.plot, partial(plot_benchmark, values, title=title))
+    report.publish(options.report.json)
+    return [chat_with_fastest(values, options)]
+
+
+def wants_heads(options: BenchmarkOptions) -> bool:
+    """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
+    if needs_heads(options.contenders):
+        return True
+    base = options.model.base
+    fit = options.model.heads != EMBEDDED_HEADS or base is None or is_embedded_base(base)
+    return fit and DRAFTERS in (options.contenders or ())
 
 
 def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
@@ -142,73 +212,87 @@ def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Set
         if length is not None:
             filled = [lengthened(model, prompt, exchanges, length) for prompt in prompts]
         encoded = encode_prompts(model, filled, options.answers.max_new_tokens)
-        yield Setting(batch_size, length, encoded, [prompt.category for prompt in prompts])
+        categories = [prompt.category for prompt in prompts]
+        yield Setting(batch_size, length, encoded, categories, options.num_seeds)
 
 
 def chosen_contenders(
-    model: MedusaModel, options: BenchmarkOptions
-) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Who takes part, plain decoding among them, and why others do not."""
-    settings = drafter_settings(options.drafters)
+    model: MedusaModel, setting: Setting, options: BenchmarkOptions
+) -> tuple[dict[str, Contender], dict[str, str], dict[str, dict[int, float]]]:
+    """Who takes part, plain decoding among them, why others do not, and what :func:`choose_lengths` found."""
     names = options.contenders or default_names(model)
-    names = names if PLAIN in names else [PLAIN, *names]
-    return make_contenders(names, model, settings, options.answers.seed, options.llama_cpp)
+    lengths: dict[str, dict[int, float]] = {}
+
+    def choose(drafters: NamedDrafters) -> None:
+        if options.drafters.draft_length is None:
+            arguments = answer_arguments(options)
+            arguments["max_new_tokens"] = min(TRIAL_TOKENS, options.answers.max_new_tokens)
+            some = setting.prompts[:: -(-len(setting.prompts) // TRIAL_PROMPTS)]
+            trial = Setting(1, setting.context_length, some, [""] * len(some))
+            asking = Asking.for_base(model.base, arguments, 1, options.answers.seed)
+            lengths.update(choose_lengths(drafters, model, trial, asking))
+
+    contenders, skipped = make_contenders(
+        names if PLAIN in names else [PLAIN, *names],
+        model,
+        drafter_settings(options.drafters),
+        options.llama_cpp,
+        options.acceptance,
+        options.answers.temperature == 0,
+        choose,
+    )
+    return contenders, skipped, lengths
+
+
+def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
+    """For ``generate``: how long, and greedy or sampled; from all tokens where rules for sampled drafts are
+    compared, so that the same command compares the same distributions on every base."""
+    arguments = generation_arguments(options.answers)
+    compares_rules = options.answers.temperature > 0 and {*options.acceptance} - {EXACT, TYPICAL}
+    return NOTHING_LEFT_OUT | arguments if compares_rules else arguments
+
+
+def answers_in(
+    setting: Setting, model: MedusaModel, contenders: Mapping[str, Contender], options: BenchmarkOptions
+) -> tuple[list[Answer], dict[str, str]]:
+    """What all said in one setting, and why some could not answer."""
+    asking = Asking.for_base(model.base, answer_arguments(options), options.repeats, options.answers.seed)
+    log_console().print(f"warming up, {setting.label}", style="dim")
+    working, reasons = able(contenders, setting, asking)
+    num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
+    seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
+    return measure(working, setting, asking, seconds, f"measuring, {setting.label}"), reasons
 
 
 def measured_setting(
     model: MedusaModel,
     setting: Setting,
-    contenders: Mapping[str, Contender],
+    answers: Sequence[Answer],
     rates: DeviceRates,
     counts: RankCounts | None,
     options: BenchmarkOptions,
-) -> tuple[dict[str, Any], RankCounts | None, dict[str, str]]:
-    """One setting's report, the heads' calibration (that of the first setting), and who could not answer."""
-    is_greedy, is_exact = options.answers.temperature == 0, model.base.dtype == torch.float32
-    asking = Asking.for_base(model.base, generation_arguments(options.answers), options.repeats)
-    log_console().print(f"warming up, {setting.label}", style="dim")
-    working, reasons = able(contenders, setting, asking)
-    num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
-    seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
-    answers = measure(working, setting, asking, seconds, f"measuring, {setting.label}")
-    report = setting_report(
-        answers, is_greedy, is_exact, is_same_model=model.runtime.engine not in QUANTISED_BYTES
-    )
-    if counts is None and is_greedy and HEADS in working:
-        counts = calibrated_counts(model, answers, setting)
-    return (
-        {
-            "batch_size": setting.batch_size,
-            "context_length": setting.context_length,
-            "num_prompt_tokens": setting.num_prompt_tokens,
-            **report,
-            **bounds(model, setting, answers, report, rates, counts),
-            "divergence": {} if is_exact or not is_greedy else divergences(model, answers, setting),
-        },
-        counts,
-        reasons,
-    )
-
-
-def make_report(
-    model: MedusaModel,
-    reports: Sequence[dict[str, Any]],
-    skipped: Mapping[str, str],
-    rates: DeviceRates,
-    options: BenchmarkOptions,
 ) -> dict[str, Any]:
-    """The JSON object of this program: the first setting's numbers, then all settings."""
+    """One setting's numbers; ``counts`` is the heads' calibration."""
+    is_greedy, is_exact = options.answers.temperature == 0, model.base.dtype == torch.float32
+    is_same_model = model.runtime.engine not in QUANTISED_BYTES
+    values = setting_report(answers, is_greedy, is_exact, is_same_model, options.num_seeds)
     return {
-        **reports[0],
-        "by_setting": list(reports),
-        "skipped": dict(skipped),
-        "device_rates": asdict(rates),
-        **asdict(model.runtime),
-        "num_threads": torch.get_num_threads(),
-        "base": model.base.name_or_path,
-        "medusa": medusa.__version__,
-        "temperature": options.answers.temperature,
-        "max_new_tokens": options.answers.max_new_tokens,
-        "repeats": options.repeats,
-        "seed": options.answers.seed,
+        "label": setting.label,
+        "batch_size": setting.batch_size,
+        "context_length": setting.context_length,
+        "num_prompt_tokens": setting.num_prompt_tokens,
+        **values,
+        **bounds(model, setting, answers, values, rates, counts),
+        "divergence": {} if is_exact or not is_greedy else divergences(model, answers, setting),
     }
+
+
+def chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> str:
+    """The chat with the drafter or the heads that answered fastest, exactly."""
+    milliseconds = values["milliseconds_per_token"]
+    exact = [name for name in values["step_milliseconds"] if drafter_and_rule(name)[1] == EXACT]
+    fastest = min(exact, key=milliseconds.__getitem__)
+    others = dict(name.split("=", 1) for name in options.contenders or () if "=" in name)
+    if fastest in others:
+        return chat_with(HEADS, replace(options.model, heads=others[fastest]), options.drafters)
+    return chat_with(fastest, options.model, options.drafters)

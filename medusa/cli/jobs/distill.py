@@ -13,9 +13,9 @@ from transformers.utils import logging as transformers_logging
 import medusa
 from medusa.base.loading import load_tokenizer
 from medusa.choices import Dtype, Engine
+from medusa.cli.loading import chosen_device, load_base_on
+from medusa.cli.next_steps import command
 from medusa.cli.options import check_at_least
-from medusa.cli.program import chosen_device, load_base_on
-from medusa.cli.reporting import command
 from medusa.engine import QUANTISED_BYTES
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
@@ -91,8 +91,6 @@ class DistillOptions:
     http://localhost:8000/v1. One that dies is given up, and the others go on."""
     model: str | None = None
     """What those servers call the model."""
-    traceback: bool = False
-    """Show where in the code an error arose."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompt_free", "limit", "max_new_tokens", "batch_size")

@@ -1,42 +1,102 @@
-"""``medusa evaluate``: acceptance by depth, and how often each head is right."""
+"""``medusa evaluate``: how good heads are, one set of them or several, and how true an engine is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa.cli.options import ProgramOptions, TreeOptions, check_at_least, words_of
-from medusa.cli.program import (
-    answered_tokens,
-    decode_prompt,
-    encode_prompts,
-    heads_of,
-    load_model,
-    load_prompts,
-)
-from medusa.cli.reporting import command, log_picture, report_json, table_console
+import torch
+import tyro
+from torch import Tensor
+
+import medusa
+from medusa.base.causal_lm import vocab_size
+from medusa.cli.answering import answered_prompts, decode_prompt
+from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts
+from medusa.cli.next_steps import command
+from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.drafters.registry import drafter_named
+from medusa.drafters.registry import Drafters
+from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.measurement.evaluation import (
-    TOP_KS,
-    Evaluated,
-    evaluation_report,
-    made_by,
-    plot_evaluation,
-    print_report,
-)
-from medusa.measurement.heads import ranked
+from medusa.measurement import comparison, evaluation, fidelity
+from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named
+from medusa.measurement.contenders import llama_cpp_files
+from medusa.measurement.evaluation import TOP_KS, Evaluated
+from medusa.measurement.fidelity import Reader, reader_of
+from medusa.measurement.llama_cpp import LlamaCpp
+from medusa.measurement.report import Report
 from medusa.model import MedusaModel
 from medusa.plots import short_name
 from medusa.progress import log_console, track
 from medusa.prompts import read_prompts
 from medusa.tables import counted
+from medusa.training.data.held_out import held_out_answers
 
 MAX_RANK = 16
 """Guesses of each head that a tree of --tree-nodes may use."""
+ROWS_PER_PASS = 4
+"""Answers that the base reads together."""
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """Of one set of heads, which decodes."""
+
+    tree_nodes: int | None = None
+    """Decode with the best tree of so many nodes, root included, on the conversations of --calibrate-on."""
+    calibrate_on: Path | None = None
+    """What to choose that tree on: JSON lines as for --prompts, other ones; 50 rows are plenty. `messages`
+    that end with an answer are read as they are, everything else is answered first."""
+    drafter: str | None = None
+    """Who guesses in live decoding: dynamic-heads, or a union such as dynamic-heads+suffix, drafts as many
+    nodes as the tree has; none is the heads in the tree itself."""
+    also_at: tuple[float, ...] = ()
+    """Other temperatures to answer every prompt at, with the same tree."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "tree_nodes")
+        check_at_least(self, 0, "also_at")
+        if (self.tree_nodes is None) != (self.calibrate_on is None):
+            raise ValueError("tree_nodes and calibrate_on go together; give both or neither")
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """Of several sets of heads, which are asked about the same answers."""
+
+    held_out: bool = False
+    """Ask about the conversations that the training runs of all these heads held out."""
+    sizes: GrowingInts = COMPARED_SIZES
+    """Nodes of the trees, root included."""
+    max_rank: int = 16
+    """Guesses of each head that a tree may use."""
+    rounds: int = 4
+    """Answers on which steps are timed, after one to warm up; 0 times nothing."""
+    step_nodes: int = 16
+    """Nodes of the trees that are timed."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_rank", "step_nodes")
+        check_at_least(self, 0, "rounds")
+
+
+@dataclass(frozen=True)
+class FidelityOptions:
+    """Of an engine, instead of heads."""
+
+    fidelity: bool = False
+    """Measure how far the distributions of --engine are from those of the float32 model."""
+    llama_cpp: tuple[Path, ...] = ()
+    """GGUF files of the base to read with llama.cpp: MODEL-q8_0.gguf is llama.cpp-q8_0."""
+    tokens_per_pass: int | None = None
+    """Read so many tokens in a pass; none is as many as a prompt's."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "tokens_per_pass")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,83 +112,237 @@ class EvaluationOptions(ProgramOptions):
         medusa evaluate --temperature 0.7 --seed 3 --json result.json --plot result.png
         medusa evaluate --prompts FILE --tree-nodes 64 --calibrate-on OTHER_FILE --also-at 1
         medusa evaluate --drafter dynamic-heads+suffix
+
+    Several sets of one base are asked about the same answers, in one table: how often each head's first
+    guess is right, tokens per step with trees of several sizes, each judged on answers that did not choose
+    it, parameters, the time that drafting and a whole step take, and what training cost. The first set is
+    what the others are held against. The answers are the base's own to the prompts, those in the prompt file
+    where it has some, or the conversations that the training runs held out. Intervals are 95 % bootstraps
+    over answers.
+
+        medusa evaluate runs/a/heads runs/b/heads runs/c/heads --held-out
+        medusa evaluate one=runs/a/heads two=runs/b/heads --prompts FILE --sizes 4,32 --rounds 0
+
+    With --fidelity the question is how far what a quantised engine says, or llama.cpp with a quantised file,
+    is from the float32 model: the mean KL divergence of their distributions from float32's, in nats, and
+    how often the likeliest token is the same, at each position of float32's own greedy answers. Answers in
+    the prompt file are taken as they are; prompts without one are answered first, which takes longer than all
+    the rest. The text is read as prompts are, many tokens in a pass; --tokens-per-pass 1 reads it as plain
+    decoding does, which is slower and tells engines apart that compute the two in different ways.
+
+        medusa evaluate --fidelity --engine int8 --prompts ANSWERS.jsonl --llama-cpp MODEL-q8_0.gguf
     """
 
-    tree: TreeOptions = TreeOptions()
-    drafter: str | None = None
-    """Who guesses in live decoding: dynamic-heads, or a union such as dynamic-heads+suffix, drafts as many
-    nodes as the tree has; none is the heads in the tree itself."""
-    also_at: tuple[float, ...] = ()
-    """Other temperatures to answer every prompt at, with the same tree."""
+    others: tyro.conf.Positional[tuple[str, ...]] = ()
+    """[LABEL=]HEADS ...: sets of heads, directories, hub ids or names of heads that ship; --heads, which may
+    have a label too, comes before them where it is given. One set is as --heads."""
+    decoding: DecodingOptions = DecodingOptions()
+    comparison: ComparisonOptions = ComparisonOptions()
+    engines: FidelityOptions = FidelityOptions()
     plot: Path = Path("runs/plots/evaluate_heads.png")
     """Where the picture goes."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "also_at")
+        if self.comparison.held_out and self.prompts.prompts is not None:
+            raise ValueError("held_out and prompts both say what to ask about; give one of them")
+        asked = "several sets of heads" if self.compares else "one set of heads"
+        if self.engines.fidelity:
+            asked = "--fidelity"
+            if self.answers.temperature != 0:
+                raise ValueError(
+                    "temperature must be 0: answers are greedy here, and distributions not sampled"
+                )
+        unread = {
+            "several sets of heads": (self.decoding, self.engines),
+            "one set of heads": (self.engines,),
+            "--fidelity": (self.decoding, self.comparison),
+        }
+        for group in unread[asked]:
+            for each in fields(group):
+                if getattr(group, each.name) != each.default:
+                    raise ValueError(f"{each.name} goes with other questions than {asked}; leave it out")
+
+    @property
+    def sets(self) -> list[str]:
+        """The sets of heads that are asked for, with their labels."""
+        is_named = self.model.heads != type(self.model).heads
+        return [*([self.model.heads] if is_named or not self.others else []), *self.others]
+
+    @property
+    def compares(self) -> bool:
+        """Whether sets of heads are asked about the same answers, and none of them decodes."""
+        return len(self.sets) > 1 or self.comparison != ComparisonOptions()
 
 
 def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
-    model = load_model(options.model)
-    if options.drafter is not None:
-        drafter_named(options.drafter, model)  # refused before anything is answered
+    if options.engines.fidelity:
+        return evaluate_engine(options)
+    sets = read_named(options.sets) if options.compares else []
+    heads = sets[0].source if sets else options.sets[0].rpartition("=")[2]
+    options = replace(options, model=replace(options.model, heads=heads), others=())
+    return compare_sets(sets, options) if sets else evaluate_set(options)
+
+
+# ------------------------------------------------------------------ one set of heads
+
+
+def evaluate_set(options: EvaluationOptions) -> list[str]:
+    """Decode with the heads, and ask each about every token of the answers."""
+    model, drafter = load_model(options.model), options.decoding.drafter
+    if drafter is not None:
+        Drafters(model).make(drafter)  # refused before anything is answered
     use_tree_asked_for(model, options)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    pairs = list(zip(prompts, encoded, strict=True))
-    evaluated = [
-        evaluate_prompt(model, inputs, prompt.category, options)
-        for prompt, inputs in track(pairs, "answering")
-    ]
-    others = {
-        temperature: decoded_at(model, encoded, temperature, options) for temperature in options.also_at
-    }
+    evaluated = []
+    for prompt, inputs in track(list(zip(prompts, encoded, strict=True)), "answering"):
+        tokens, statistics = decode_prompt(model, inputs, options.answers, drafter)
+        row = AnsweredTokens.after_prompt(tokens, prompt_length=inputs["input_ids"].shape[1])
+        counts = calibrate(model.base, heads_of(model), [row], max_rank=max(TOP_KS))
+        evaluated.append(Evaluated(prompt.category, statistics, counts))
+    others = {each: decoded_at(model, encoded, each, options) for each in options.decoding.also_at}
     answers = {name: getattr(options.answers, name) for name in ("temperature", "max_new_tokens", "seed")}
-    answers["drafter"] = options.drafter or "heads"
-    report = {**evaluation_report(evaluated, others), "made": made_by(model, options.model.heads, answers)}
-    print_report(report, options.answers.temperature, table_console())
-    asked = f"{report['num_prompts']} prompts, temperature {options.answers.temperature:g}"
+    answers["drafter"] = drafter or "heads"
+    made = evaluation.made_by(model, options.model.heads, answers)
+    values = {**evaluation.evaluation_report(evaluated, others), "made": made}
+    report = Report(values)
+    evaluation.add_tables(report, options.answers.temperature)
+    asked = f"{values['num_prompts']} prompts, temperature {options.answers.temperature:g}"
     title = f"{short_name(options.model.heads)}, {asked}"
-    plot_evaluation(report, options.plot, title)
-    log_picture(options)
-    report_json(report, options.report)
+    report.add_picture(options.plot, partial(evaluation.plot_evaluation, values, title=title))
+    report.publish(options.report.json)
     can_be_tuned = not model.tuned and Path(options.model.heads).is_dir()
     return [command("tune" if can_be_tuned else "benchmark", *words_of(options.model))]
-
-
-def evaluate_prompt(
-    model: MedusaModel, inputs: dict[str, Any], category: str, options: EvaluationOptions
-) -> Evaluated:
-    """Answer one prompt, then rank every token of the answer."""
-    tokens, statistics = decode_prompt(model, inputs, options.answers, options.drafter)
-    row = AnsweredTokens.after_prompt(tokens, prompt_length=inputs["input_ids"].shape[1])
-    counts = calibrate(model.base, heads_of(model), [row], max_rank=max(TOP_KS))
-    return Evaluated(category, statistics, counts)
 
 
 def decoded_at(
     model: MedusaModel, encoded: Sequence[dict[str, Any]], temperature: float, options: EvaluationOptions
 ) -> list[DecodingStatistics]:
     """How decoding of every prompt goes at another temperature."""
-    there = replace(options.answers, temperature=temperature)
+    there, drafter = replace(options.answers, temperature=temperature), options.decoding.drafter
     label = f"answering at temperature {temperature:g}"
-    return [decode_prompt(model, inputs, there, options.drafter)[1] for inputs in track(encoded, label)]
+    return [decode_prompt(model, inputs, there, drafter)[1] for inputs in track(encoded, label)]
 
 
 def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
     """Let ``model`` decode with the tree of --tree-nodes, if it is given."""
-    tree, answers = options.tree, options.answers
-    if tree.tree_nodes is None or tree.calibrate_on is None:
+    tree_nodes, calibrate_on = options.decoding.tree_nodes, options.decoding.calibrate_on
+    if tree_nodes is None or calibrate_on is None:
         return
-    prompts = read_prompts(tree.calibrate_on)
+    prompts = read_prompts(calibrate_on)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    pairs = list(zip(prompts, encoded, strict=True))
-    rows = [answered_tokens(model, *pair, answers) for pair in track(pairs, "answering to calibrate")]
+    rows = answered_prompts(model, prompts, encoded, options.answers, "answering to calibrate")
     (counts,) = ranked(model, [heads_of(model)], rows, MAX_RANK)
-    model.use_tree(counts.best_tree(tree.tree_nodes))
+    model.use_tree(counts.best_tree(tree_nodes))
     log_console().print(
         f"tree of {counted(model.tree.num_nodes, 'node')}, {model.tree.depth} deep, chosen on "
-        f"{counted(len(rows), 'conversation')} of {tree.calibrate_on}",
+        f"{counted(len(rows), 'conversation')} of {calibrate_on}",
         style="dim",
         soft_wrap=True,
     )
+
+
+# ------------------------------------------------------------------ several
+
+
+def compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list[str]:
+    """Ask all sets of heads about the same answers."""
+    asked = options.comparison
+    model = load_model(options.model)
+    rows = sorted(answers_to_compare_on(model, sets, options), key=lambda row: len(row.token_ids))
+    modules = [each.checkpoint.heads.to(model.device).eval() for each in sets]
+    counts = ranked(model, modules, rows, asked.max_rank, ROWS_PER_PASS)
+    times = {}
+    if asked.rounds:
+        beginnings = [beginning(row, model.device) for row in rows]
+        chosen = [beginnings[place % len(rows)] for place in range(1 + asked.rounds)]
+        times = comparison.measured_steps(model, sets, counts, asked.step_nodes, chosen, label="timing steps")
+    about = f"answers to {options.prompts.prompts or 'the prompts of the demo'}"
+    values = {
+        "against": sets[0].label,
+        "heads": comparison.comparison_report(sets, counts, asked.sizes, times),
+        "num_answers": len(counts[0].ranks),
+        "num_tokens": sum(len(ranks) for ranks in counts[0].ranks),
+        **machine(model),
+        "dtype": model.runtime.dtype,
+        "engine": model.runtime.engine,
+        "step_nodes": asked.step_nodes,
+        "asked_about": "conversations held out in training" if asked.held_out else about,
+    }
+    report = Report(values)
+    comparison.add_table(report)
+    title = f"{short_name(model.base.name_or_path)}, {values['asked_about']}, {values['num_tokens']} tokens"
+    report.add_picture(options.plot, partial(comparison.plot_heads, values["heads"], title=title))
+    report.publish(options.report.json)
+    largest = str(max(asked.sizes))
+    best = max(values["heads"], key=lambda row: row["tokens_per_step"][largest]["value"])
+    return [command("chat", *words_of(replace(options.model, heads=best["heads"])))]
+
+
+def answers_to_compare_on(
+    model: MedusaModel, sets: Sequence[NamedHeads], options: EvaluationOptions
+) -> list[AnsweredTokens]:
+    """The finished answers that all heads are asked about."""
+    if options.comparison.held_out:
+        provenance = {each.label: each.checkpoint.provenance for each in sets}
+        return held_out_answers(provenance, model.tokenizer)[: options.prompts.limit]
+    prompts = load_prompts(options.prompts)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
+    return answered_prompts(model, prompts, encoded, options.answers)
+
+
+def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
+    """What stands before the first answer of ``row``, as a prompt: (1, T) long each."""
+    length = max(1, list(row.is_label).index(True))
+    ids = torch.tensor([row.token_ids[:length]], device=device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def machine(model: MedusaModel) -> dict[str, Any]:
+    """Where and with what it was measured."""
+    where = {"device": model.runtime.device, "num_threads": torch.get_num_threads()}
+    return where | {"medusa": medusa.__version__}
+
+
+# ------------------------------------------------------------------ an engine
+
+
+def evaluate_engine(options: EvaluationOptions) -> list[str]:
+    """Hold what the engine computes, and llama.cpp, against float32."""
+    model = load_model(replace(options.model, dtype=options.model.dtype or "float32"))
+    if model.base.dtype != torch.float32:
+        raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
+    others = readers(model, options.engines)
+    prompts = load_prompts(options.prompts)
+    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
+    exact = model
+    if any(prompt.answer is None for prompt in prompts):
+        # Answers are float32's, whatever the engine: its own would be another model's.
+        exact = MedusaModel(model.base, model.heads, model.tree, model.tokenizer, engine="auto")
+    rows = answered_prompts(exact, prompts, encoded, options.answers)
+    found = fidelity.compared(reader_of(model.base), others, track(rows, "reading"))
+    engines = {name: fidelity.fidelity(each) for name, each in found.items()}
+    report = Report(
+        {
+            "engines": engines,
+            "num_answers": len(rows),
+            "num_tokens": next(iter(engines.values()))["num_tokens"],
+            "tokens_per_pass": options.engines.tokens_per_pass,
+            "max_new_tokens": options.answers.max_new_tokens,
+            "base": model.base.name_or_path,
+            **machine(model),
+        }
+    )
+    fidelity.add_table(report)
+    report.publish(options.report.json)
+    return [command("benchmark", *words_of(options.model))]
+
+
+def readers(model: MedusaModel, options: FidelityOptions) -> dict[str, Reader]:
+    """Who is held against float32: the engine, then each GGUF file."""
+    engine, step = resolved_engine(model.base, model.engine), options.tokens_per_pass
+    found: dict[str, Reader] = {engine: reader_of(model.runner, step)}
+    for name, path in llama_cpp_files(model, options.llama_cpp).items():
+        found[name] = partial(LlamaCpp(path, vocab_size(model.base)).logits, tokens_per_pass=step)
+    return found

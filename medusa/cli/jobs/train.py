@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from transformers.utils.logging import disable_progress_bar
 
+from medusa.cli.next_steps import command
 from medusa.cli.options import words_of
-from medusa.cli.reporting import command
 from medusa.training.config.configuration import TrainingConfiguration, launched_precision
 from medusa.training.run import job
 

@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import medusa
+from medusa.cli.answering import answered_prompts
+from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts
+from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
-from medusa.cli.program import (
-    answered_tokens,
-    encode_prompts,
-    heads_of,
-    load_model,
-    load_prompts,
-)
-from medusa.cli.reporting import command, log_picture, report_json, table_console
 from medusa.heads.calibration import AnsweredTokens
-from medusa.measurement.heads import ranked
+from medusa.measurement.comparison import ranked
+from medusa.measurement.report import Report
 from medusa.measurement.tuning import (
-    NUM_NODES,
+    TUNED_SIZES,
     TreeSize,
     fastest,
     file_asked_for,
@@ -35,9 +31,9 @@ from medusa.measurement.tuning import (
 )
 from medusa.model import MedusaModel
 from medusa.plots import short_name
-from medusa.progress import log_console, track
+from medusa.progress import log_console
 from medusa.prompts import padded_batch
-from medusa.tables import counted, print_table, times
+from medusa.tables import TIMES, Column, counted
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import TunedTree
@@ -67,7 +63,7 @@ class TuneOptions(ProgramOptions):
 
     num_nodes: int | None = None
     """Take this size, root included, and time nothing."""
-    sizes: GrowingInts = NUM_NODES
+    sizes: GrowingInts = TUNED_SIZES
     """Sizes to compare; 1 always takes part."""
     batch_sizes: GrowingInts = (1,)
     """Rows decoded together; each gets its own tree."""
@@ -96,23 +92,30 @@ def tune(options: TuneOptions) -> list[str]:
     model = load_model(options.model)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    pairs = list(zip(prompts, encoded, strict=True))
-    rows = [answered_tokens(model, *pair, options.answers) for pair in track(pairs, "answering")]
+    rows = answered_prompts(model, prompts, encoded, options.answers)
     (counts,) = ranked(model, [heads_of(model)], rows, options.max_rank)
     tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
     chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
     num_nodes = options.num_nodes or chosen[min(chosen)]
     tree = counts.best_tree(num_nodes, options.max_depth)
-    report = make_report(model, counts, tree, tables, options)
-    print_report(report, table_console())
+    values = tuning_values(model, counts, tree, tables, options)
+    report = Report(values)
+    runtime = ", ".join(values[key] for key in ("device", "dtype", "engine"))
+    where = f"{runtime}, {model.step} steps, {values['num_threads']} threads"
+    for batch_size, entry in values["by_batch_size"].items():
+        add_sizes(report, entry, f"batch size {batch_size}, {where}")
     if tables:
-        title = f"{short_name(options.model.heads)} on {runtime_in_words(report)}"
-        plot_tuning(report["by_batch_size"], options.plot, title)
-        log_picture(options)
+        title = f"{short_name(options.model.heads)} on {where}"
+        report.add_picture(options.plot, partial(plot_tuning, values["by_batch_size"], title=title))
+    else:
+        report.add_line(
+            f"best tree of {counted(tree.num_nodes, 'node')}: depth {tree.depth}, "
+            f"{values['tokens_per_step']:.2f} tokens per step expected"
+        )
     if not options.no_save:
-        save(model, counts, tree, tables, report, options)
-    report_json(report, options.report)
-    return [command("side-by-side", *words_of(options.model))]
+        save(model, counts, tree, tables, values, options)
+    report.publish(options.report.json)
+    return [command("benchmark", *words_of(options.model))]
 
 
 def save(
@@ -120,16 +123,16 @@ def save(
     counts: RankCounts,
     tree: CandidateTree,
     tables: Tables,
-    report: dict[str, Any],
+    values: dict[str, Any],
     options: TuneOptions,
 ) -> None:
     """Write the fastest tree of each batch size, or ``tree`` of --num-nodes as the default."""
-    origin = {key: value for key, value in report.items() if key != "by_batch_size"}
+    origin = {key: value for key, value in values.items() if key != "by_batch_size"}
     tuned = []
     for batch_size, table in tables.items():
         best = fastest(table)
-        measured = {"num_nodes": best.num_nodes, **report["by_batch_size"][str(batch_size)]}
-        measured |= {key: report[key] for key in ("num_threads", "medusa", "made")}
+        measured = {"num_nodes": best.num_nodes, **values["by_batch_size"][str(batch_size)]}
+        measured |= {key: values[key] for key in ("num_threads", "medusa", "made")}
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
         tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
     if tuned:
@@ -161,7 +164,7 @@ def measure_sizes(
     return tables
 
 
-def make_report(
+def tuning_values(
     model: MedusaModel,
     counts: RankCounts,
     tree: CandidateTree,
@@ -196,37 +199,16 @@ def make_report(
     }
 
 
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """Every size that was compared, the chosen ones marked; or the chosen one alone."""
-    if not report["by_batch_size"]:
-        console.print(
-            f"best tree of {counted(report['num_nodes'], 'node')}: depth {report['depth']}, "
-            f"{report['tokens_per_step']:.2f} tokens per step expected"
-        )
-    for batch_size, entry in report["by_batch_size"].items():
-        print_sizes(entry, f"batch size {batch_size}, {runtime_in_words(report)}", console)
-
-
-def print_sizes(entry: Mapping[str, Any], where: str, console: Console) -> None:
+def add_sizes(report: Report, entry: Mapping[str, Any], where: str) -> None:
     """Every size that was compared at one batch size, the chosen one marked."""
-    plain = entry["by_num_nodes"][0]["tokens_per_second"]
-    rows = [
-        [
-            str(row["num_nodes"]),
-            str(row["depth"]),
-            f"{row['tokens_per_step']:.2f}",
-            f"{1000 * row['step_seconds']:.1f}",
-            f"{row['tokens_per_second']:.1f}",
-            times(row["tokens_per_second"] / plain),
-        ]
-        for row in entry["by_num_nodes"]
-    ]
-    chosen = [row["num_nodes"] for row in entry["by_num_nodes"]].index(entry["chosen"])
-    headers = ["nodes", "depth", "tok/step", "ms/step", "tokens/s", "x plain"]
-    print_table(console, f"Trees at {where}", headers, rows, styles={chosen: "bold green"})
-
-
-def runtime_in_words(report: Mapping[str, Any]) -> str:
-    """Where the report was measured."""
-    runtime = ", ".join(report[key] for key in ("device", "dtype", "engine"))
-    return f"{runtime}, {report['step']} steps, {report['num_threads']} threads"
+    rows = entry["by_num_nodes"]
+    columns: dict[str, Column] = {
+        "nodes": ("num_nodes", "{}"),
+        "depth": ("depth", "{}"),
+        "tok/step": ("tokens_per_step", "{:.2f}"),
+        "ms/step": (lambda row: 1000 * row["step_seconds"], "{:.1f}"),
+        "tokens/s": ("tokens_per_second", "{:.1f}"),
+        "x plain": (lambda row: row["tokens_per_second"] / rows[0]["tokens_per_second"], TIMES),
+    }
+    chosen = [row["num_nodes"] for row in rows].index(entry["chosen"])
+    report.add_table(f"Trees at {where}", columns, rows, styles={chosen: "bold green"})

@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa.base.causal_lm import end_ids
 from medusa.base.position_limits import common_context
-from medusa.decoding.continuous_batch import BatchLimits, ContinuousBatch, Row
+from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.model import MedusaModel
 from medusa.prompts import Message, encode_messages
@@ -158,7 +158,7 @@ class LocalAnswerer:
                 count_tokens(len(progress.tokens))
                 self._cut_loop(progress.row, batch)
 
-    def _cut_loop(self, row: Row, batch: ContinuousBatch) -> None:
+    def _cut_loop(self, row: Row, batch: Batch) -> None:
         """End ``row`` where it began to repeat itself, if it did."""
         if self.stop_loops and (repeated := repeated_tail(row.tokens)):
             batch.cancel(row)

@@ -1,7 +1,7 @@
-"""The chat terminal: reads questions, prints answers as they come, obeys commands and Ctrl-C.
+"""``medusa chat`` and ``medusa generate``: answers on a terminal, as they come.
 
-Questions come from a terminal, from a pipe (one a line) or from a prompts file; the conversation
-itself is in :mod:`medusa.cli.chat_session`.
+Questions come from a terminal, from a pipe (one a line) or from a prompts file; the conversation itself is in
+:mod:`medusa.cli.chat_session`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,29 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
-from medusa.cli.commands import ChatOptions
-from medusa.cli.program import chosen_drafter, compile_or, load_for_replies, reply_sampling
-from medusa.cli.reporting import report_json
-from medusa.cli.terminal import WrappedText, piped_lines, stop_button, typed_questions
+from medusa.cli.answering import reply_sampling
+from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError, use_compiled_if_there
+from medusa.cli.commands import ChatOptions, GenerateOptions
+from medusa.cli.loading import chosen_drafter, load_for_replies
+from medusa.cli.next_steps import command
+from medusa.cli.options import ModelOptions, words_of
+from medusa.cli.terminal import (
+    WrappedText,
+    checked_utf8,
+    piped_lines,
+    stop_button,
+    typed_questions,
+    utf8_lines,
+)
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.prompts import Message, Prompt, read_prompts
+from medusa.measurement.report import end_with_json
+from medusa.model import MedusaModel
+from medusa.progress import log_console
+from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_prompts
 from medusa.tables import counted
+from medusa.text_stream import TextStream
 
 COMMANDS = {
     "/reset": "forget the conversation and start afresh",
@@ -63,7 +77,7 @@ def chat(options: ChatOptions) -> list[str]:
         terminal.converse(typed_questions(terminal.console))
     else:
         terminal.converse(piped_lines(terminal.console))
-    report_json(session_report(session), options.report)
+    end_with_json(session_report(session), options.report.json)
     return compile_or("serve", model, options.model)
 
 
@@ -202,3 +216,42 @@ def cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") ->
         note,
     ]
     return " · ".join(part for part in parts if part)
+
+
+def generate(options: GenerateOptions) -> list[str]:
+    """Print the answer as it comes, then what it cost."""
+    prompt = "".join(utf8_lines()) if options.prompt == "-" else checked_utf8(options.prompt, "the prompt")
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text, or - and text on standard input")
+    model = load_for_replies(options)
+    use_compiled_if_there(model)
+    statistics = DecodingStatistics()
+    arguments: dict[str, Any] = {
+        **_encoded_prompt(model, prompt, options),
+        **reply_sampling(options),
+        "max_new_tokens": options.answers.max_new_tokens,
+        "seed": options.answers.seed,
+        "drafter": chosen_drafter(model, options),
+    }
+    text = TextStream(model.tokenizer)
+    for step in model.stream(**arguments, statistics=statistics):
+        sys.stdout.write("".join(text.feed(token) for token in step.tokens[0]))
+        sys.stdout.flush()
+    sys.stdout.write(text.finish() + "\n")
+    seconds = statistics.prefill_seconds + statistics.decode_seconds
+    log_console().print(cost_line(statistics, seconds), style="dim")
+    return compile_or("chat", model, options.model)
+
+
+def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:
+    if options.raw:
+        return encode_text(model.tokenizer, prompt, model.device)
+    text = options.replies.system
+    system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
+    return encode_messages(model.tokenizer, [*system, {"role": "user", "content": prompt}], model.device)
+
+
+def compile_or(further: str, model: MedusaModel, options: ModelOptions) -> list[str]:
+    """After an answer: compile the model, where that can be and is not done; else go ``further``."""
+    pays = model.can_compile and not model.is_compiled
+    return [command("compile" if pays else further, *words_of(options))]

@@ -7,7 +7,7 @@ each are chosen on answers they are not judged on, and a difference is taken ans
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from medusa.base.causal_lm import output_embedding
-from medusa.drafters.heads import drafter_of_heads
-from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Heads
+from medusa.measurement.contenders import heads_drafter, heads_without_adapter
+from medusa.measurement.report import Report
 from medusa.measurement.timing import (
     Answer,
     by_contender,
@@ -34,11 +32,12 @@ from medusa.measurement.timing import (
 from medusa.model import MedusaModel
 from medusa.plots import INK, beside, figure_of, heat_map, name_rows, shade, short_name
 from medusa.progress import track
-from medusa.tables import number, percent, print_table
+from medusa.tables import PERCENT, Column
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 
-NUM_NODES = (8, 16, 64)
+COMPARED_SIZES = (8, 16, 64)
+"""Nodes of trees, root included."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,7 @@ def read_named(texts: Iterable[str]) -> list[NamedHeads]:
                 f"two sets of heads are called {label!r}: {named[label].source} and {source}; give them "
                 "other labels, as in LABEL=HEADS"
             )
-        checkpoint = load_heads(source)
-        if checkpoint.adapter is not None:
-            raise ValueError(
-                f"{source} was trained with an adapter, whose base gives other answers, so it cannot be "
-                "compared on these; use `medusa evaluate` for each"
-            )
-        named[label] = NamedHeads(label, source, checkpoint)
+        named[label] = NamedHeads(label, source, heads_without_adapter(source))
     return list(named.values())
 
 
@@ -117,11 +110,10 @@ def measured_steps(
     Raises:
         ValueError: no answer after the first lasted a step.
     """
-    embedding = output_embedding(model.runner)
-    drafters = {}
-    for each, count in zip(compared, counts, strict=True):
-        heads = quick_heads(each.checkpoint.heads, embedding)  # as the engine computes a model's own heads
-        drafters[each.label] = drafter_of_heads(heads, model.runner, count.best_tree(num_nodes))
+    drafters = {
+        each.label: heads_drafter(model, each.checkpoint.heads, count.best_tree(num_nodes))
+        for each, count in zip(compared, counts, strict=True)
+    }
 
     def run(name: str, question: int, repeat: int) -> Answer:
         output: Any = model.generate(
@@ -213,42 +205,48 @@ def training_cost(provenance: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ table and picture
 
 
-def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """One row a set of heads; ``report`` is the JSON object of ``medusa compare-heads``."""
-    sizes = list(report["heads"][0]["tokens_per_step"])
-    deepest = max(len(row["top1"]) for row in report["heads"])
-    times = ("draft_milliseconds", "step_milliseconds", "training_milliseconds_per_step")
-    rows = []
-    for row in report["heads"]:
-        ratio = row["against_first"][sizes[-1]]
-        interval = "-" if ratio["low"] is None else f"{ratio['low']:.3f} to {ratio['high']:.3f}"
-        rows.append(
-            [
-                row["label"],
-                f"{row['num_parameters'] / 1e6:.1f} M",
-                *(percent(rate) for rate in [*row["top1"], *[None] * deepest][:deepest]),
-                f"{row['chain_tokens_per_step']['value']:.3f}",
-                *(f"{row['tokens_per_step'][size]['value']:.3f}" for size in sizes),
-                f"{ratio['value']:.3f}",
-                interval,
-                *(number(row[name], ".4g") for name in times),
-            ]
+def add_table(report: Report) -> None:
+    """One row a set of heads; the report's values are the JSON object of the comparison."""
+    values = report.values
+    sizes = list(values["heads"][0]["tokens_per_step"])
+    columns: dict[str, Column] = {
+        "heads": ("label", "{}"),
+        "size": (lambda row: row["num_parameters"] / 1e6, "{:.1f} M"),
+    }
+    for head in range(max(len(row["top1"]) for row in values["heads"])):
+        columns[f"head {head + 1}"] = (
+            lambda row, head=head: row["top1"][head] if head < len(row["top1"]) else None,
+            PERCENT,
         )
-    headers = ["heads", "size", *(f"head {head + 1}" for head in range(deepest))]
-    headers += ["chain", *(f"N={size}" for size in sizes), "ratio", "95 %", "draft", "step", "training"]
-    note = (
-        "size: parameters. head d: its first guess is right. chain: tokens per step of first guesses alone, "
-        f"N: with so many nodes; ratio: N={sizes[-1]} over that of {report['against']}. draft, step: ms of "
-        f"decoding with {report['step_nodes']} nodes; training: ms of an optimisation step, as recorded."
+    columns["chain"] = (lambda row: row["chain_tokens_per_step"]["value"], "{:.3f}")
+    for size in sizes:
+        columns[f"N={size}"] = (lambda row, size=size: row["tokens_per_step"][size]["value"], "{:.3f}")
+
+    def ratio(*keys: str) -> Callable[[Any], list[float | None]]:
+        return lambda row: [row["against_first"][sizes[-1]][key] for key in keys]
+
+    columns |= {
+        "ratio": (ratio("value"), "{:.3f}"),
+        "95 %": (ratio("low", "high"), "{:.3f} to {:.3f}"),
+        "draft": ("draft_milliseconds", "{:.4g}"),
+        "step": ("step_milliseconds", "{:.4g}"),
+        "training": ("training_milliseconds_per_step", "{:.4g}"),
+    }
+    report.add_table(
+        f"Heads on {values['num_answers']} answers, {values['num_tokens']} tokens",
+        columns,
+        values["heads"],
+        note="size: parameters. head d: its first guess is right. chain: tokens per step of first guesses "
+        f"alone, N: with so many nodes; ratio: N={sizes[-1]} over that of {values['against']}. draft, step: "
+        f"ms of decoding with {values['step_nodes']} nodes; training: ms of an optimisation step, as "
+        "recorded.",
     )
-    title = f"Heads on {report['num_answers']} answers, {report['num_tokens']} tokens"
-    print_table(console, title, headers, rows, note=note)
 
 
 def plot_heads(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw sets of heads, one row each: tokens per step by tree size, then how often each head is right.
 
-    ``rows`` are the ``heads`` of ``medusa compare-heads``.
+    ``rows`` are the ``heads`` of the report.
     """
     height = 1.6 + 0.36 * max(4, len(rows))
     with figure_of(path, title, [1.6, 1.0], height, grid_axis="x") as (left, right):

@@ -1,8 +1,8 @@
-"""What every program that decodes shares: loading what its options name, and answering with it."""
+"""What options name, loaded: the model, its drafter and the prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,18 @@ from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Dtype
 from medusa.cli.commands import AnsweringOptions, CompileOptions
+from medusa.cli.next_steps import command
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
-    AnswerOptions,
     DrafterOptions,
     ModelOptions,
     PromptOptions,
     words_of,
 )
-from medusa.cli.reporting import command, print_list
-from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.registry import DrafterSettings, draft_with_heads, drafter_named
-from medusa.files import Layout, check_writable_target, replaceable_files
+from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Heads
 from medusa.model import MedusaModel
@@ -133,21 +129,6 @@ def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     return checkpoint.base_model
 
 
-def claim_output(
-    output: Path, overwrite: bool, layout: Layout, sources: Iterable[str | Path | None] = ()
-) -> None:
-    """See before long work that ``output`` may be written, and name what ``overwrite`` replaces.
-
-    Raises:
-        FileExistsError, ValueError: as :func:`medusa.files.check_writable_target` and
-            :func:`medusa.files.replaceable_files`.
-    """
-    if not overwrite:
-        check_writable_target(output)
-    gone = replaceable_files(output, layout, filter(None, sources))
-    print_list(log_console(), "to be replaced:", gone)
-
-
 def heads_of(model: MedusaModel) -> Heads:
     """The model's heads, for programs that are about nothing else."""
     if model.heads is None:
@@ -157,19 +138,7 @@ def heads_of(model: MedusaModel) -> Heads:
 
 def drafter_settings(options: DrafterOptions) -> DrafterSettings:
     """What the flags tell drafters."""
-    return DrafterSettings(
-        draft_length=options.draft_length,
-        draft_width=options.draft_width,
-        draft_model=options.draft_model,
-        exit_layer=options.exit_layer,
-        eagle3=options.eagle3,
-    )
-
-
-def chat_with(drafter: str, model: ModelOptions, drafters: DrafterOptions) -> str:
-    """The command that chats with this drafter, as measurements call it."""
-    which = {"plain": ["--plain"], "default": []}.get(drafter, ["--drafter", drafter])
-    return command("chat", *which, *words_of(model), *words_of(drafters.read_by(drafter)))
+    return DrafterSettings(**vars(options))
 
 
 def load_for_replies(options: AnsweringOptions) -> MedusaModel:
@@ -191,16 +160,10 @@ def compile_model(options: CompileOptions) -> list[str]:
     return [command("chat", *words_of(options.model))]
 
 
-def compile_or(further: str, model: MedusaModel, options: ModelOptions) -> list[str]:
-    """After an answer: compile the model, where that can be and is not done; else go ``further``."""
-    pays = model.can_compile and not model.is_compiled
-    return [command("compile" if pays else further, *words_of(options))]
-
-
 def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:
     """The drafter asked for; None leaves the choice to the model."""
     name = options.replies.drafter
-    return None if name is None else drafter_named(name, model, drafter_settings(options.drafters))
+    return None if name is None else Drafters(model, drafter_settings(options.drafters)).make(name)
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:
@@ -229,48 +192,3 @@ def encode_prompts(
                 f"more than the model's context of {context}; shorten the prompt or the answer"
             )
     return encoded
-
-
-def generation_arguments(options: AnswerOptions) -> dict[str, Any]:
-    """For ``generate``, ours and ``transformers``': how long, and :func:`sampling_arguments`."""
-    return {"max_new_tokens": options.max_new_tokens, **sampling_arguments(options)}
-
-
-def sampling_arguments(options: AnswerOptions) -> dict[str, Any]:
-    """Greedy or sampled, and which tokens sampling leaves out; what was not given is left out."""
-    return {"do_sample": options.temperature > 0} | {
-        name: value
-        for name in ("temperature", "top_k", "top_p", "min_p")
-        if (value := getattr(options, name))
-    }
-
-
-def reply_sampling(options: AnsweringOptions) -> dict[str, Any]:
-    """:func:`sampling_arguments` with what only replies can be told."""
-    penalty = options.replies.repetition_penalty
-    extra = {} if penalty is None else {"repetition_penalty": penalty}
-    return {**sampling_arguments(options.answers), **extra}
-
-
-def decode_prompt(
-    model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions, drafter: str | None = None
-) -> tuple[list[int], DecodingStatistics]:
-    """Prompt and answer as one list of tokens, and how its decoding went: with the drafter of that name, else
-    with the heads alone in their tree."""
-    arguments = {**generation_arguments(options), "seed": options.seed, "return_dict_in_generate": True}
-    arguments |= {"tree": model.tree} if drafter is None else {"drafter": drafter}
-    output: Any = model.generate(**inputs, **arguments)
-    return output.sequences[0].tolist(), output.statistics
-
-
-def answered_tokens(
-    model: MedusaModel, prompt: Prompt, inputs: Mapping[str, Any], options: AnswerOptions
-) -> AnsweredTokens:
-    """Prompt and answer as tokens: the answer in the file where there is one, else the model's own."""
-    prompt_tokens = inputs["input_ids"][0].tolist()
-    if prompt.answer is None:
-        tokens, _ = decode_prompt(model, inputs, options)
-    else:
-        answer = model.tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
-        tokens = prompt_tokens + answer[: options.max_new_tokens]
-    return AnsweredTokens.after_prompt(tokens, len(prompt_tokens))

@@ -1,0 +1,75 @@
+"""What a command found: one JSON object, the tables that a person reads, and a picture.
+
+Standard output carries answers, tables and the object; all talk to the reader goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from medusa.files import write_json
+from medusa.progress import log_console
+from medusa.tables import Column, print_table
+
+STANDARD_OUTPUT = Path("-")
+
+
+class Report:
+    """What was found, and how it is shown: in the order in which tables and lines were added."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.values = dict(values)
+        """Plain values, for JSON."""
+        self._parts: list[Callable[[Console], None]] = []
+        self._pictures: dict[Path, Callable[[Path], None]] = {}
+
+    def add_table(
+        self, title: str, columns: Mapping[str, Column], rows: Sequence[Any], **layout: Any
+    ) -> None:
+        """``columns`` and ``layout`` are those of :func:`medusa.tables.print_table`."""
+        self._parts.append(partial(print_table, title=title, columns=columns, rows=rows, **layout))
+
+    def add_line(self, text: str, style: str | None = None) -> None:
+        """``text`` as it stands."""
+        self._parts.append(lambda console: console.print(text, style=style, markup=False))
+
+    def add_picture(self, path: Path, draw: Callable[[Path], None]) -> None:
+        """``draw`` writes the picture to ``path``."""
+        self._pictures[path] = draw
+
+    def show(self, console: Console) -> None:
+        """Print the tables and lines."""
+        for part in self._parts:
+            part(console)
+
+    def publish(self, json_path: Path | None) -> None:
+        """Print and draw, and end with the JSON object: :func:`end_with_json`."""
+        self.show(table_console())
+        for path, draw in self._pictures.items():
+            draw(path)
+            log_console().print(f"picture: {path}", soft_wrap=True)
+        end_with_json(self.values, json_path)
+
+
+def table_console(width: int = 118) -> Console:
+    """Where tables are printed: standard output, ``width`` columns wide where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
+def end_with_json(values: Mapping[str, Any], path: Path | None) -> None:
+    """Write ``values`` to ``path``, and as last line of standard output where that is no terminal, or where
+    ``path`` is ``-``."""
+    if path not in (None, STANDARD_OUTPUT):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, values)
+    if path == STANDARD_OUTPUT or not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(values, allow_nan=False) + "\n")
+        sys.stdout.flush()
