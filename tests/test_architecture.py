@@ -42,6 +42,7 @@ FLOORS = (
     ("base",),
     ("trees",),
     (
+        "checks",
         "choices",
         "files",
         "hardware",
@@ -56,6 +57,8 @@ FLOORS = (
     ("places",),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""
+TRAINING = ("run", "recipes", "states", "data", "losses", "config")
+"""What medusa/training is made of, from top to bottom in the same way; distillation stands beside."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "legacy", "new", "old"}
 
@@ -162,6 +165,15 @@ def test_imports_run_down_the_floors(path):
         if room_of(module) != room and FLOOR_OF[room_of(module)] <= FLOOR_OF[room]
     ]
     assert not wrong, f"{name_of(path)} stands in {room}, and imports {wrong} from the same floor or above"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LIBRARY if path.parent.parent == ROOT / "medusa/training"], ids=name_of
+)
+def test_imports_run_down_the_floors_of_training(path):
+    folder, below = path.parent.name, (*TRAINING, path.parent.name)
+    reached = {each.split(".")[2] for each in imported_modules(path) if each.startswith("medusa.training.")}
+    assert reached - {folder} <= set(below[below.index(folder) + 1 :])
 
 
 def cycles(graph):

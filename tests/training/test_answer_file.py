@@ -1,6 +1,6 @@
 import pytest
 
-from medusa.training.distillation.answer_file import AnswerFile, configuration_path
+from medusa.training.distillation.distill import AnswerFile, configuration_path
 
 
 def test_a_very_long_torn_line_is_cut_and_nothing_else(tmp_path):

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding, switch_length
-from medusa.training.config.options import DataOptions, LossOptions
+from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
-from medusa.training.data.documents import Document, Documents
-from medusa.training.losses.sums import added
+from medusa.training.data.dataset import Document, Documents
+from medusa.training.losses.fused import added
 from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
-from medusa.training.run.fitness import check_packing
-from medusa.training.states.feeds import StateFeed
-from medusa.training.states.live import LiveStates, frozen_states
+from medusa.training.states.base import LiveStates, check_packing
+from medusa.training.states.feeds import BaseStates, Feed
 
 ROW = 64
 LENGTHS = st.lists(st.integers(2, ROW), min_size=1, max_size=60)
@@ -101,7 +100,10 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    source, loss = StateFeed(base, documents, num_heads=3), HeadsLoss(heads, LossOptions())
+    source, loss = (
+        Feed(BaseStates.of(base), documents, "training", num_heads=3),
+        HeadsLoss(heads, LossOptions()),
+    )
 
     @torch.no_grad()
     def sums_of(plan: list[MicroBatch]) -> LossSums:
@@ -130,9 +132,9 @@ def test_a_longrope_base_reads_every_document_as_it_does_alone(plan):
     assert sorted(in_plan(batches)) == list(range(6))
     assert len(batches) == 2, "one for each side"
     for batch in batches:
-        states = frozen_states(base, collate(documents, batch))
+        states = LiveStates(base)(collate(documents, batch))
         for row, (index,) in zip(states, batch, strict=True):
-            alone = frozen_states(base, collate(documents, [[index]]))[0]
+            alone = LiveStates(base)(collate(documents, [[index]]))[0]
             torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 

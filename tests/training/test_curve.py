@@ -9,8 +9,7 @@ import pytest
 from tiny_training import conversation, counting_rows, history, new_trainer
 
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.training.run.curve import draw_training, is_stale
-from medusa.training.run.metrics import NUM_NODES, replayed_metrics
+from medusa.training.run.metrics import NUM_NODES, draw_training, is_stale, replayed_metrics
 from medusa.training.run.trainer import Trainer
 
 PNG = b"\x89PNG"

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tiny_training import chat_tokenizer, conversation, write_rows
 
-from medusa.training.config.options import DataOptions
-from medusa.training.data.documents import Document, Documents
-from medusa.training.data.filtering import (
+from medusa.training.config import DataOptions
+from medusa.training.data.dataset import Document, Documents
+from medusa.training.data.loading import (
     NearDuplicates,
     filtered,
     held_out_indices,
+    load_data,
     repeated_fraction,
 )
-from medusa.training.data.loading import load_data
 
 random = np.random.default_rng(0)
 
@@ -146,7 +146,7 @@ def test_the_token_map_holds_the_most_frequent_answer_tokens():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 1}, "max_length must be at least 2 tokens, got 1"),
+        ({"max_length": 1}, "max_length must be at least 2, got 1"),
         ({"max_repeated_fraction": 0.0}, r"max_repeated_fraction must be in \(0, 1\], got 0.0"),
         ({"near_duplicate_similarity": 2.0}, r"near_duplicate_similarity must be in \(0, 1\], got 2.0"),
     ],

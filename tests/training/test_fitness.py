@@ -24,11 +24,11 @@ from transformers import (
 from medusa import HeadsCheckpoint, load_heads, save_heads
 from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.base.logits import logit_scale
-from medusa.training.config.options import ConfigurationError, DataOptions
-from medusa.training.data.documents import Document, Documents
+from medusa.training.config import DataOptions
+from medusa.training.data.dataset import Document, Documents
 from medusa.training.recipes.medusa_heads import new_heads
-from medusa.training.run.fitness import check_documents, check_packing
-from medusa.training.states.live import LiveStates
+from medusa.training.states.base import LiveStates, check_documents, check_packing
+from medusa.training.states.feeds import BaseStates
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -67,7 +67,7 @@ def test_packing_on_a_base_that_lets_documents_see_each_other_is_refused(name):
     torch.manual_seed(0)
     base = LEAKING[name]().eval()
     check_packing(LiveStates(base), documents_of(), DataOptions(data=["x"], packing=False))
-    with pytest.raises(ConfigurationError, match=r"packing must keep documents apart.*--packing false"):
+    with pytest.raises(ValueError, match=r"packing must keep documents apart.*--packing false"):
         check_packing(LiveStates(base), documents_of(), DataOptions(data=["x"], packing=True))
 
 
@@ -82,9 +82,9 @@ def test_packing_on_a_base_that_keeps_documents_apart_is_taken(name, dtype):
 def test_tokens_and_lengths_beyond_the_base_are_refused():
     base = tiny_model("llama")  # 61 tokens, 1,024 positions
     check_documents(base, documents_of(), "tiny")
-    with pytest.raises(ConfigurationError, match=r"token id \d\d, and its input embedding has 61 rows"):
+    with pytest.raises(ValueError, match=r"token id \d\d, and its input embedding has 61 rows"):
         check_documents(base, documents_of(largest=99), "tiny")
-    with pytest.raises(ConfigurationError, match=r"max_length must be at most 1024.*has 1025 tokens"):
+    with pytest.raises(ValueError, match=r"max_length must be at most 1024.*has 1025 tokens"):
         check_documents(base, documents_of(length=1025), "tiny")
 
 
@@ -99,7 +99,7 @@ def test_new_heads_give_probabilities_of_the_size_of_the_bases_own(tmp_path, nam
     configuration = configuration_of(
         base="x", data="x", output_dir="x", max_steps=1, unembedding=unembedding, reads_path=False, **size
     )
-    heads = new_heads(configuration, base, documents)
+    heads = new_heads(configuration, BaseStates.of(base), documents)
     ids = torch.tensor([documents[0].tokens.tolist()])
     with torch.no_grad():
         states, own = hidden_states(base, ids), base(input_ids=ids).logits

@@ -65,7 +65,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["medusa.training.run.result.calibrate", "medusa.training.run.trainer.replayed_metrics"]
+    "at", ["medusa.training.run.job.calibrated_tree", "medusa.training.run.trainer.replayed_metrics"]
 )
 def test_heads_are_written_before_anything_else_can_fail(train, tmp_path, monkeypatch, at):
     monkeypatch.setattr(at, fails)
@@ -115,7 +115,7 @@ def test_resume_auto_starts_and_goes_on_with_one_command(train, monkeypatch):
 def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_runs(train, tmp_path):
     train()
     assert len(losses(train(resume="auto"))) == 4
-    with pytest.raises(ValueError, match=r"another configuration.*num_heads: 2 -> 3"):
+    with pytest.raises(ValueError, match=r"another configuration.*num_heads was 2 and is 3"):
         train(resume="auto", num_heads=3)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -160,7 +160,7 @@ def test_a_time_limit_that_was_reached_is_a_finished_run(train, monkeypatch):
 
 def test_a_run_whose_tree_is_missing_is_not_finished(train, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr("medusa.training.run.result.calibrate", fails)
+        patch.setattr("medusa.training.run.job.calibrated_tree", fails)
         train(tree_nodes=5)
     run = train(tree_nodes=5, resume="auto")
     assert load_heads(run.heads).tree.num_nodes == 5
@@ -199,7 +199,7 @@ def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, mo
 
 
 def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):
-    monkeypatch.setattr(job.loading, "tokenised", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(job, "tokenised", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 75
@@ -209,7 +209,7 @@ def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkey
     run = train(checkpoint_steps=2)
     assert run.heads.exists()
     assert run.best.exists()
-    monkeypatch.setattr(job.loading, "tokenised", fails)
+    monkeypatch.setattr(job, "tokenised", fails)
     with pytest.raises(MemoryError):
         train(overwrite=True, num_heads=3)
     assert "num_heads: 3" in run.config.read_text()
@@ -389,9 +389,9 @@ def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, t
     load_live = job.load_live
     monkeypatch.setattr(job, "load_live", lambda *given: loaded.append(1) or load_live(*given))
     bases = []
-    new_recipe = job.new_recipe
-    monkeypatch.setattr(
-        job, "new_recipe", lambda c, base, *rest: bases.append(base) or new_recipe(c, base, *rest)
+    recipe = job.RECIPES["medusa"]
+    monkeypatch.setitem(
+        job.RECIPES, "medusa", lambda c, states, data: bases.append(states.base) or recipe(c, states, data)
     )
     options = {"cache_hidden_states": True, "resume": "auto", "tree_nodes": 5}
     run = train(**options)

@@ -8,9 +8,9 @@ from conftest import READING
 from torch import Tensor, nn
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.training.config.options import LossOptions
-from medusa.training.losses.alignment import Alignment, align, needed_states
+from medusa.training.config import LossOptions
 from medusa.training.losses.fused import FusedLoss
+from medusa.training.losses.targets import Alignment, align, needed_states
 from medusa.training.recipes.medusa_heads import HeadsLoss
 
 NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20

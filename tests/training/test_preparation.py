@@ -23,14 +23,12 @@ from transformers import (
 from medusa import load_heads
 from medusa.base.causal_lm import hidden_size
 from medusa.base.logits import logit_scale
-from medusa.training.config.options import BaseOptions, ConfigurationError
+from medusa.training.config import BaseOptions
 from medusa.training.data.batching import collate
-from medusa.training.data.documents import Document, Documents
-from medusa.training.losses.teacher import teacher_of
+from medusa.training.data.dataset import Document, Documents
+from medusa.training.losses.targets import teacher_of
 from medusa.training.run import job
-from medusa.training.run.base import check_causal, load_base
-from medusa.training.run.storing import load_without_layers
-from medusa.training.states.live import LiveStates
+from medusa.training.states.base import LiveStates, check_causal, load_live, load_without_layers
 
 BASES = {
     "t5": lambda: T5ForConditionalGeneration(
@@ -52,7 +50,7 @@ MESSAGES = {
 def test_a_base_that_is_not_causal_is_refused(tmp_path, name):
     BASES[name]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"base must be a causal language model.*{MESSAGES[name]}"):
-        load_base(BaseOptions(str(tmp_path)), torch.device("cpu"))
+        load_live(BaseOptions(str(tmp_path)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -65,10 +63,10 @@ def test_the_training_pass_may_attend_otherwise_than_a_tree_is_verified(tmp_path
     save_tiny_base(tmp_path)
     padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
     device, plain = torch.device("cpu"), BaseOptions(str(tmp_path), attention="sdpa")
-    base = load_base(BaseOptions(str(tmp_path), attention=attention), device)
-    assert base.config._attn_implementation == attention
-    states = LiveStates(base).of(padded)
-    torch.testing.assert_close(states, LiveStates(load_base(plain, device)).of(padded), rtol=1e-4, atol=1e-4)
+    live = load_live(BaseOptions(str(tmp_path), attention=attention), device)
+    assert live.base.config._attn_implementation == attention
+    states = live(padded)
+    torch.testing.assert_close(states, load_live(plain, device)(padded), rtol=1e-4, atol=1e-4)
 
 
 def test_weights_go_straight_to_a_device_of_this_process(tmp_path, monkeypatch):
@@ -78,9 +76,9 @@ def test_weights_go_straight_to_a_device_of_this_process(tmp_path, monkeypatch):
         given.append(kwargs)
         return tiny_model("llama")
 
-    monkeypatch.setattr("medusa.training.run.base.loading.load_base", load)
-    load_base(BaseOptions("x"), torch.device("cuda:1"))
-    load_base(BaseOptions("x", base_placement="auto"), torch.device("cuda:1"))
+    monkeypatch.setattr("medusa.training.states.base.loading.load_base", load)
+    load_live(BaseOptions("x"), torch.device("cuda:1"))
+    load_live(BaseOptions("x", base_placement="auto"), torch.device("cuda:1"))
     assert [each["device_map"] for each in given] == [{"": torch.device("cuda:1")}, "auto"]
 
 
@@ -111,8 +109,8 @@ def test_a_quantised_base_teaches_and_is_another_model_than_its_original(tmp_pat
     job.train(configuration_of(base=base, **options))
     assert load_heads(tmp_path / "run" / "heads").provenance["metrics"]["held_out/loss"] > 0
     padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
-    ours = LiveStates(load_base(BaseOptions(str(base)), torch.device("cpu"))).of(padded).float()
-    plain = LiveStates(load_base(BaseOptions(str(tmp_path / "plain")), torch.device("cpu"))).of(padded)
+    ours = load_live(BaseOptions(str(base)), torch.device("cpu"))(padded).float()
+    plain = load_live(BaseOptions(str(tmp_path / "plain")), torch.device("cpu"))(padded)
     assert 0 < (ours - plain).norm() / plain.norm() < 0.1
 
 
@@ -121,8 +119,8 @@ def test_a_quantised_base_without_its_library_is_refused_with_the_reason(tmp_pat
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises((ImportError, ConfigurationError), match=r"(?i)hqq"):
-        load_base(BaseOptions(str(tmp_path)), torch.device("cpu"))
+    with pytest.raises((ImportError, ValueError), match=r"(?i)hqq"):
+        load_live(BaseOptions(str(tmp_path)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from medusa.training.data.read_ahead import read_ahead
+from medusa.training.data.batching import read_ahead
 
 GROUPS = [(number, [(number, part) for part in range(3)]) for number in range(8)]
 

@@ -6,8 +6,7 @@ import torch
 from tiny_chat import chat_base, chat_tokenizer
 
 from medusa.model import MedusaModel
-from medusa.training.distillation.answering import Conversation, LocalAnswerer
-from medusa.training.distillation.repetition import repeated_tail
+from medusa.training.distillation.answering import Conversation, LocalAnswerer, repeated_tail
 
 
 def test_an_answer_that_repeats_itself_is_cut_where_it_began_to():

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from medusa import MedusaHeads
-from medusa.training.config.options import LossOptions
-from medusa.training.losses.split_heads import SplitHeads
+from medusa.training.config import LossOptions
+from medusa.training.losses.fused import SplitHeads
 from medusa.training.recipes.medusa_heads import HeadsLoss
 
 

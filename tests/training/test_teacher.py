@@ -7,7 +7,7 @@ import torch
 from conftest import ARCHITECTURES, random_prompts, tiny_model
 
 from medusa.base.causal_lm import hidden_states
-from medusa.training.losses.teacher import teacher_of
+from medusa.training.losses.targets import teacher_of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

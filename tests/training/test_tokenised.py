@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from tiny_training import chat_tokenizer, counting_rows, write_rows
 
-from medusa.training.config.options import DataOptions
+from medusa.training.config import DataOptions
 from medusa.training.data import loading
+from medusa.training.data.dataset import name_of, read_dataset, write_dataset
 from medusa.training.data.loading import load_data, tokenised
 from medusa.training.data.reading import expanded
 from medusa.training.data.rendering import tokenise
-from medusa.training.data.tokenised import name_of, read_set, write_set
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path
     assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name], "no spool is left"
     monkeypatch.setattr(loading, "tokenise", lambda *_: pytest.fail("tokenised again"))
     assert tokenised(options, chat_tokenizer(), tmp_path / "documents") == directory
-    training, held_out, counts = read_set(directory)
+    read = read_dataset(directory)
+    training, held_out, counts = read.training, read.held_out, read.counts
     assert isinstance(training.tokens, np.memmap)
     monkeypatch.undo()
     alone = load_data(options, chat_tokenizer())
@@ -58,7 +59,7 @@ def test_two_runs_may_tokenise_the_same_data_at_once(options, tmp_path, monkeypa
     directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
     assert others == [directory]
     alone = load_data(options, chat_tokenizer())
-    assert read_set(directory)[0].digest() == alone.training.digest()
+    assert read_dataset(directory).training.digest() == alone.training.digest()
     assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name], "nothing is left"
 
 
@@ -71,7 +72,7 @@ def test_a_full_disk_is_an_error_in_words_and_no_signal(tmp_path, monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(OSError, match=r"set could not be written, and .* GiB are free there; make room"):
-            write_set(tmp_path / "set", documents, np.zeros(len(documents), bool), {})
+            write_dataset(tmp_path / "set", documents, np.zeros(len(documents), bool), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

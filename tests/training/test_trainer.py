@@ -26,9 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa import load_heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
-from medusa.training.config.options import ConfigurationError
-from medusa.training.data.loading import TrainingData
-from medusa.training.run import result
+from medusa.training.data.loading import Dataset
+from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -90,7 +89,7 @@ def test_heads_that_fuse_layers_begin_as_the_heads_without_that_they_start_from(
     again = new_trainer(tmp_path / "again", rows, start_from=given, fused_layers=[1, 2])
     assert (again.heads.layer_scale != 1).all()
     again.run.begin(again.configuration)
-    before = again.evaluate(again.feed(again.data.held_out, "held-out"))
+    before = again.evaluate(again.recipe.feed(again.data.held_out, "held-out"))
     assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
     again.train()
     assert again.heads.fusion.weight.abs().max() > 0
@@ -106,7 +105,7 @@ def test_heads_with_more_blocks_begin_as_the_heads_with_fewer_that_they_start_fr
     save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
     again = new_trainer(tmp_path / "again", rows, start_from=given, num_layers=3)
     again.run.begin(again.configuration)
-    before = again.evaluate(again.feed(again.data.held_out, "held-out"))
+    before = again.evaluate(again.recipe.feed(again.data.held_out, "held-out"))
     assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
     again.train()
     assert all(block.linear.weight.abs().max() > 0 for blocks in again.heads.blocks for block in blocks)
@@ -115,7 +114,7 @@ def test_heads_with_more_blocks_begin_as_the_heads_with_fewer_that_they_start_fr
 def test_heads_of_other_options_are_no_start(tmp_path, rows):
     given = tmp_path / "given"
     save_heads(HeadsCheckpoint(new_trainer(tmp_path, rows, num_layers=2).heads, base_model="tiny"), given)
-    with pytest.raises(ConfigurationError, match=r"start_from: .*num_layers is 2, not 1"):
+    with pytest.raises(ValueError, match=r"start_from: .*num_layers was 2 and is 1"):
         new_trainer(tmp_path, rows, start_from=given)
 
 
@@ -139,8 +138,8 @@ def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
 
 def new_trainer_on_same(trainer: Trainer) -> dict[str, float]:
     """The metrics of the trained heads on the training documents."""
-    trainer.data = TrainingData(trainer.data.training, trainer.data.training, {})
-    return trainer.evaluate(trainer.feed(trainer.data.training, "training"))
+    trainer.data = Dataset(trainer.data.training, trainer.data.training, {})
+    return trainer.evaluate(trainer.recipe.feed(trainer.data.training, "training"))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_where_no_checkpoint_is_whole_the_files_are_named(tmp_path, rows):
     new_trainer(tmp_path, rows, max_steps=10).train()
     resumed = new_trainer(tmp_path, rows, resume="always")
     cut(resumed.run.checkpoints / "step-00000010" / "model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
         resumed.train()
 
 
@@ -389,7 +388,7 @@ def test_stored_states_and_packing_keep_the_held_out_loss(tmp_path, rows, option
     for trainer in (plain, other):
         trainer._begin()
     metrics = [
-        trainer.evaluate(trainer.feed(trainer.data.held_out, "held-out")) for trainer in (plain, other)
+        trainer.evaluate(trainer.recipe.feed(trainer.data.held_out, "held-out")) for trainer in (plain, other)
     ]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
 
@@ -582,7 +581,7 @@ def test_there_must_be_something_to_resume(tmp_path, rows):
 
 def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
     new_trainer(tmp_path, rows, checkpoint_steps=5).train()
-    with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; decay: 0.8 -> 0.5"):
+    with pytest.raises(ValueError, match=r"decay was 0.8 and is 0.5; num_heads was 3 and is 4"):
         new_trainer(tmp_path, rows, resume="always", num_heads=4, decay=0.5)
 
 
@@ -601,16 +600,15 @@ def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, chan
     trainer = new_trainer(tmp_path, rows, resume="always")
     trainer.state.num_processes = 2 if change == "processes" else 1
     trainer.state.sharding = "FSDP" if change == "sharding" else "NO"
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
 def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, unembedding="token_map", token_map_size=40)
     metrics = trainer.train()
-    tree = result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=6)
-    record = result.provenance(trainer.configuration, trainer.data.counts, trainer.state, metrics)
-    result.save_result(trainer.run.heads, trainer.heads, "tiny", tree, record)
+    tree = calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=6)
+    trainer.save(trainer.run.heads, trainer.heads, metrics, tree)
     loaded = load_heads(trainer.run.heads)
     for name, tensor in weights(trainer).items():
         assert torch.equal(loaded.heads.state_dict()[name], tensor)
@@ -628,4 +626,4 @@ def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):
 def test_answers_too_short_for_the_heads_give_no_tree(tmp_path):
     rows = [conversation(f"question {i}", "ok") for i in range(20)]
     trainer = new_trainer(tmp_path, rows)
-    assert result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None
+    assert calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None

@@ -34,7 +34,7 @@ from medusa.measurement.heads import (
 from medusa.model import MedusaModel
 from medusa.plots import short_name
 from medusa.progress import track
-from medusa.training.data.held_out import held_out_answers
+from medusa.training.data.loading import held_out_answers
 from medusa.trees.rank_counts import RankCounts
 
 ROWS_PER_PASS = 4

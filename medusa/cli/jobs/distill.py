@@ -21,9 +21,9 @@ from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
 from medusa.prompts import Prompt, read_prompts
-from medusa.training.distillation.answer_file import AnswerFile
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
+    AnswerFile,
     DistillationReport,
     TimeLimit,
     distill,

@@ -23,9 +23,7 @@ import hashlib
 import json
 import os
 import struct
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -273,19 +271,17 @@ def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
 def digest_of_weights(directory: Path) -> str | None:
     """A hash of the weight files in ``directory``; None where there are none.
 
-    Of safetensors and PyTorch files the first and the last bytes of every tensor are read and some between;
-    small tensors, and files of other kinds, are read whole.
+    Of safetensors files the header, and the first and the last bytes of every tensor are read, and some
+    between; small tensors, and files of other kinds, are read whole.
 
     Raises:
         ValueError: a file is damaged.
     """
     for pattern in ("*.safetensors", "*.bin", "*.gguf"):
         if files := sorted(directory.glob(pattern)):
-            return f"files {_of_files(files)}"
-    return None
-
-
-def _of_files(files: Iterable[Path]) -> str:
+            break
+    else:
+        return None
     found = hashlib.sha256()
     for path in files:
         found.update(f"{path.name} {path.stat().st_size}".encode())
@@ -294,29 +290,23 @@ def _of_files(files: Iterable[Path]) -> str:
                 for block in _blocks(start, end):
                     file.seek(block)
                     found.update(file.read(min(BLOCK, end - block)))
-    return found.hexdigest()
+    return f"files {found.hexdigest()}"
 
 
 def _spans(path: Path) -> list[tuple[int, int]]:
-    """Where the header and each tensor of a file begin and end."""
-    size = path.stat().st_size
-    try:
-        if path.suffix == ".safetensors":
+    """Where what is to be read of begins and ends: the header and each tensor, or each block."""
+    whole, tensors = path.stat().st_size, list[tuple[int, int]]()
+    if path.suffix == ".safetensors":
+        try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            places = [each["data_offsets"] for each in header.values()]
-            return [(each, each + BLOCK) for each in range(0, 8 + length, BLOCK)] + [
-                (8 + length + start, 8 + length + end) for start, end in places
-            ]
-        if zipfile.is_zipfile(path):  # entries are stored, each behind a header of its own
-            with zipfile.ZipFile(path) as archive:
-                starts = sorted(each.header_offset for each in archive.infolist())
-            return list(pairwise([*starts, size]))
-    except (struct.error, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged or cut short ({error}); get it again") from error
-    return [(each, min(each + BLOCK, size)) for each in range(0, size, BLOCK)]
+            whole = 8 + length
+            places = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
+            tensors = [(whole + start, whole + end) for start, end in places]
+        except (struct.error, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is damaged or cut short ({error}); get it again") from error
+    return [(each, min(each + BLOCK, whole)) for each in range(0, whole, BLOCK)] + tensors
 
 
 def _blocks(start: int, end: int) -> Iterable[int]:

@@ -16,7 +16,6 @@ from medusa.engine.int8 import missing_for_int8
 from medusa.files import read_json
 from medusa.prompts import read_prompts
 from medusa.training.distillation import answering
-from medusa.training.distillation.answer_file import AnswerFile, configuration_path
 from medusa.training.distillation.answering import (
     Conversation,
     EndpointAnswerer,
@@ -25,7 +24,14 @@ from medusa.training.distillation.answering import (
     Reply,
     question_frame,
 )
-from medusa.training.distillation.distill import TimeLimit, distill, prompt_free, unanswered
+from medusa.training.distillation.distill import (
+    AnswerFile,
+    TimeLimit,
+    configuration_path,
+    distill,
+    prompt_free,
+    unanswered,
+)
 from medusa.training.distillation.endpoint import ChatEndpoint
 
 MAX_NEW_TOKENS = 12
