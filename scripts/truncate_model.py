@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.cli.options import check_at_least, parse
+from medusa.checks import check_at_least
+from medusa.cli.options import parse
 from medusa.cli.reporting import exit_status
 from medusa.drafters.self_draft import early_exit
 from medusa.files import check_writable_target, replaced_directory

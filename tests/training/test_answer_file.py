@@ -30,7 +30,7 @@ def test_an_output_of_another_configuration_is_refused_by_the_option_that_differ
         answers.append(row)
     with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}):
         pass
-    with pytest.raises(ValueError, match=r"made with seed=0 \(now 1\).*choose another output"):
+    with pytest.raises(ValueError, match=r"seed was 0 and is 1.*choose another output"):
         AnswerFile(path, {"seed": 1, "temperatures": (0.0,)})
     configuration_path(path).unlink()
     with pytest.raises(ValueError, match=r"rows\.config\.json is missing"):

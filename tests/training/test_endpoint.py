@@ -4,7 +4,7 @@ import pytest
 from fake_endpoint import fake_endpoints
 
 from medusa.training.distillation import endpoint as endpoint_module
-from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
+from medusa.training.distillation.endpoint import ChatEndpoint, Refusal
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def ask(endpoint, text="hi"):
 def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
     fake = serve()
     reply = ask(ChatEndpoint(fake.url + "/", "tiny", api_key="secret"))
-    assert (reply.message["content"], reply.finish_reason, reply.num_tokens) == ("you said hi", "stop", 3)
+    assert (reply.message["content"], reply.was_cut, reply.num_tokens) == ("you said hi", False, 3)
     (path, request), (key,) = fake.requests[0], fake.keys
     assert path == "/v1/chat/completions"
     assert key == "Bearer secret"
@@ -50,14 +50,14 @@ def test_an_endpoint_that_stays_away_is_given_up_with_its_last_words(serve):
 
 def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
     fake = serve()
-    with pytest.raises(RefusedPrompt, match=r"HTTP 400: .*says no"):
+    with pytest.raises(Refusal, match=r"HTTP 400: .*says no"):
         ask(ChatEndpoint(fake.url, "tiny"), "REFUSE")
     assert len(fake.requests) == 1
 
 
 def test_an_endpoint_that_speaks_another_language_is_named(serve):
     fake = serve(body={"text": "hello"})
-    with pytest.raises(RefusedPrompt, match="did not answer as an OpenAI-compatible chat server does"):
+    with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
         ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
     assert len(fake.requests) == 3
     with pytest.raises(ValueError, match="must start with http"):
@@ -149,13 +149,13 @@ def call_of(arguments):
 )
 def test_an_answer_that_cannot_be_kept_refuses_its_prompt_alone(serve, raw):
     fake = serve(raw=raw.encode())
-    with pytest.raises(RefusedPrompt, match="did not answer as an OpenAI-compatible chat server does"):
+    with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
         ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
 
 
 def test_a_body_that_cannot_be_unpacked_refuses_its_prompt_alone(serve):
     fake = serve(raw=b"no gzip", headers={"Content-Encoding": "gzip"})
-    with pytest.raises(RefusedPrompt, match="sent a body that cannot be unpacked"):
+    with pytest.raises(Refusal, match="sent a body that cannot be unpacked"):
         ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
     assert len(fake.requests) == 2
 

@@ -12,8 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 import medusa
 from medusa.base.loading import load_tokenizer
+from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine
-from medusa.cli.options import check_at_least
 from medusa.cli.program import chosen_device, load_base_on
 from medusa.cli.reporting import command
 from medusa.engine import QUANTISED_BYTES

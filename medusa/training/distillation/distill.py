@@ -2,25 +2,30 @@
 
 Heads learn to foresee the base model, so its own answers are the data that works. What an answer
 says depends on the prompt's index, its temperature and the seed, never on batch size or order.
-This module knows who is asked what and what is kept; ``answering`` does the asking, ``answer_file``
-the keeping.
+This module knows who is asked what and what is kept; ``answering`` does the asking.
+
+The answers are append-only JSON lines, safe to kill at any moment:
+
+    {"index": 3, "category": "qa", "messages": [...], "temperature": 0.8, "finish_reason": "stop"}
+
+``index`` counts the prompts from 0, so a later run knows what is done. Beside ``data.jsonl`` stands
+``data.config.json``, what the answers were made with: a file never mixes two configurations.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
+from medusa.checks import differences
 from medusa.files import read_json, write_json
-from medusa.prompts import Message, Prompt
+from medusa.prompts import Prompt
 from medusa.training.distillation.answering import Answerer, Conversation, CountTokens, Refusal, Reply
 
 REFUSALS_BEFORE_GIVING_UP = 3
@@ -46,7 +51,7 @@ class DistillationReport:
     def count(self, outcome: Reply | Refusal) -> None:
         if isinstance(outcome, Refusal):
             self.num_refused += 1
-            self.first_refusal = self.first_refusal or outcome.reason
+            self.first_refusal = self.first_refusal or str(outcome)
             return
         self.num_answers += 1
         self.num_cut += outcome.was_cut
@@ -82,7 +87,8 @@ def unanswered(
     done = set()
     for row in answers.rows():
         index = row["index"]
-        if index < len(prompts) and not _begins_with(row["messages"], prompts[index].messages):
+        opening = list(prompts[index].messages) if index < len(prompts) else []
+        if row["messages"][: len(opening)] != opening:
             raise ValueError(
                 f"output {str(answers.path)!r} answers other prompts: its row for index {index} does not "
                 f"begin as {prompts[index].origin} does; choose another output (adding prompts at the end "
@@ -170,10 +176,6 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def _begins_with(messages: Sequence[Message], opening: Sequence[Message]) -> bool:
-    return list(messages[: len(opening)]) == list(opening)
-
-
 class AnswerFile:
     """Appends rows to ``path``; a context manager.
 
@@ -199,9 +201,7 @@ class AnswerFile:
     def __enter__(self) -> AnswerFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -263,13 +263,11 @@ def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
             f"output {str(path)!r} holds rows, but {record} is missing, so they may come from another "
             "configuration; choose another output"
         )
-    made_with, asked = _what_matters(read_json(record)), json.loads(json.dumps(_what_matters(configuration)))
-    different = [key for key in sorted({*made_with, *asked}) if made_with.get(key) != asked.get(key)]
-    if different:
-        changes = ", ".join(f"{key}={made_with.get(key)!r} (now {asked.get(key)!r})" for key in different)
+    asked = json.loads(json.dumps(_what_matters(configuration)))
+    if different := differences(_what_matters(read_json(record)), asked):
         raise ValueError(
-            f"output {str(path)!r} was made with {changes}; use the same options to go on with it, "
-            "or choose another output"
+            f"output {str(path)!r} was made with another configuration: {'; '.join(different)}; use the same "
+            "options to go on with it, or choose another output"
         )
 
 
@@ -280,18 +278,5 @@ def _what_matters(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cut_torn_line(path: Path) -> None:
     """Drop what follows the last newline."""
-    if not path.exists():
-        return
     with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        position = end
-        while position:
-            start = max(0, position - 65536)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

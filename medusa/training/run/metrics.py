@@ -1,4 +1,5 @@
-"""PLACEHOLDER"""
+"""The numbers and the picture of a run that people read: of loss sums, and of replaying the decoding of
+held-out documents."""
 
 from __future__ import annotations
 

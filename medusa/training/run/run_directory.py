@@ -26,6 +26,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -100,7 +101,17 @@ class RunDirectory:
                 "--resume auto, which goes on where there is one"
             )
         if resume != "never" and self.config.exists():
-            self._check_same_run(configuration)
+            earlier = self._configuration()
+            if not earlier.keys() >= RUN_KEYS:
+                raise ValueError(
+                    f"{self.config} is not the configuration of a run; bring it back, or choose another "
+                    "output_dir"
+                )
+            if changed := changed_keys(earlier, configuration):
+                raise ValueError(
+                    f"{self.path} holds a run of another configuration, which cannot be resumed with this "
+                    f"one: {'; '.join(changed)}. Change it back, or choose another output_dir"
+                )
             if self.heads.exists() and not self._checkpoints() and not self.is_finished(configuration):
                 raise FileExistsError(
                     f"{self.path} holds the heads of a run and no checkpoint to go on from, so they would be "
@@ -198,18 +209,25 @@ class RunDirectory:
             file.write(json.dumps(entry) + "\n")
 
     def logged_metrics(self) -> list[dict[str, Any]]:
-        """Every log entry, in the order of writing."""
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
-        return [json.loads(line) for line in lines]
+        """Every whole log entry, in the order of writing; a killed run may leave half a line at the end."""
+        entries = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return entries
 
     def forget_metrics_after(self, step: int, is_over: bool = False) -> None:
         """Drop the log entries that a resumed run writes again: of an evaluation at ``step`` only where the
         run ``is_over`` there, since it then ends with one."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        with replaced_file(self.metrics) as partial:
-            partial.write_text("".join(_entries_until(lines, step, is_over)), encoding="utf-8")
+        with replaced_file(self.metrics) as partial, partial.open("w", encoding="utf-8") as file:
+            for entry in self.logged_metrics():
+                is_evaluation = any(key.startswith("held_out/") for key in entry)
+                if entry["step"] < step or (entry["step"] == step and not (is_over and is_evaluation)):
+                    file.write(json.dumps(entry) + "\n")
 
     def save_checkpoint(self, accelerator: Accelerator, state: RunState, keep: int) -> Path:
         """Write a checkpoint and remove all but the ``keep`` latest; a failed write leaves those there were.
@@ -254,13 +272,24 @@ class RunDirectory:
         """
         latest, damage = on_main_process(accelerator, self._latest_whole)
         state = RunState(**read_json(latest / STATE_FILE))
-        self._check_same_batches(state, now)
-        is_replicated = {state.sharding, now.sharding} <= set(REPLICATED)
-        if state.sharding != now.sharding and not is_replicated:
+        before, after, replicated = state.num_processes, now.num_processes, set(REPLICATED)
+        per_step, advice = before * state.micro_batches, ""
+        if state.sharding != now.sharding and not {state.sharding, now.sharding} <= replicated:
             raise ValueError(
                 f"{self.path} holds a run under {state.sharding}, this one is under {now.sharding}, and "
                 "neither reads the checkpoints of the other; launch it with the same accelerate configuration"
             )
+        if per_step % after:
+            advice = f"whose {per_step} micro-batches a step they cannot share evenly; launch {before}"
+        elif per_step != after * now.micro_batches:
+            advice = (
+                "and a step would take other batches than it did; pass --gradient_accumulation_steps "
+                f"{per_step // after}"
+            )
+        elif before != after and now.sharding not in replicated:
+            advice = f"its checkpoints under {now.sharding} are split among {before}; launch as many"
+        if advice:
+            raise ValueError(f"{self.path} holds a run of {before} processes, this one has {after}, {advice}")
         if state.documents != now.documents:
             raise ValueError(
                 f"the data is not what it was when the run in {self.path} began, so its batches would be "
@@ -272,23 +301,6 @@ class RunDirectory:
         state.remedies = now.remedies
         accelerator.load_state(str(latest))
         return state, damage
-
-    def _check_same_batches(self, state: RunState, now: RunState) -> None:
-        """Raise ValueError when ``now`` takes other micro-batches in a step than the run did."""
-        before, after = state.num_processes, now.num_processes
-        per_step = before * (state.micro_batches or now.micro_batches)
-        if per_step == after * now.micro_batches:
-            if before == after or now.sharding in REPLICATED:
-                return
-            advice = f"its checkpoints under {now.sharding} are split among {before}; launch as many"
-        elif per_step % after == 0:
-            advice = (
-                f"and a step would take other batches than it did; pass --gradient_accumulation_steps "
-                f"{per_step // after}"
-            )
-        else:
-            advice = f"whose {per_step} micro-batches a step they cannot share evenly; launch {before}"
-        raise ValueError(f"{self.path} holds a run of {before} processes, this one has {after}, {advice}")
 
     def has_checkpoint(self, step: int | None = None) -> bool:
         """Whether there is something to resume, at ``step`` where one is given."""
@@ -303,32 +315,17 @@ class RunDirectory:
 
     def _latest_whole(self) -> tuple[Path, list[str]]:
         """The latest checkpoint whose files are what was written; what is wrong with later ones, which go."""
-        found = self._checkpoints()
-        damage = {path: _damage(path) for path in found}
-        whole = [path for path in found if damage[path] is None]
-        if not whole:
-            raise ValueError(
-                f"no checkpoint in {self.checkpoints} is whole: {'; '.join(filter(None, damage.values()))}. "
-                "Start anew with --overwrite"
-            )
-        later = found[found.index(whole[-1]) + 1 :]
-        for path in later:
-            shutil.rmtree(path)
-        return whole[-1], [f"{damage[path]}; going on from {whole[-1].name}" for path in later]
-
-    def _check_same_run(self, configuration: TrainingConfiguration) -> None:
-        earlier = self._configuration()
-        if not earlier.keys() >= RUN_KEYS:
-            raise ValueError(
-                f"{self.config} is not the configuration of a run; bring it back, or choose another "
-                "output_dir"
-            )
-        changed = changed_keys(earlier, configuration)
-        if changed:
-            raise ValueError(
-                f"{self.path} holds a run of another configuration, which cannot be resumed with this one: "
-                f"{'; '.join(changed)}. Change it back, or choose another output_dir"
-            )
+        damage: dict[Path, str] = {}
+        for path in reversed(self._checkpoints()):
+            if (found := _damage(path)) is None:
+                for later in damage:
+                    shutil.rmtree(later)
+                return path, [f"{each}; going on from {path.name}" for each in reversed(damage.values())]
+            damage[path] = found
+        raise ValueError(
+            f"no checkpoint in {self.checkpoints} is whole: {'; '.join(reversed(damage.values()))}. "
+            "Start anew with --overwrite"
+        )
 
     def _foreign_entries(self, data: Iterable[str]) -> bool:
         """Whether anything is here apart from hidden files and the data files with their companions."""
@@ -341,18 +338,6 @@ class RunDirectory:
 def _is_inside(file: str, directory: Path) -> bool:
     # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
     return os.path.dirname(os.path.realpath(file)) == os.path.realpath(directory)
-
-
-def _entries_until(lines: Iterable[str], step: int, is_over: bool) -> Iterable[str]:
-    """The complete entries that stay; a killed run may leave half a line at the end."""
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        is_repeated = is_over and entry["step"] == step and any(key.startswith("held_out/") for key in entry)
-        if entry["step"] <= step and not is_repeated:
-            yield line
 
 
 def _digests(directory: Path) -> dict[str, str]:
@@ -411,10 +396,8 @@ def provenance(
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
