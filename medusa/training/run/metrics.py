@@ -110,7 +110,12 @@ def _plot_top1(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
         rates = [point[f"held_out/top1_{head}"] for point in points]
         color = SHADES[min(head - 1, len(SHADES) - 1)]
         ax.plot(seen, rates, "o-", markersize=3, color=color)
-        ax.annotate(f"head {head}  {rates[-1]:.0%}", (seen[-1], rates[-1]), (6, 0), **_after(color))
+        ax.annotate(
+            f"head {head}  {rates[-1]:.0%}",
+            (seen[-1], rates[-1]),
+            (6, 0),
+            **beside(color, ha="left", va="center"),
+        )
     ax.set_title("A head's first guess is right (held out)")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     ax.set_ylim(0, max(0.05, ax.dataLim.y1) * 1.15)
@@ -121,7 +126,7 @@ def _plot_tokens_per_step(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
     seen = [point["num_tokens"] for point in points]
     values = [point["held_out/tokens_per_step"] for point in points]
     ax.plot(seen, values, "o-", markersize=3, color=BLUE)
-    ax.annotate(f"{values[-1]:.2f}", (seen[-1], values[-1]), (6, 0), **_after(INK))
+    ax.annotate(f"{values[-1]:.2f}", (seen[-1], values[-1]), (6, 0), **beside(INK, ha="left", va="center"))
     ax.set_title(f"Tokens per step, tree of {NUM_NODES} nodes (replayed)")
     ax.set_ylim(1, 1 + (max(*values, 1.05) - 1) * 1.15)
     _token_axis(ax, seen)
@@ -129,28 +134,19 @@ def _plot_tokens_per_step(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
 
 def _token_axis(ax: Any, seen: Sequence[int]) -> None:
     """Logarithmic: a curve that rises as a line gains as much by every doubling of the data."""
+    from matplotlib.ticker import EngFormatter
+
     lowest = seen[0] / 1.1
     highest = seen[-1] * (seen[-1] / lowest) ** 0.4  # two sevenths of the width are for the labels
     marks = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
     marks = [mark for mark in marks if lowest <= mark <= seen[-1]]
     marks = marks if len(marks) > 1 else [seen[0], seen[-1]]
     ax.set_xscale("log")
-    ax.set_xticks(marks, [_short(mark) for mark in marks])
+    ax.set_xticks(marks)
+    ax.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))  # 500k, 2M
     ax.minorticks_off()
     ax.set_xlim(lowest, highest)
     ax.set_xlabel("training tokens seen, epochs added up")
-
-
-def _short(number: int) -> str:
-    """500k, 2M."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number // size}{unit}"
-    return str(number)
-
-
-def _after(color: str) -> dict[str, Any]:
-    return beside(color, ha="left", va="center")
 
 
 def calibrated_tree(

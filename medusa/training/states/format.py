@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,7 +62,7 @@ class StatesDirectory:
         self.size: int = self.header["width"]
         self.ends: list[int] = self.header["shards"]
         self._digest = hashlib.sha256(json.dumps(self.header, sort_keys=True).encode()).hexdigest()
-        self._opened: dict[int, tuple[np.ndarray, bool]] = {}
+        self._opened: dict[int, tuple[Any, bool]] = {}
 
     @classmethod
     def read(cls, directory: Path) -> tuple[StatesDirectory, np.ndarray]:
@@ -71,10 +72,10 @@ class StatesDirectory:
             FileNotFoundError, ValueError: the directory is none of states.
         """
         header = read_json(directory / MANIFEST)
-        documents = load_file(directory / "documents.safetensors")
+        documents = load_file(directory / DOCUMENTS_FILE)
         if digest_of_documents(*(documents[name].numpy() for name in DOCUMENTS)) != header["documents"]:
             raise ValueError(
-                f"{directory / 'documents.safetensors'} is not what manifest.json is of; delete {directory} "
+                f"{directory / DOCUMENTS_FILE} is not what manifest.json is of; delete {directory} "
                 "and give the training command again"
             )
         starts, needed = documents["starts"].numpy(), documents["is_needed"].numpy()
@@ -170,28 +171,20 @@ class StatesDirectory:
 
     def is_normed(self, shard: int) -> bool:
         """Whether the first D numbers of a shard's states are what the output embedding reads."""
-        return self._read(shard)[1]
+        return self._opened_shard(shard)[1]
 
     def damage(self, shard: int) -> str | None:
         """What is wrong with a shard, in words."""
-        path, size = self.path(shard), self.num_states(shard) * self.size * self.dtype.itemsize
-        if not path.exists():
+        if not self.path(shard).exists():
             return "is not there"
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not length or path.stat().st_size != 8 + length + size:
-                return "is cut short, or no shard of these states"
-            header = file.read(length)
         try:
-            metadata = json.loads(header)["__metadata__"]
-        except (ValueError, KeyError):
-            return "is damaged: its header cannot be read"
+            with safe_open(self.path(shard), "pt") as file:
+                metadata, states = file.metadata() or {}, file.get_tensor("states")
+        except SafetensorError as error:
+            return f"is cut short or damaged ({error})"
         if metadata.get("manifest") != self._digest:
             return "belongs to other states than those of manifest.json"
-        if metadata.get("sha256") != hashlib.sha256(self._mapped(shard)[0].data).hexdigest():
-            return "has other bytes than were written"
-        return None
+        return None if metadata.get("sha256") == _checksum(states) else "has other bytes than were written"
 
     def of(self, indices: Iterable[int]) -> Tensor:
         """The kept states (P, (1 + L) * D) of the documents at ``indices``, one after the other."""
@@ -212,31 +205,25 @@ class StatesDirectory:
         return int(self.first[self.starts[self.ends[shard - 1]]]) if shard else 0
 
     def _of(self, index: int) -> Tensor:
-        shard = int(np.searchsorted(self.ends, index, side="right"))
-        (bits, is_normed), span, begin = self._read(shard), self.span(index), self._first_state(shard)
-        kept = np.array(bits[self.first[span.start] - begin : self.first[span.stop] - begin])
-        states = torch.from_numpy(kept).view(self.dtype)
+        shard, span = int(np.searchsorted(self.ends, index, side="right")), self.span(index)
+        begin, end = self.first[[span.start, span.stop]] - self._first_state(shard)
+        if begin == end:
+            return torch.zeros(0, self.size, dtype=self.dtype)
+        mapped, is_normed = self._opened_shard(shard)
+        states = mapped[int(begin) : int(end)]
         if is_normed:
             return states
         assert self.norm is not None, "states before the norm need the base's"
         last, below = states.tensor_split([self.size // (1 + len(self.header["layers"]))], dim=-1)
         return torch.cat([self.norm(last.float()).to(self.dtype), below], dim=-1)
 
-    def _read(self, shard: int) -> tuple[np.ndarray, bool]:
+    def _opened_shard(self, shard: int) -> tuple[Any, bool]:
+        """The states of a whole shard, of which slices are read, and whether they are normed."""
         if shard not in self._opened:
-            self._opened[shard] = self._mapped(shard)
+            file = safe_open(self.path(shard), "pt")
+            is_normed = file.metadata()["last_state"] == "normed"
+            self._opened[shard] = file.get_slice("states"), is_normed
         return self._opened[shard]
-
-    def _mapped(self, shard: int) -> tuple[np.ndarray, bool]:
-        """The states of a whole shard as bits, (P, (1 + L) * D), and whether they are normed."""
-        with self.path(shard).open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            metadata = json.loads(file.read(length))["__metadata__"]
-        shape, is_normed = (self.num_states(shard), self.size), metadata.get("last_state") == "normed"
-        if not shape[0]:
-            return np.zeros(shape, _storage(self.dtype)), is_normed
-        bits = np.memmap(self.path(shard), _storage(self.dtype), mode="r", offset=8 + length, shape=shape)
-        return bits, is_normed
 
 
 DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")
@@ -318,8 +305,3 @@ def _blocks(start: int, end: int) -> Iterable[int]:
 
 def _checksum(states: Tensor) -> str:
     return hashlib.sha256(states.view(torch.uint8).numpy().data if len(states) else b"").hexdigest()
-
-
-def _storage(dtype: torch.dtype) -> type[np.generic]:
-    """numpy has no bfloat16: states are read as bits."""
-    return np.int32 if dtype.itemsize == 4 else np.int16

@@ -67,14 +67,16 @@ class StoredStates(StatesDirectory):
         them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its configuration are
         enough here."""
         self.documents, self.layers, self._base = documents, layers, base
+        kind, name = base.device.type, Path(base.name_or_path)  # another program may run in another directory
+        has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
         needed = _needed(documents, num_heads, reads_text)
         starts, width = documents.starts, (1 + len(layers)) * hidden_size(base)
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
-            "base_model": _whole_name(base),
+            "base_model": str(name.resolve()) if base.name_or_path and name.is_dir() else base.name_or_path,
             **identity_of(base),
             "base_dtype": str(base.dtype),
-            "arithmetic": _arithmetic(base),
+            "arithmetic": str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
             "documents": digest_of_documents(documents.tokens, documents.is_label, needed, starts),
             "num_heads": num_heads,
             "layers": list(layers),
@@ -104,9 +106,8 @@ class StoredStates(StatesDirectory):
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
                     "--overwrite or --cache_hidden_states false"
                 )
-            line.say(
-                f"replacing {len(replaceable_files(self.directory, STATES_LAYOUT))} files of other states"
-            )
+            files = replaceable_files(self.directory, STATES_LAYOUT)
+            line.say(f"replacing {len(files)} files of other states")
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
@@ -207,18 +208,6 @@ def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarra
             last = needed[start:end].nonzero()[0][-1:]
             needed[start : start + int(last.sum()) + len(last)] = True
     return needed
-
-
-def _arithmetic(base: CausalLM) -> str:
-    """The type that the base's matrix products run in: autocast's where it is on."""
-    kind = base.device.type
-    return str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.dtype)
-
-
-def _whole_name(base: CausalLM) -> str:
-    """The name of ``base``, as another program in another directory would call it."""
-    path = Path(base.name_or_path)
-    return str(path.resolve()) if base.name_or_path and path.is_dir() else base.name_or_path
 
 
 def final_norm(base: CausalLM) -> Callable[[Tensor], Tensor]:
