@@ -170,6 +170,7 @@ def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> T
         "warmup_steps": 3,
         "logging_steps": 1,
         "held_out_fraction": 0.1,
+        "replayed_documents": 0,
     }
     configuration = configuration_of(**defaults | options)
     RunDirectory(configuration.run.output_dir).check(configuration)
@@ -194,7 +195,7 @@ def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]
     entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
     entries = [entry for entry in entries if f"{name}/loss" in entry]
     assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
-    kept = (name + "/", "learning_rate", "epoch")
+    kept = (name + "/", "learning_rate", "epoch", "num_tokens")
     return {
         entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}
         for entry in entries

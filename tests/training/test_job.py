@@ -128,11 +128,13 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "higher"),
-    [({"max_steps": 4}, {"max_steps": 6}), ({"max_steps": None, "num_epochs": 1}, {"num_epochs": 2})],
+    ("limit", "higher", "resume"),
+    [
+        ({"max_steps": 4}, {"max_steps": 6}, "always"),
+        ({"max_steps": None, "num_epochs": 1}, {"num_epochs": 2}, "auto"),
+    ],
     ids=["steps", "epochs"],
 )
-@pytest.mark.parametrize("resume", ["auto", "always"])
 def test_a_finished_run_stays_as_it_is_and_a_higher_limit_goes_on_from_its_end(
     train, monkeypatch, capsys, limit, higher, resume
 ):
@@ -205,7 +207,7 @@ def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, mon
     assert ended.value.code == 75
 
 
-def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkeypatch):
+def test_overwriting_takes_the_old_heads_away_before_anything_else_and_says_so(train, monkeypatch, capsys):
     run = train(checkpoint_steps=2)
     assert run.heads.exists()
     assert run.best.exists()
@@ -216,6 +218,8 @@ def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkey
     assert not run.heads.exists()
     assert not run.best.exists()
     assert not run.checkpoints.exists()
+    said = capsys.readouterr().err
+    assert all(f"removed {path} of" in said for path in (run.heads, run.best, run.checkpoints, run.metrics))
 
 
 @pytest.mark.parametrize(
@@ -244,14 +248,6 @@ def test_overwriting_keeps_the_heads_that_the_run_starts_from(train):
     with pytest.raises(ValueError, match=r"heads' must not hold what is read for it, got .*heads"):
         train(overwrite=True, start_from=str(run.heads))
     assert contents(run.path) == before
-
-
-def test_overwriting_names_what_it_removes(train, capsys):
-    run = train()
-    capsys.readouterr()
-    train(overwrite=True)
-    said = capsys.readouterr().err
-    assert all(f"removed {path} of" in said for path in (run.heads, run.best, run.checkpoints, run.metrics))
 
 
 def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
@@ -285,12 +281,9 @@ def test_a_configuration_that_is_none_is_named(train, tmp_path, content, how):
     assert (tmp_path / "run" / "config.yaml").read_bytes() == content
 
 
-@pytest.mark.parametrize("has_states", [True, False])
-def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, capsys, has_states):
+def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, capsys):
     states = tmp_path / "states"
     options = {"cache_hidden_states": True, "states_dir": states}
-    if has_states:
-        train(output_dir=tmp_path / "first", **options)
     has_it = threading.Event()
 
     def hold() -> None:
