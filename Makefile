@@ -76,6 +76,7 @@ bench: | $(DEMO)/.tuned
 # ---------------------------------------------------------------- checks
 
 test: .venv/.installed | $(BASE)/config.json
+	$(BIN)/ruff check --quiet .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 check: .venv/.installed

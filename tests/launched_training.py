@@ -20,8 +20,8 @@ from accelerate import DistributedType, PartialState
 from medusa.training.run import job
 from medusa.training.run.trainer import Trainer
 from medusa.training.states import format as states_format
-from medusa.training.states import stored_states
-from medusa.training.states.live import LiveStates
+from medusa.training.states import stored as stored_states
+from medusa.training.states.base import LiveStates
 
 PROGRAM = Path(__file__).parent.parent / "train" / "train_heads.py"
 
@@ -45,16 +45,16 @@ if "KILL_AT_STEP" in os.environ:
 
 if "SHARD_BYTES" in os.environ:
     states_format.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
-    write = stored_states.StateFile.compute
+    write = stored_states.StoredStates.compute
 
-    def told(self: stored_states.StateFile, shards: list[int], *arguments: Any) -> None:
+    def told(self: stored_states.StoredStates, shards: list[int], *arguments: Any) -> None:
         write(self, shards, *arguments)
         sys.stderr.write(f"rank {os.environ['RANK']} wrote {len(shards)} shards of {self.directory.name}\n")
 
-    stored_states.StateFile.compute = told
+    stored_states.StoredStates.compute = told
 
 if "FORBID_BASE" in os.environ:
-    job.load_live = job.load_base = None  # type: ignore[assignment]
+    job.load_live = None  # type: ignore[assignment]
 
 if "SAY_LOADED" in os.environ:
     load_live = job.load_live

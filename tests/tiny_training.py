@@ -16,11 +16,12 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa.training.config.configuration import TrainingConfiguration
-from medusa.training.data.loading import TrainingData, load_data
-from medusa.training.recipes.registry import new_recipe
+from medusa.training.config import TrainingConfiguration
+from medusa.training.data.loading import Dataset, load_data
+from medusa.training.run.job import RECIPES, stored_states
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
+from medusa.training.states.feeds import BaseStates
 
 MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
 """Trains as `medusa train` does, and dies as the environment says."""
@@ -137,9 +138,13 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
     return trainer_on(configuration, tiny_base(), data)
 
 
-def trainer_on(configuration: TrainingConfiguration, base: Any, data: TrainingData) -> Trainer:
-    recipe = new_recipe(configuration, base, data.training)
-    trainer = Trainer(configuration, accelerator_of(configuration), recipe, data, Console(quiet=True))
+def trainer_on(configuration: TrainingConfiguration, base: Any, data: Dataset) -> Trainer:
+    accelerator, console, states = accelerator_of(configuration), Console(quiet=True), BaseStates.of(base)
+    if configuration.optimisation.cache_hidden_states:
+        stored = stored_states(configuration, accelerator, base, lambda: states.live, data, console)
+        states = BaseStates(base, states.live, stored)
+    recipe = RECIPES[configuration.kind](configuration, states, data.training)
+    trainer = Trainer(recipe, accelerator, data, console)
     go_on = trainer._begin
 
     def begin() -> None:
@@ -165,6 +170,7 @@ def configured(directory: Path, rows: list[dict[str, Any]], **options: Any) -> T
         "warmup_steps": 3,
         "logging_steps": 1,
         "held_out_fraction": 0.1,
+        "replayed_documents": 0,
     }
     configuration = configuration_of(**defaults | options)
     RunDirectory(configuration.run.output_dir).check(configuration)
@@ -189,7 +195,7 @@ def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]
     entries = [json.loads(line) for line in trainer.run.metrics.read_text().splitlines()]
     entries = [entry for entry in entries if f"{name}/loss" in entry]
     assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
-    kept = (name + "/", "learning_rate", "epoch")
+    kept = (name + "/", "learning_rate", "epoch", "num_tokens")
     return {
         entry["step"]: {key: value for key, value in entry.items() if key.startswith(kept)}
         for entry in entries

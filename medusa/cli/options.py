@@ -49,10 +49,10 @@ def parse(
 ) -> T:
     """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
 
-    ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says is put
-    before the command line as words of it, so one parser checks both and the command line wins.
-    What ``presets`` returns goes before the file in the same way. ``--key none`` takes back an optional key
-    of the file. A flag that takes several values may be given several times on the command line.
+    ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says takes the
+    place of defaults, and the command line wins. What ``presets`` returns gives way to the file in the same
+    way. ``--key none`` takes back an optional key of the file. A flag that takes several values may be given
+    several times on the command line.
 
     Args:
         description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
@@ -65,7 +65,7 @@ def parse(
     flags = flag_types(options)
     words = _gathered(_switches(words, flags), flags)
     try:
-        given = _words(presets(), flags, "presets")
+        given = _values(presets(), flags, "presets")
     except ValueError as error:
         _refuse(str(error))
     if file is not None:
@@ -73,8 +73,7 @@ def parse(
             file = named_file(file, ".yaml", "configuration file")
         except FileNotFoundError as error:
             _refuse(str(error))
-        values = _read_file(file)
-        given += _words(values, flags, str(file))
+        given |= _values(_read_file(file), flags, str(file))
     if {"-h", "--help"} & set(words):
         text = inspect.getdoc(options) if description is None else description
         sys.stdout.write(f"{(text or '').rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
@@ -83,14 +82,15 @@ def parse(
         return tyro.cli(
             options,
             prog=prog or Path(sys.argv[0]).name,
-            args=[*given, *words],
+            args=words,
+            default=_instance(options, given),
             description="",
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
             registry=_REGISTRY,
         )
     except SystemExit as ended:
         if ended.code and file is not None:
-            sys.stderr.write(f"(the keys of {file} are read as flags before those of the command line)\n")
+            sys.stderr.write(f"(the keys of {file} take the place of defaults)\n")
         raise
 
 
@@ -154,28 +154,59 @@ def _read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _words(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> list[str]:
-    """``values`` as words of a command line."""
-    words: list[str] = []
+def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``values`` as the types of their ``flags`` have them: read as the command line's words are."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if key not in flags:
             nearest = difflib.get_close_matches(str(key), flags, n=1, cutoff=0.5)
             advice = f"did you mean {nearest[0]!r}?" if nearest else "--help lists every key"
             _refuse(f"unknown key {key!r} in {where}; {advice}")
-        flag = key.replace("_", "-")
         if flags[key] is bool:
             if not isinstance(value, bool):
                 _refuse(f"{key} in {where} must be true or false, got {value!r}")
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, bool) and _stands_alone(flags[key]):
-            words.append(f"--{flag}={_ALONE[str(value).lower()]}")
-        elif isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
-            words += [f"--{flag}", *map(str, value)]
-        elif isinstance(value, list | dict) or (value is None and not _optional(flags[key])):
+            found[key] = value
+            continue
+        words = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        with _REGISTRY:
+            spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(flags[key], set()))
+        is_plain = not any(
+            isinstance(each, list | dict) for each in (value if isinstance(value, list) else [value])
+        )
+        if (
+            not is_plain
+            or (len(words) != 1 and spec.nargs == 1)
+            or (value is None and not _optional(flags[key]))
+        ):
             _refuse(f"{key} in {where} must have a plain value, got {value!r}")
+        if isinstance(value, bool) and _stands_alone(flags[key]):
+            words = [_ALONE[str(value).lower()]]
+        if spec.choices and words[0].lower() not in (*spec.choices, "none"):
+            _refuse(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
+        try:
+            found[key] = spec.instance_from_str(words)
+        except ValueError as error:
+            _refuse(f"{key} in {where} cannot be {value!r}: {error}")
+    return found
+
+
+def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None) -> T:
+    """``options`` with ``values`` by their flags, else as in ``defaults``, by default those of the class.
+
+    Nothing is checked yet: what is still missing is MISSING, for the parser to take from the command line.
+    """
+    made, types = object.__new__(options), get_type_hints(options)
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        kind, value = (
+            types[field.name],
+            _default(field) if defaults is None else getattr(defaults, field.name),
+        )
+        if dataclasses.is_dataclass(kind):
+            value = _instance(kind, values, None if value is dataclasses.MISSING else value)  # type: ignore
         else:
-            words.append(f"--{flag}={'none' if value is None else value}")
-    return words
+            value = values.get(field.name, value)
+        object.__setattr__(made, field.name, tyro.MISSING if value is dataclasses.MISSING else value)
+    return made
 
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:

@@ -294,13 +294,13 @@ class Drafters:
         )
 
     def has_free_length(self, name: str) -> bool:
-        """Whether nothing but a number says how long the drafts of ``name``, no union, are: it drafts a chain,
-        and not in the model's tree."""
+        """Whether a number alone says how long the drafts of ``name``, no union, are: it drafts a chain, and
+        not in the model's tree."""
         drafter = self._drafter(name)
+        if DRAFTERS[name].needs_heads or not drafter.max_depth:
+            return False
         chain = CandidateTree.chain(drafter.max_depth)
-        return (
-            bool(chain.depth) and not DRAFTERS[name].needs_heads and getattr(drafter, "tree", chain) == chain
-        )
+        return getattr(drafter, "tree", chain) == chain
 
     def set_length(self, name: str, draft_length: int) -> None:
         """Have ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""

@@ -30,8 +30,8 @@ from medusa import (
 from medusa.cli.main import main
 from medusa.engine.packed import PackedLinear, missing_for_packed
 from medusa.heads.adapter import folded
-from medusa.training.config.options import JointOptions
-from medusa.training.recipes.lora import TrainedAdapter
+from medusa.training.config import JointOptions
+from medusa.training.recipes.joint import TrainedAdapter
 
 ADAPTED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 ENGINES = ["eager", *(["packed"] if missing_for_packed(chat_base()) is None else [])]

@@ -21,10 +21,10 @@ from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.causal_layer import LayerConfig
 from medusa.interop.plain_export import checked_plain
 from medusa.interop.protocol import ToExport
-from medusa.training.config.options import ConfigurationError, LossOptions
-from medusa.training.losses.alignment import align
+from medusa.training.config import LossOptions
+from medusa.training.losses.targets import align
 from medusa.training.recipes.medusa_heads import HeadsLoss
-from medusa.training.states.feeds import FeatureBatch
+from medusa.training.states.feeds import StateBatch
 from medusa.trees.rank_counts import UNKNOWN
 
 CONTEXT = LayerConfig(32, 4, 2, 8, 48)
@@ -161,14 +161,14 @@ def test_counted_ranks_are_those_of_the_true_token_among_the_guesses():
             assert order[ranks[root - 6, depth - 1]] == ids[0, root + depth]
 
 
-def packed_batch() -> tuple[FeatureBatch, torch.Tensor]:
+def packed_batch() -> tuple[StateBatch, torch.Tensor]:
     """A row of two documents, 4 and 5 tokens long, and its tokens."""
     generator, tokens = torch.Generator().manual_seed(1), random_prompts(1, 9)
     positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
-    return FeatureBatch(torch.randn(1, 9, 64, generator=generator), tokens.roll(-1, 1), positions), tokens
+    return StateBatch(torch.randn(1, 9, 64, generator=generator), tokens.roll(-1, 1), positions), tokens
 
 
-def losses(heads: MedusaHeads, batch: FeatureBatch, tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def losses(heads: MedusaHeads, batch: StateBatch, tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of cross-entropy, and the gradient that reaches the layer."""
     alignment = align(tokens[0], torch.ones(9, dtype=torch.bool), batch.positions[0], 3)
     module = HeadsLoss(heads, LossOptions("ce", decay=0.5))
@@ -267,9 +267,9 @@ def test_steps_of_one_shape_and_foreign_formats_refuse_them(tmp_path):
     with pytest.raises(ValueError, match="step='static' cannot work with HeadsDrafter"):
         model.generate(random_prompts(1, 4), **GREEDY, drafter="heads", step="static")
     run = {"base": "tiny", "data": "rows.jsonl", "output_dir": "run", "max_steps": 1}
-    with pytest.raises(ConfigurationError, match="context_layers=1 and joint exclude each other"):
+    with pytest.raises(ValueError, match="context_layers=1 and joint exclude each other"):
         configuration_of(**run, context_layers=1, joint=True)
-    with pytest.raises(ConfigurationError, match="context_layers must be 0 or 1, got 2"):
+    with pytest.raises(ValueError, match="context_layers must be 0 or 1, got 2"):
         configuration_of(**run, context_layers=2)
     checkpoint = HeadsCheckpoint(new_heads(reads_path=False, fused_layers=()), "some/base")
     with pytest.raises(ValueError, match="context is set: the heads read the text"):

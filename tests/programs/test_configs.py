@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medusa.cli.options import parse
-from medusa.training.config.configuration import TrainingConfiguration
+from medusa.training.config import TrainingConfiguration
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if "compute_environment" not in path.read_text())

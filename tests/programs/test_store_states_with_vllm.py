@@ -16,8 +16,8 @@ import torch
 from conftest import CHECKOUT
 
 from medusa.cli.main import main
-from medusa.training.states.final_norm import final_norm
 from medusa.training.states.format import StatesDirectory
+from medusa.training.states.stored import final_norm
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 PROGRAM = str(CHECKOUT / "scripts" / "store_states_with_vllm.py")

@@ -31,7 +31,8 @@ from tiny_server import Running, expected, running, wait_until
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch, BatchLimits
-from medusa.serving import application, connections
+from medusa.serving import application
+from medusa.serving import server as connections
 from medusa.serving.application import AccessSettings, create_application
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.service import Service, ServiceSettings

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medusa.base.causal_lm import output_embedding
 from medusa.training.data.batching import PaddedBatch
-from medusa.training.states.live import frozen_states
-from medusa.training.states.stored_states import StateFile
+from medusa.training.states.base import LiveStates
+from medusa.training.states.stored import StoredStates
 
 PAGE = CHECKOUT / "docs" / "guides" / "scale.md"
 
@@ -134,7 +134,7 @@ def small(trainer) -> Base:
 def test_the_size_of_stored_states_is_the_codes_own(tmp_path, layers, dtype):
     trainer = new_trainer(tmp_path, counting_rows(20))
     documents, width = trainer.data.training, torch.finfo(getattr(torch, dtype)).bits // 8
-    states = StateFile(tmp_path / "states", trainer.base, documents, 3, dtype, layers)
+    states = StoredStates(tmp_path / "states", trainer.base, documents, 3, dtype, layers)
     expected = states_of(documents.num_labels, len(documents), 3) * bytes_of_state(
         small(trainer), len(layers), width
     )
@@ -169,7 +169,7 @@ def test_the_parameters_of_an_eagle3_head_are_the_codes_own(tmp_path):
 def test_the_operations_of_a_label_are_those_that_are_counted(tmp_path, objective):
     trainer = new_trainer(tmp_path, counting_rows(40), objective=objective, held_out_fraction=0)
     rows = [[index] for index in range(len(trainer.training))]
-    given = trainer.feed(trainer.training, "training")(rows)
+    given = trainer.recipe.feed(trainer.training, "training")(rows)
     num_scored = torch.from_numpy(trainer.num_scored.sum(0))
     with FlopCounterMode(display=False) as counter:
         arguments = (*given, output_embedding(trainer.base), num_scored, trainer.recipe.teacher)
@@ -183,7 +183,7 @@ def test_the_operations_of_a_token_of_the_base_are_two_for_each_weight(tmp_path)
     base = tiny_base()
     ids = torch.arange(64)[None] + 5
     with FlopCounterMode(display=False) as counter:
-        frozen_states(base, PaddedBatch(ids, torch.arange(64)[None], ids > 0))
+        LiveStates(base)(PaddedBatch(ids, torch.arange(64)[None], ids > 0))
     weights = sum(each.numel() for each in base.model.layers.parameters())
     assert counter.get_total_flops() == pytest.approx(2 * weights * 64, rel=0.02)  # but for attention's own
 

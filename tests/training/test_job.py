@@ -65,7 +65,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["medusa.training.run.result.calibrate", "medusa.training.run.trainer.replayed_metrics"]
+    "at", ["medusa.training.run.job.calibrated_tree", "medusa.training.run.trainer.replayed_metrics"]
 )
 def test_heads_are_written_before_anything_else_can_fail(train, tmp_path, monkeypatch, at):
     monkeypatch.setattr(at, fails)
@@ -115,7 +115,7 @@ def test_resume_auto_starts_and_goes_on_with_one_command(train, monkeypatch):
 def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_runs(train, tmp_path):
     train()
     assert len(losses(train(resume="auto"))) == 4
-    with pytest.raises(ValueError, match=r"another configuration.*num_heads: 2 -> 3"):
+    with pytest.raises(ValueError, match=r"another configuration.*num_heads was 2 and is 3"):
         train(resume="auto", num_heads=3)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -128,11 +128,13 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "higher"),
-    [({"max_steps": 4}, {"max_steps": 6}), ({"max_steps": None, "num_epochs": 1}, {"num_epochs": 2})],
+    ("limit", "higher", "resume"),
+    [
+        ({"max_steps": 4}, {"max_steps": 6}, "always"),
+        ({"max_steps": None, "num_epochs": 1}, {"num_epochs": 2}, "auto"),
+    ],
     ids=["steps", "epochs"],
 )
-@pytest.mark.parametrize("resume", ["auto", "always"])
 def test_a_finished_run_stays_as_it_is_and_a_higher_limit_goes_on_from_its_end(
     train, monkeypatch, capsys, limit, higher, resume
 ):
@@ -160,7 +162,7 @@ def test_a_time_limit_that_was_reached_is_a_finished_run(train, monkeypatch):
 
 def test_a_run_whose_tree_is_missing_is_not_finished(train, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr("medusa.training.run.result.calibrate", fails)
+        patch.setattr("medusa.training.run.job.calibrated_tree", fails)
         train(tree_nodes=5)
     run = train(tree_nodes=5, resume="auto")
     assert load_heads(run.heads).tree.num_nodes == 5
@@ -199,23 +201,25 @@ def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, mo
 
 
 def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):
-    monkeypatch.setattr(job.loading, "tokenised", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(job, "tokenised", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 75
 
 
-def test_overwriting_takes_the_old_heads_away_before_anything_else(train, monkeypatch):
+def test_overwriting_takes_the_old_heads_away_before_anything_else_and_says_so(train, monkeypatch, capsys):
     run = train(checkpoint_steps=2)
     assert run.heads.exists()
     assert run.best.exists()
-    monkeypatch.setattr(job.loading, "tokenised", fails)
+    monkeypatch.setattr(job, "tokenised", fails)
     with pytest.raises(MemoryError):
         train(overwrite=True, num_heads=3)
     assert "num_heads: 3" in run.config.read_text()
     assert not run.heads.exists()
     assert not run.best.exists()
     assert not run.checkpoints.exists()
+    said = capsys.readouterr().err
+    assert all(f"removed {path} of" in said for path in (run.heads, run.best, run.checkpoints, run.metrics))
 
 
 @pytest.mark.parametrize(
@@ -244,14 +248,6 @@ def test_overwriting_keeps_the_heads_that_the_run_starts_from(train):
     with pytest.raises(ValueError, match=r"heads' must not hold what is read for it, got .*heads"):
         train(overwrite=True, start_from=str(run.heads))
     assert contents(run.path) == before
-
-
-def test_overwriting_names_what_it_removes(train, capsys):
-    run = train()
-    capsys.readouterr()
-    train(overwrite=True)
-    said = capsys.readouterr().err
-    assert all(f"removed {path} of" in said for path in (run.heads, run.best, run.checkpoints, run.metrics))
 
 
 def test_what_a_killed_run_left_half_written_goes(train, tmp_path):
@@ -285,12 +281,9 @@ def test_a_configuration_that_is_none_is_named(train, tmp_path, content, how):
     assert (tmp_path / "run" / "config.yaml").read_bytes() == content
 
 
-@pytest.mark.parametrize("has_states", [True, False])
-def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, capsys, has_states):
+def test_runs_that_share_states_store_them_one_after_the_other(train, tmp_path, capsys):
     states = tmp_path / "states"
     options = {"cache_hidden_states": True, "states_dir": states}
-    if has_states:
-        train(output_dir=tmp_path / "first", **options)
     has_it = threading.Event()
 
     def hold() -> None:
@@ -389,9 +382,9 @@ def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, t
     load_live = job.load_live
     monkeypatch.setattr(job, "load_live", lambda *given: loaded.append(1) or load_live(*given))
     bases = []
-    new_recipe = job.new_recipe
-    monkeypatch.setattr(
-        job, "new_recipe", lambda c, base, *rest: bases.append(base) or new_recipe(c, base, *rest)
+    recipe = job.RECIPES["medusa"]
+    monkeypatch.setitem(
+        job.RECIPES, "medusa", lambda c, states, data: bases.append(states.base) or recipe(c, states, data)
     )
     options = {"cache_hidden_states": True, "resume": "auto", "tree_nodes": 5}
     run = train(**options)

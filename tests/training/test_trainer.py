@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa import load_heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
-from medusa.training.config.options import ConfigurationError
-from medusa.training.data.loading import TrainingData
-from medusa.training.run import result
+from medusa.training.data.loading import Dataset
+from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -66,7 +66,7 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, r
     ids=str,
 )
 def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_path, rows, kind):
-    first = new_trainer(tmp_path, rows, max_steps=20, **kind)
+    first = new_trainer(tmp_path, rows, max_steps=2, **kind)
     first.train()
     given = tmp_path / "given"
     save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
@@ -82,40 +82,29 @@ def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_
         assert torch.equal(weights(larger)["blocks.0.0.linear.weight"], theirs["blocks.0.0.linear.weight"])
 
 
-def test_heads_that_fuse_layers_begin_as_the_heads_without_that_they_start_from(tmp_path, rows):
-    first = new_trainer(tmp_path, rows, max_steps=20)
+@pytest.mark.parametrize("more", [{"fused_layers": [1, 2]}, {"num_layers": 3}], ids=str)
+def test_larger_heads_begin_as_the_heads_that_they_start_from(tmp_path, rows, more):
+    first = new_trainer(tmp_path, rows)
     metrics = first.train()
-    given = tmp_path / "given"
-    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
-    again = new_trainer(tmp_path / "again", rows, start_from=given, fused_layers=[1, 2])
-    assert (again.heads.layer_scale != 1).all()
+    given = save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), tmp_path / "given")
+    again = new_trainer(tmp_path / "again", rows, start_from=given, **more)
     again.run.begin(again.configuration)
-    before = again.evaluate(again.feed(again.data.held_out, "held-out"))
-    assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
-    again.train()
-    assert again.heads.fusion.weight.abs().max() > 0
-    fused = save_heads(HeadsCheckpoint(again.heads, base_model="tiny"), tmp_path / "fused")
-    third = new_trainer(tmp_path / "third", rows[:9], start_from=fused, fused_layers=[1, 2])
-    assert torch.equal(third.heads.layer_scale, again.heads.layer_scale)
-
-
-def test_heads_with_more_blocks_begin_as_the_heads_with_fewer_that_they_start_from(tmp_path, rows):
-    first = new_trainer(tmp_path, rows, max_steps=20)
-    metrics = first.train()
-    given = tmp_path / "given"
-    save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), given)
-    again = new_trainer(tmp_path / "again", rows, start_from=given, num_layers=3)
-    again.run.begin(again.configuration)
-    before = again.evaluate(again.feed(again.data.held_out, "held-out"))
+    before = again.evaluate(again.recipe.feed(again.data.held_out, "held-out"))
     assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
     again.train()
     assert all(block.linear.weight.abs().max() > 0 for blocks in again.heads.blocks for block in blocks)
+    if "fused_layers" in more:
+        assert (again.heads.layer_scale != 1).all()
+        assert again.heads.fusion.weight.abs().max() > 0
+        fused = save_heads(HeadsCheckpoint(again.heads, base_model="tiny"), tmp_path / "fused")
+        third = new_trainer(tmp_path / "third", rows[:9], start_from=fused, **more)
+        assert torch.equal(third.heads.layer_scale, again.heads.layer_scale)
 
 
 def test_heads_of_other_options_are_no_start(tmp_path, rows):
     given = tmp_path / "given"
     save_heads(HeadsCheckpoint(new_trainer(tmp_path, rows, num_layers=2).heads, base_model="tiny"), given)
-    with pytest.raises(ConfigurationError, match=r"start_from: .*num_layers is 2, not 1"):
+    with pytest.raises(ValueError, match=r"start_from: .*num_layers was 2 and is 1"):
         new_trainer(tmp_path, rows, start_from=given)
 
 
@@ -132,30 +121,21 @@ def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
         logging_steps=200,
     )
     trainer.train()
-    (last,) = history(trainer).values()
-    final = new_trainer_on_same(trainer)
-    assert [final[f"held_out/top1_{depth}"] for depth in (1, 2, 3, 4)] == [1.0] * 4, last
-
-
-def new_trainer_on_same(trainer: Trainer) -> dict[str, float]:
-    """The metrics of the trained heads on the training documents."""
-    trainer.data = TrainingData(trainer.data.training, trainer.data.training, {})
-    return trainer.evaluate(trainer.feed(trainer.data.training, "training"))
+    trainer.data = Dataset(trainer.data.training, trainer.data.training, {})
+    final = trainer.evaluate(trainer.recipe.feed(trainer.data.training, "training"))
+    assert [final[f"held_out/top1_{depth}"] for depth in (1, 2, 3, 4)] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
-    ("cache", "precision"),
-    [(False, "fp32"), (True, "fp32"), (True, "bf16")],
+    ("cache", "precision", "stop"),
+    [(False, "fp32", 7), (True, "fp32", 5), (True, "bf16", 7)],
     ids=["live states", "stored states", "stored states in bf16"],
 )
-@pytest.mark.parametrize("stop", [5, 7])
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     tmp_path, rows, monkeypatch, cache, precision, stop
 ):
     options = {"cache_hidden_states": cache, "checkpoint_steps": 5, "evaluation_steps": 4, "logging_steps": 2}
     options["precision"] = precision
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
     whole = new_trainer(tmp_path / "whole", rows, **options)
     whole.train()
     stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
@@ -166,33 +146,6 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     assert history(resumed, "held_out") == history(whole, "held_out")
     assert_equal_weights(resumed, whole, rtol=0, atol=0)
     assert resumed.state.epoch == whole.state.epoch >= 1
-
-
-def test_resuming_a_finished_run_changes_nothing(tmp_path, rows):
-    finished = new_trainer(tmp_path, rows, checkpoint_steps=4)
-    finished.train()
-    again = new_trainer(tmp_path, rows, checkpoint_steps=4, resume="always")
-    again.train()
-    assert_equal_weights(again, finished, rtol=0, atol=0)
-    assert again.state.step == 12
-
-
-def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path, rows, monkeypatch):
-    trainer = new_trainer(tmp_path, rows, checkpoint_steps=5)
-    save_state = trainer.accelerator.save_state
-
-    def failing(directory: str) -> None:
-        save_state(directory)
-        if "step-00000010" in directory:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(trainer.accelerator, "save_state", failing)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.train()
-    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000005"]
-    resumed = new_trainer(tmp_path, rows, checkpoint_steps=100, resume="always")
-    resumed.train()
-    assert resumed.state.step == 12
 
 
 def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
@@ -211,8 +164,10 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("damage", [cut, zero, Path.unlink])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [(cut, "model.safetensors"), (zero, "optimizer.bin"), (Path.unlink, "model.safetensors")],
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_whole_one_is_taken(tmp_path, rows, name, damage):
     options = {"checkpoint_steps": 5, "keep_checkpoints": 1}
     new_trainer(tmp_path, rows, **options | {"keep_checkpoints": 2, "max_steps": 10}).train()
@@ -231,7 +186,7 @@ def test_where_no_checkpoint_is_whole_the_files_are_named(tmp_path, rows):
     new_trainer(tmp_path, rows, max_steps=10).train()
     resumed = new_trainer(tmp_path, rows, resume="always")
     cut(resumed.run.checkpoints / "step-00000010" / "model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*model.safetensors is cut"):
         resumed.train()
 
 
@@ -298,7 +253,7 @@ def test_the_best_heads_are_kept_beside_the_last(tmp_path, rows, monkeypatch):
         "medusa.training.run.trainer.replayed_metrics",
         lambda *_: {"held_out/tokens_per_step": next(found)},
     )
-    trainer = new_trainer(tmp_path, rows, evaluation_steps=3)
+    trainer = new_trainer(tmp_path, rows, evaluation_steps=3, replayed_documents=1)
     trainer.train()
     best, last = (load_heads(path) for path in (trainer.run.best, trainer.run.heads))
     assert best.provenance["metrics"]["held_out/tokens_per_step"] == 1.9
@@ -339,8 +294,9 @@ def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate_and_says_so(tmp_
         do_step(*arguments)
 
     monkeypatch.setattr(trainer, "_step", spoiled)
-    with pytest.raises(FloatingPointError, match=r"lower learning_rate .* precision=fp32 .* --resume takes"):
+    with pytest.raises(FloatingPointError, match=r"of step 6 is .* lower learning_rate .* --resume takes"):
         trainer.train()
+    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000004"]
     AcceleratorState._reset_state(True)
     mended = {"learning_rate": 1e-3, "precision": "fp32", "base_dtype": "float32"}
     resumed = new_trainer(tmp_path, rows, checkpoint_steps=4, resume="always", **mended)
@@ -365,8 +321,6 @@ def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
     """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
     rows = [conversation("a", "short"), conversation("b", "a much longer answer than the other one, " * 3)]
     options = {"held_out_fraction": 0, "max_steps": 4, "learning_rate": 1e-3}
-    (tmp_path / "joined").mkdir()
-    (tmp_path / "parts").mkdir()
     joined = new_trainer(tmp_path / "joined", rows, tokens_per_batch=1000, **options)
     parts = new_trainer(
         tmp_path / "parts", rows, tokens_per_batch=1, gradient_accumulation_steps=2, **options
@@ -378,35 +332,18 @@ def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
     assert_equal_weights(parts, joined, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{"cache_hidden_states": True}, {"packing": True, "max_length": 200}], ids=["stored", "packed"]
-)
-def test_stored_states_and_packing_keep_the_held_out_loss(tmp_path, rows, options):
-    for name in ("plain", "other"):
-        (tmp_path / name).mkdir()
+def test_packing_keeps_the_held_out_loss(tmp_path, rows):
     plain = new_trainer(tmp_path / "plain", rows, max_steps=1)
-    other = new_trainer(tmp_path / "other", rows, max_steps=1, **options)
+    other = new_trainer(tmp_path / "other", rows, max_steps=1, packing=True, max_length=200)
     for trainer in (plain, other):
         trainer._begin()
     metrics = [
-        trainer.evaluate(trainer.feed(trainer.data.held_out, "held-out")) for trainer in (plain, other)
+        trainer.evaluate(trainer.recipe.feed(trainer.data.held_out, "held-out")) for trainer in (plain, other)
     ]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
 
 
-def test_stored_states_train_like_live_ones(tmp_path, rows):
-    for name in ("plain", "stored"):
-        (tmp_path / name).mkdir()
-    plain = new_trainer(tmp_path / "plain", rows)
-    stored = new_trainer(tmp_path / "stored", rows, cache_hidden_states=True)
-    plain.train()
-    stored.train()
-    for step, entry in history(plain).items():
-        assert history(stored)[step] == pytest.approx(entry, rel=1e-4, abs=1e-4)
-
-
-@pytest.mark.parametrize("objective", ["kl", "blend"])
-@pytest.mark.parametrize("unembedding", ["shared", "token_map"])
+@pytest.mark.parametrize(("objective", "unembedding"), [("kl", "token_map"), ("blend", "shared")])
 def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
     size = {"token_map_size": 40} if unembedding == "token_map" else {}
     trainer = new_trainer(tmp_path, rows, objective=objective, unembedding=unembedding, max_steps=20, **size)
@@ -418,7 +355,6 @@ def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
 def test_prompts_are_trained_on_when_asked_and_never_measured(tmp_path, rows):
     counts = {}
     for train_on in ("answers", "everything"):
-        (tmp_path / train_on).mkdir()
         trainer = new_trainer(
             tmp_path / train_on, rows, objective="kl", train_on=train_on, max_steps=2, held_out_fraction=0.3
         )
@@ -426,14 +362,6 @@ def test_prompts_are_trained_on_when_asked_and_never_measured(tmp_path, rows):
         trainer.train()
         counts[train_on] = trainer.training.num_labels
     assert counts["answers"] < counts["everything"] == trainer.training.num_tokens
-
-
-def test_bfloat16_arithmetic_trains_float32_weights(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, precision="bf16", max_steps=20)
-    trainer.train()
-    losses = [entry["train/loss"] for entry in history(trainer).values()]
-    assert losses[-1] < losses[0] - 0.5
-    assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
@@ -448,6 +376,7 @@ def test_bfloat16_losses_are_those_of_float32_to_a_hundredth(tmp_path, rows, kin
         trainer = new_trainer(tmp_path / precision, rows, **options)
         trainer.train()
         runs.append({step: entry["train/loss"] for step, entry in history(trainer).items()})
+        assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
     exact, rounded = runs
     assert rounded != exact, "bf16 rounded nothing"
     assert rounded == pytest.approx(exact, rel=1e-2)
@@ -504,57 +433,17 @@ def test_epochs_end_the_run(tmp_path, rows):
     assert trainer.state.num_tokens == 2 * trainer.data.training.num_tokens
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, rows, monkeypatch):
-    trainer = new_trainer(tmp_path, rows, logging_steps=10, checkpoint_steps=4)
-    do_step = trainer._step
-
-    def spoiled(*arguments):
-        if trainer.state.step == 5:
-            with torch.no_grad():
-                trainer.heads.blocks[1][0].linear.weight[0, 0] = float("nan")
-        do_step(*arguments)
-
-    monkeypatch.setattr(trainer, "_step", spoiled)
-    with pytest.raises(
-        FloatingPointError, match="loss or gradient of step 6 is not finite; lower learning_rate"
-    ):
-        trainer.train()
-    assert [path.name for path in trainer.run.checkpoints.iterdir()] == ["step-00000004"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("tried to allocate"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
-    ids=["device", "machine"],
-)
-def test_running_out_of_memory_names_what_to_lower(tmp_path, rows, monkeypatch, error):
-    def full(*_: Any) -> None:
-        raise error
-
+def test_running_out_of_memory_names_what_to_lower_and_other_errors_stay(tmp_path, rows, monkeypatch):
+    advice = r"lower tokens_per_batch \(it is 1024.*or block_elements \(it is 16777216"
     trainer = new_trainer(tmp_path, rows)
-    monkeypatch.setattr(trainer, "_step", full)
-    with pytest.raises(
-        MemoryError, match=r"lower tokens_per_batch \(it is 1024.*or block_elements \(it is 16777216"
+    for error, kind, message in (
+        (torch.OutOfMemoryError("tried to allocate"), MemoryError, advice),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError, advice),
+        (RuntimeError("shapes do not match"), RuntimeError, "shapes do not match"),
     ):
-        trainer.train()
-
-
-def test_an_error_that_is_not_about_memory_stays_what_it_is(tmp_path, rows, monkeypatch):
-    def broken(*_: Any) -> None:
-        raise RuntimeError("shapes do not match")
-
-    trainer = new_trainer(tmp_path, rows)
-    monkeypatch.setattr(trainer, "_step", broken)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        trainer.train()
-
-
-def test_a_directory_that_holds_something_is_refused_before_any_work(tmp_path, rows):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists and is not empty"):
-        new_trainer(tmp_path, rows)
-    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+        monkeypatch.setattr(trainer, "_step", Mock(side_effect=error))
+        with pytest.raises(kind, match=message):
+            trainer.train()
 
 
 def test_the_data_may_lie_in_the_output_directory(tmp_path, rows):
@@ -565,25 +454,9 @@ def test_the_data_may_lie_in_the_output_directory(tmp_path, rows):
     assert (tmp_path / "rows.config.json").exists()
 
 
-def test_overwriting_starts_anew(tmp_path, rows):
-    new_trainer(tmp_path, rows, checkpoint_steps=3).train()
-    with pytest.raises(FileExistsError):
-        new_trainer(tmp_path, rows)
-    again = new_trainer(tmp_path, rows, overwrite=True, max_steps=2)
-    again.train()
-    assert list(history(again)) == [1, 2]
-    assert [path.name for path in again.run.checkpoints.iterdir()] == ["step-00000002"]
-
-
 def test_there_must_be_something_to_resume(tmp_path, rows):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint to resume from"):
         new_trainer(tmp_path, rows, resume="always")
-
-
-def test_a_run_of_another_configuration_is_not_resumed(tmp_path, rows):
-    new_trainer(tmp_path, rows, checkpoint_steps=5).train()
-    with pytest.raises(ConfigurationError, match=r"num_heads: 3 -> 4; decay: 0.8 -> 0.5"):
-        new_trainer(tmp_path, rows, resume="always", num_heads=4, decay=0.5)
 
 
 @pytest.mark.parametrize(
@@ -601,16 +474,15 @@ def test_a_run_whose_batches_would_be_others_is_not_resumed(tmp_path, rows, chan
     trainer = new_trainer(tmp_path, rows, resume="always")
     trainer.state.num_processes = 2 if change == "processes" else 1
     trainer.state.sharding = "FSDP" if change == "sharding" else "NO"
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
 def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, unembedding="token_map", token_map_size=40)
     metrics = trainer.train()
-    tree = result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=6)
-    record = result.provenance(trainer.configuration, trainer.data.counts, trainer.state, metrics)
-    result.save_result(trainer.run.heads, trainer.heads, "tiny", tree, record)
+    tree = calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=6)
+    trainer.save(trainer.run.heads, trainer.heads, metrics, tree)
     loaded = load_heads(trainer.run.heads)
     for name, tensor in weights(trainer).items():
         assert torch.equal(loaded.heads.state_dict()[name], tensor)
@@ -628,4 +500,4 @@ def test_the_result_loads_and_says_how_it_was_made(tmp_path, rows):
 def test_answers_too_short_for_the_heads_give_no_tree(tmp_path):
     rows = [conversation(f"question {i}", "ok") for i in range(20)]
     trainer = new_trainer(tmp_path, rows)
-    assert result.calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None
+    assert calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None

@@ -12,18 +12,18 @@ from transformers.utils import logging as transformers_logging
 
 import medusa
 from medusa.base.loading import load_tokenizer
+from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine
 from medusa.cli.loading import chosen_device, load_base_on
 from medusa.cli.next_steps import command
-from medusa.cli.options import check_at_least
 from medusa.engine import QUANTISED_BYTES
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
 from medusa.prompts import Prompt, read_prompts
-from medusa.training.distillation.answer_file import AnswerFile
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
+    AnswerFile,
     DistillationReport,
     TimeLimit,
     distill,

@@ -34,7 +34,7 @@ from medusa.plots import short_name
 from medusa.progress import log_console, track
 from medusa.prompts import read_prompts
 from medusa.tables import counted
-from medusa.training.data.held_out import held_out_answers
+from medusa.training.data.loading import held_out_answers
 
 MAX_RANK = 16
 """Guesses of each head that a tree of --tree-nodes may use."""

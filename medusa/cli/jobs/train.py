@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa.cli.next_steps import command
 from medusa.cli.options import words_of
-from medusa.training.config.configuration import TrainingConfiguration, launched_precision
+from medusa.training.config import TrainingConfiguration, launched_precision
 from medusa.training.run import job
 
 

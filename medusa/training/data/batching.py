@@ -7,16 +7,19 @@ run and every process of a distributed one see the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medusa.training.config.options import DataOptions
-from medusa.training.data.documents import Documents
-from medusa.training.losses.alignment import Alignment, align
+from medusa.training.config import DataOptions
+from medusa.training.data.dataset import Documents
+from medusa.training.losses.targets import Alignment, align
 
 MicroBatch = list[list[int]]
 POOL = 64
@@ -63,8 +66,11 @@ class PaddedBatch:
     positions: Tensor  # (B, T) long; 0 where a document begins and where padding behind packed ones does
     is_label: Tensor  # (B, T) bool
 
+    def to(self, device: torch.device) -> PaddedBatch:
+        return PaddedBatch(self.input_ids.to(device), self.positions.to(device), self.is_label.to(device))
+
     def aligned(self, num_heads: int, column_of: Tensor | None = None) -> Alignment:
-        """See :func:`medusa.training.losses.alignment.align`; sources count the B * T positions row by
+        """See :func:`medusa.training.losses.targets.align`; sources count the B * T positions row by
         row."""
         return align(
             self.input_ids.flatten(), self.is_label.flatten(), self.positions.flatten(), num_heads, column_of
@@ -139,3 +145,37 @@ def _packed_rows(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[
         rows.append([int(index)])
         filled.append(length)
     return closed + rows
+
+
+G = TypeVar("G")
+B = TypeVar("B")
+
+
+def read_ahead(
+    groups: Iterable[tuple[G, Sequence[B]]], read: Callable[[B], Any], num_workers: int
+) -> Generator[tuple[G, list[Callable[[], Any]]], None, None]:
+    """Each group with, for each of its batches, a function that waits for what ``read`` gives of it.
+
+    ``num_workers`` threads read in order, so many batches ahead of the group that was given out last, or more
+    where groups are larger. 0: nothing is read before it is asked for.
+    """
+    if not num_workers:
+        for group, batches in groups:
+            yield group, [lambda batch=batch: read(batch) for batch in batches]  # type: ignore[misc]
+        return
+    coming: deque[tuple[G, list[Future]]] = deque()
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reading")
+    try:
+        left = iter(groups)
+        while True:
+            while sum(len(futures) for _, futures in list(coming)[1:]) < num_workers:
+                following = next(left, None)
+                if following is None:
+                    break
+                coming.append((following[0], [pool.submit(read, batch) for batch in following[1]]))
+            if not coming:
+                return
+            group, futures = coming.popleft()
+            yield group, [future.result for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -2,43 +2,164 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.text import Text
 
-from medusa.training.config.options import DataOptions
-from medusa.training.data.documents import Document, Documents
-from medusa.training.data.filtering import filtered, held_out_indices
+from medusa.checks import differences
+from medusa.heads.calibration import AnsweredTokens
+from medusa.training.config import DataOptions
+from medusa.training.data.dataset import (
+    ONLY_IN_TRAINING,
+    Dataset,
+    Document,
+    Documents,
+    name_of,
+    read_dataset,
+    read_documents,
+    write_dataset,
+    write_documents,
+)
 from medusa.training.data.reading import Example, read_examples
 from medusa.training.data.rendering import RenderedText, Renderer, tokenise
-from medusa.training.data.tokenised import DocumentWriter, name_of, read_set, write_set
+
+LOOP_NGRAM = 8
+"""Tokens that have to repeat before a repetition counts as a loop; prose rarely repeats so many."""
+SHINGLE, NUM_HASHES, NUM_BANDS, MIN_NEAR_DUPLICATE = 5, 64, 16, 32
+
+
+def filtered(documents: Iterable[Document], options: DataOptions, counts: Counter[str]) -> Iterator[Document]:
+    """The documents kept, cut to ``max_length`` tokens. Adds what happened to the others to ``counts``."""
+    seen: set[bytes] = set()
+    near = NearDuplicates(options.near_duplicate_similarity) if options.near_duplicate_similarity else None
+    for document in documents:
+        counts["documents"] += 1
+        tokens, is_label, origin = document
+        if len(tokens) > options.max_length:
+            counts["cut to max_length"] += 1
+            document = Document(tokens[: options.max_length], is_label[: options.max_length], origin)
+        reason = _reason_to_drop(document, options, seen, near)
+        if reason:
+            counts[f"dropped: {reason}"] += 1
+        else:
+            yield document
+
+
+def _reason_to_drop(
+    document: Document, options: DataOptions, seen: set[bytes], near: NearDuplicates | None
+) -> str | None:
+    written = document.tokens[1:][document.is_label[1:]]
+    if not len(written):
+        return "no label"
+    limit = options.max_repeated_fraction
+    if limit is not None and repeated_fraction(written) > limit:
+        return "looping"
+    if options.drop_duplicates:
+        digest = hashlib.sha256(document.tokens.tobytes()).digest()
+        if digest in seen:
+            return "duplicate"
+        seen.add(digest)
+    if near is not None and near.is_near_earlier(written):
+        return "near duplicate"
+    return None
+
+
+def repeated_fraction(tokens: np.ndarray, length: int = LOOP_NGRAM) -> float:
+    """The part of the n-grams of tokens (T,) that occurred before in it; 0 for text shorter than one."""
+    if len(tokens) < length:
+        return 0.0
+    ngrams = np.lib.stride_tricks.sliding_window_view(tokens, length)
+    return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
+
+
+class NearDuplicates:
+    """Remembers answers by min-hash signatures and recognises one that is similar to an earlier one.
+
+    Similarity is the Jaccard index of the sets of 5-token shingles, estimated from 64 minima; only answers
+    that agree in one of 16 bands of 4 are compared (Broder 1997; about 1 in 4500 pairs at similarity
+    0.8 agree in none). Answers under 32 tokens are never near duplicates: short ones coincide by nature.
+    """
+
+    def __init__(self, similarity: float):
+        self.similarity = similarity
+        random = np.random.default_rng(0)
+        self.factors = random.integers(1, 2**63, NUM_HASHES, dtype=np.uint64) | np.uint64(1)
+        self.offsets = random.integers(0, 2**63, NUM_HASHES, dtype=np.uint64)
+        self.signatures: list[np.ndarray] = []
+        self.bands: dict[bytes, list[int]] = {}
+
+    def is_near_earlier(self, tokens: np.ndarray) -> bool:
+        """Whether an earlier answer is similar to tokens (T,); remembers it when none is."""
+        if len(tokens) < MIN_NEAR_DUPLICATE:
+            return False
+        signature = self._signature(tokens)
+        keys = [bytes([i]) + part.tobytes() for i, part in enumerate(np.split(signature, NUM_BANDS))]
+        candidates = {index for key in keys for index in self.bands.get(key, ())}
+        if any((self.signatures[index] == signature).mean() >= self.similarity for index in candidates):
+            return True
+        for key in keys:
+            self.bands.setdefault(key, []).append(len(self.signatures))
+        self.signatures.append(signature)
+        return False
+
+    def _signature(self, tokens: np.ndarray) -> np.ndarray:
+        """(64,) uint64; arithmetic is modulo 2**64 on purpose, and the high half is the well-mixed one."""
+        shingles = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), SHINGLE)
+        powers = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, SHINGLE + 1, dtype=np.uint64)
+        hashes = np.unique((shingles * powers).sum(1, dtype=np.uint64))
+        mixed = (hashes[:, None] ^ (hashes[:, None] >> np.uint64(29))) * self.factors + self.offsets
+        return (mixed >> np.uint64(32)).min(0)
+
+
+def held_out_indices(documents: Documents, fraction: float, at_most: int, seed: int) -> np.ndarray:
+    """Indices, ascending, of the documents to measure on and never train on.
+
+    Chosen by a hash of the prompt and ``seed``: the same prompt always lies on the same side, so does a
+    document when others are added, until ``at_most`` is reached. The documents of at least one prompt are
+    held out when ``fraction`` is above 0 and there are two different prompts.
+    """
+    if fraction == 0 or at_most == 0:
+        return np.zeros(0, dtype=np.int64)
+    places = np.array([_place(documents[index], seed) for index in range(len(documents))])
+    distinct = np.unique(places)
+    if len(distinct) < 2:
+        return np.zeros(0, dtype=np.int64)
+    limit = fraction
+    if (places < limit).sum() > at_most:
+        limit = np.sort(places)[at_most]
+    limit = max(limit, (distinct[0] + distinct[1]) / 2)
+    return (places < limit).nonzero()[0]
+
+
+def _place(document: Document, seed: int) -> float:
+    """A number in [0, 1) that depends on the prompt (all tokens where there is none) and the seed."""
+    labels = document.is_label.nonzero()[0]
+    end = labels[0] if len(labels) and labels[0] > 1 else len(document.tokens)
+    digest = hashlib.sha256(str(seed).encode() + document.tokens[:end].astype("<i4").tobytes()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
 
 TRAINED, CONTEXT = "bold green", "dim"
+LEGEND = Text.assemble(
+    ("trained on", TRAINED), "   ", ("context only", CONTEXT), "   · between tokens, ⏎ newline"
+)
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """Documents to train on, documents to measure on, and what happened to the rest."""
-
-    training: Documents
-    held_out: Documents
-    counts: dict[str, int]
-
-
-def load_data(options: DataOptions, tokenizer: Any) -> TrainingData:
+def load_data(options: DataOptions, tokenizer: Any) -> Dataset:
     """Everything ``options.data`` names: read, rendered, tokenised, filtered and split.
 
     Raises:
         FileNotFoundError, ValueError: a source or a row cannot be read, or nothing is left to train on.
     """
     with tempfile.TemporaryDirectory(prefix="medusa-") as directory:  # what is mapped stays readable
-        return TrainingData(*read_set(tokenised(options, tokenizer, Path(directory))))
+        return read_dataset(tokenised(options, tokenizer, Path(directory)))
 
 
 def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
@@ -55,10 +176,9 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
     counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
-        writer = DocumentWriter(Path(spool))
         texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
-        writer.extend(filtered(tokenise(tokenizer, texts), options, counts))
-        documents = writer.documents()
+        write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
+        documents = read_documents(Path(spool, "all"))
         _check_not_empty(options, documents, counts)
         chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
         is_held_out = np.zeros(len(documents), dtype=bool)
@@ -73,7 +193,7 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
                 "held-out labels": num_held_out,
             }
         )
-        write_set(target, documents, is_held_out, dict(counts))
+        write_dataset(target, documents, is_held_out, dict(counts))
     return target
 
 
@@ -87,13 +207,6 @@ def _check_not_empty(options: DataOptions, documents: Documents, counts: Counter
             f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message that "
             "answers something, or text"
         )
-
-
-def legend() -> Text:
-    """What the colours mean."""
-    return Text.assemble(
-        ("trained on", TRAINED), "   ", ("context only", CONTEXT), "   · between tokens, ⏎ newline"
-    )
 
 
 def coloured(document: Document, tokenizer: Any) -> Text:
@@ -117,3 +230,43 @@ def _rendered(examples: Iterable[Example], tokenizer: Any, counts: Counter[str])
         counts["rows without an answer"] += not documents
         yield from documents
     counts.update(renderer.skipped)
+
+
+def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[AnsweredTokens]:
+    """The conversations that training runs held out, found again from what their heads say of themselves:
+    those that all runs of ``provenances`` (by label) share.
+
+    Raises:
+        ValueError: some heads do not say what they were trained on, two runs held out other conversations, or
+            the data are no longer what they were.
+        FileNotFoundError: the data are not there.
+    """
+    (first, provenance), *others = provenances.items()
+    options = _data_options(first, provenance)
+    for label, other in others:
+        both = (dataclasses.asdict(options), dataclasses.asdict(_data_options(label, other)))
+        ours, theirs = ({key: each[key] for key in each if key not in ONLY_IN_TRAINING} for each in both)
+        if differing := differences(ours, theirs):
+            raise ValueError(
+                f"{first!r} and {label!r} held out other conversations: {'; '.join(differing)}; give "
+                "--prompts that neither was trained on"
+            )
+    data = load_data(options, tokenizer)
+    found, recorded = data.counts["held-out labels"], provenance.get("data", {}).get("held-out labels")
+    if found != recorded:
+        raise ValueError(
+            f"the run of {first!r} held out {recorded} answer tokens, {options.data} now gives {found}: the "
+            "data have changed since; give --prompts instead of --held-out"
+        )
+    return data.held_out.answers()
+
+
+def _data_options(label: str, provenance: Mapping[str, Any]) -> DataOptions:
+    configuration = provenance.get("configuration", {})
+    if "data" not in configuration:
+        raise ValueError(
+            f"the heads {label!r} do not say what they were trained on (provenance.json), so what they held "
+            "out is not known; give --prompts instead of --held-out"
+        )
+    names = [field.name for field in dataclasses.fields(DataOptions)]
+    return DataOptions(**{name: configuration[name] for name in names if name in configuration})

@@ -25,7 +25,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from medusa.training.data.documents import Document
+from medusa.training.data.dataset import Document
 from medusa.training.data.reading import Example, Message
 
 

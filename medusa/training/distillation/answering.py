@@ -23,8 +23,23 @@ from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.model import MedusaModel
 from medusa.prompts import Message, encode_messages
-from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
-from medusa.training.distillation.repetition import repeated_tail
+from medusa.training.distillation.endpoint import ChatEndpoint, Refusal, Reply
+
+
+def repeated_tail(tokens: Sequence[int], max_period: int = 64, min_repeated: int = 48) -> int:
+    """How many tokens at the end only repeat what stands before them; 0 when it is no loop.
+
+    A loop is a stretch of at most ``max_period`` tokens said at least three times, with at least
+    ``min_repeated`` tokens of repetition. Taking that many tokens off leaves the stretch said once.
+    """
+    for period in range(1, min(max_period, len(tokens) // 3) + 1):
+        repeated = 0
+        while repeated + period < len(tokens) and tokens[-1 - repeated] == tokens[-1 - repeated - period]:
+            repeated += 1
+        if repeated >= max(min_repeated, 2 * period):
+            return repeated
+    return 0
+
 
 QUESTION_TEMPERATURE = 1.0
 """How the model's own questions are sampled; greedy decoding would always give the same question."""
@@ -32,27 +47,6 @@ QUESTION_TEMPERATURE = 1.0
 
 SAYING = ("content", "reasoning_content", "tool_calls")
 """Keys of a message that say something."""
-ENDED = frozenset({"stop", "tool_calls", "function_call"})
-"""Finish reasons of an answer that came to its own end."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The next message of a conversation."""
-
-    text: str
-    was_cut: bool
-    """It did not come to its own end."""
-    num_tokens: int
-    message: Message | None = None
-    """The whole message, where it is more than ``text``."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why there is no next message."""
-
-    reason: str
 
 
 @dataclass(eq=False)
@@ -76,18 +70,14 @@ class Conversation:
 
     def receive(self, outcome: Reply | Refusal) -> bool:
         """Take the next message in; true when the conversation waits for another one."""
-        is_question = not self.messages
-        if isinstance(outcome, Refusal):
-            message: Message = {}
-        else:
-            message = outcome.message or {"role": "assistant", "content": outcome.text}
+        is_question, message = not self.messages, {} if isinstance(outcome, Refusal) else outcome.message
         says_something = any(str(message.get(key) or "").strip() for key in SAYING)
         if isinstance(outcome, Refusal) or not says_something or (is_question and outcome.was_cut):
             if self.messages:
                 self.messages.pop()  # nobody answers this user turn
             return False
         if is_question:
-            self.messages.append({"role": "user", "content": outcome.text.strip()})
+            self.messages.append({"role": "user", "content": message["content"].strip()})
             return True
         self.messages.append(message)
         self.num_answers += 1
@@ -200,7 +190,7 @@ class LocalAnswerer:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if was_cut:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose last bytes were cut off
-        return Reply(text, was_cut, len(tokens))
+        return Reply({"role": "assistant", "content": text}, was_cut, len(tokens))
 
 
 class EndpointAnswerer:
@@ -261,7 +251,7 @@ class EndpointAnswerer:
                     alive.remove(endpoint)
                     self.say(f"{endpoint.url} is given up, {len(alive)} of {len(queues)} go on: {outcome}")
                 continue
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
                 raise outcome
             if isinstance(outcome, Reply):
                 count_tokens(outcome.num_tokens)
@@ -279,17 +269,15 @@ class EndpointAnswerer:
 
     def _ask(self, endpoint: ChatEndpoint, conversation: Conversation) -> Reply | Refusal:
         try:
-            reply = endpoint.answer(
+            return endpoint.answer(
                 conversation.messages,
                 temperature=conversation.temperature,
                 max_new_tokens=self.max_new_tokens,
                 seed=conversation.seed,
                 template_options=conversation.template_options,
             )
-        except RefusedPrompt as error:
+        except Refusal as error:
             return Refusal(f"{conversation.origin}: {error}")
-        was_cut = reply.finish_reason not in ENDED
-        return Reply(reply.message["content"], was_cut, reply.num_tokens, reply.message)
 
 
 def question_frame(tokenizer: Any) -> tuple[list[int], int]:

@@ -19,18 +19,22 @@ REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
 """Statuses that say something of whoever asks, and where; every other request would get them too."""
 
 
-class RefusedPrompt(ValueError):
-    """The endpoint cannot answer this request, so asking again is no use."""
+ENDED = frozenset({"stop", "tool_calls", "function_call"})
+"""Finish reasons of an answer that came to its own end."""
+
+
+class Refusal(ValueError):
+    """Why a conversation gets no next message, and asking again is no use."""
 
 
 @dataclass(frozen=True)
-class ChatReply:
-    """What came back."""
+class Reply:
+    """The next message of a conversation."""
 
     message: Message
     """The whole message: role, content, and reasoning_content and tool_calls where there are any."""
-    finish_reason: str
-    """``stop``, ``tool_calls`` or ``length``, as the endpoint says."""
+    was_cut: bool
+    """It did not come to its own end."""
     num_tokens: int
     """As the endpoint counts; 0 when it does not say."""
 
@@ -85,11 +89,11 @@ class ChatEndpoint:
         max_new_tokens: int,
         seed: int,
         template_options: Mapping[str, Any] | None = None,
-    ) -> ChatReply:
+    ) -> Reply:
         """The model's answer to ``messages``; ``template_options`` are tools, and what its template gets.
 
         Raises:
-            RefusedPrompt: the server refuses this request (HTTP 4xx), for example as too long, or answers it
+            Refusal: the server refuses this request (HTTP 4xx), for example as too long, or answers it
                 ``max_attempts`` times with what is no answer.
             PermissionError: the server refuses whoever asks, or knows no such model.
             ConnectionError: no answer after ``max_attempts`` tries.
@@ -130,7 +134,7 @@ class ChatEndpoint:
                     "goes on where it stopped"
                 )
             if response.status_code != 200:
-                raise RefusedPrompt(f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}")
+                raise Refusal(f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}")
             reply = _reply(response)
             if reply is not None:
                 return reply
@@ -139,7 +143,7 @@ class ChatEndpoint:
                 f"{response.text[:300]}"
             )
         if problem == garbage:
-            raise RefusedPrompt(garbage)
+            raise Refusal(garbage)
         raise ConnectionError(
             f"endpoint {self.url} gave no answer in {self.max_attempts} tries, last {problem}; "
             "is it running? The same command goes on where it stopped"
@@ -152,7 +156,7 @@ def _asked_wait(response: httpx.Response, default: float) -> float:
     return float(asked) if re.fullmatch("[0-9]{1,9}", asked) else default
 
 
-def _reply(response: httpx.Response) -> ChatReply | None:
+def _reply(response: httpx.Response) -> Reply | None:
     """What the server answered; None where it is no chat completion."""
     try:
         body: dict[str, Any] = response.json()
@@ -169,7 +173,7 @@ def _reply(response: httpx.Response) -> ChatReply | None:
         check_keepable(message, "the answer")
         counted = (body.get("usage") or {}).get("completion_tokens")
         num_tokens = counted if isinstance(counted, int) and 0 <= counted < 2**31 else 0
-        return ChatReply(message, str(choice["finish_reason"]), num_tokens)
+        return Reply(message, str(choice["finish_reason"]) not in ENDED, num_tokens)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
 

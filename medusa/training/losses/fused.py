@@ -15,21 +15,161 @@ of the joined batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from medusa.training.losses.alignment import Alignment
-from medusa.training.losses.objectives import Objective, ObjectiveName, needs_teacher
-from medusa.training.losses.split_heads import SplitHeads
-from medusa.training.losses.sums import LossSums
-from medusa.training.losses.teacher import Teacher, TeacherRows
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.training.config import LossOptions
+from medusa.training.losses.targets import Alignment, Teacher, TeacherRows, expected
 
+S = TypeVar("S", bound=tuple)
 TILE_ELEMENTS = 2**18
 """Logits that a CPU counts at a time: what it makes of them stays in its caches."""
+
+
+class LossSums(NamedTuple):
+    """Sums over targets by depth, (K,) each; not means, so that micro-batches and processes add up."""
+
+    loss: Tensor
+    weighted: Tensor  # what is minimised: each loss times the weight of its target
+    top1: Tensor  # long; targets that were the first guess
+    top5: Tensor  # long; targets among the first five guesses
+    num_labels: Tensor  # long; targets, those without a column included: what a hit rate divides by
+    num_scored: Tensor  # long; targets with a column: what the loss divides by
+
+    @classmethod
+    def zeros(cls, num_depths: int, device: torch.device | str = "cpu") -> LossSums:
+        counts = (torch.zeros(num_depths, dtype=torch.long, device=device) for _ in range(4))
+        sums = (torch.zeros(num_depths, device=device) for _ in range(2))
+        return cls(*sums, *counts)
+
+    def objective(self, num_scored: Tensor) -> Tensor:
+        """The weighted loss, a scalar, where ``num_scored`` (K,) targets are scored in all."""
+        return (self.weighted / num_scored.clamp(min=1)).sum()
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """``name/loss``, what is minimised, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
+
+        Empty when there are no labels.
+        A target that the heads have no column for counts as a miss in the hit rates and not in the loss.
+        """
+        if not int(self.num_labels.sum()):
+            return {}
+        metrics = {f"{name}/loss": float(self.objective(self.num_scored))}
+        columns = {
+            "loss": (self.loss / self.num_scored.clamp(min=1)).tolist(),
+            "top1": (self.top1 / self.num_labels.clamp(min=1)).tolist(),
+            "top5": (self.top5 / self.num_labels.clamp(min=1)).tolist(),
+        }
+        for key, values in columns.items():
+            metrics |= {f"{name}/{key}_{depth}": value for depth, value in enumerate(values, start=1)}
+        return metrics
+
+
+def added(first: S, second: S) -> S:
+    """Both sums together; sums are named tuples of tensors, or of such tuples."""
+    pairs: Any = zip(first, second, strict=True)
+    return type(first)(*(a + b if isinstance(a, Tensor) else added(a, b) for a, b in pairs))
+
+
+def as_numbers(sums: tuple) -> list[Any]:
+    """``sums`` as nested lists, which JSON can hold."""
+    return [each.tolist() if isinstance(each, Tensor) else as_numbers(each) for each in sums]
+
+
+def from_numbers(zeros: S, saved: list[Any]) -> S:
+    """The sums that :func:`as_numbers` was given; types and device are those of ``zeros``."""
+    pairs: Any = zip(zeros, saved, strict=True)
+    return type(zeros)(*(a.new_tensor(b) if isinstance(a, Tensor) else from_numbers(a, b) for a, b in pairs))
+
+
+def loss_and_gradient(
+    log_q: Tensor, columns: Tensor, teacher: TeacherRows | None, kl_weight: float
+) -> tuple[Tensor, Tensor]:
+    """kl_weight * KL(p || q) + (1 - kl_weight) * cross-entropy of each row, (C,), and its gradient to the
+    logits, (C, V), which overwrites log q (C, V): a block is the largest thing training holds, so it is held
+    once.
+
+    Args:
+        columns: (C,) long, the targets.
+        teacher: p; needed where ``kl_weight`` is above 0.
+    """
+    targets, ce_weight = columns[:, None], 1 - kl_weight
+    loss = ce_weight * -log_q.gather(1, targets)[:, 0]
+    if kl_weight:
+        assert teacher is not None
+        loss += kl_weight * (-teacher.entropy - expected(teacher.probabilities, log_q))
+    gradient = log_q.exp_()
+    if kl_weight:
+        assert teacher is not None
+        gradient.sub_(teacher.probabilities, alpha=kl_weight)
+    if ce_weight:
+        gradient.scatter_add_(1, targets, gradient.new_full(targets.shape, -ce_weight))
+    return loss, gradient
+
+
+class SplitHeads:
+    """What every process keeps of each head's parameters: an equal part of their rows.
+
+    The modules hold these parts, as DTensors, for the optimiser and checkpoints to see. All processes must be
+    in :meth:`whole` for the same head at the same time.
+    """
+
+    def __init__(self, heads: MedusaHeads, mesh: DeviceMesh):
+        """Split the parameters of ``heads`` that one head alone reads; the values are the first process's."""
+        self._mesh = mesh
+        self._places = [_places_of(heads, index) for index in range(heads.num_heads)]
+        for places in self._places:
+            for module, name in places:
+                part = distribute_tensor(getattr(module, name).detach(), mesh, [Shard(0)])
+                setattr(module, name, nn.Parameter(part))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parts."""
+        return [getattr(module, name) for places in self._places for module, name in places]
+
+    @contextmanager
+    def whole(self, index: int, gradients: dict[Tensor, Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+        """Within the block the head at ``index`` (from 0) has its whole parameters, and no other has.
+
+        ``gradients`` come back with a tensor for each whole parameter whose part has one there. What was
+        added to these is afterwards averaged over the processes, and added to the gradients of the parts.
+        """
+        parts = [(module, name, getattr(module, name)) for module, name in self._places[index]]
+        found: dict[DTensor, Tensor] = {}
+        inside = dict(gradients)
+        for module, name, part in parts:
+            whole = nn.Parameter(part.detach().full_tensor())
+            setattr(module, name, whole)
+            if part in gradients:
+                found[part] = inside[whole] = torch.zeros_like(whole)
+        try:
+            yield inside
+        finally:
+            for module, name, part in parts:
+                setattr(module, name, part)
+        for part, gradient in found.items():
+            total = DTensor.from_local(gradient, self._mesh, [Partial()]).redistribute(placements=[Shard(0)])
+            gradients[part].add_(total, alpha=1 / self._mesh.size())
+
+
+def _places_of(heads: MedusaHeads, index: int) -> list[tuple[nn.Module, str]]:
+    """The modules that hold the parameters of one head, and the names by which they do."""
+    own = set(heads.parameters_of(index))
+    return [
+        (module, name)
+        for module in heads.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter in own
+    ]
 
 
 class TargetBlock(NamedTuple):
@@ -58,7 +198,8 @@ class FusedLoss:
     """(K, S)."""
     num_scored: Tensor
     """(K,) targets of the whole optimisation step, all micro-batches and processes."""
-    objective: Objective
+    kl_weight: float
+    """See :func:`loss_and_gradient`."""
     block_elements: int
     """Logits held at a time."""
     num_columns: int
@@ -74,8 +215,41 @@ class FusedLoss:
     """Whose parameters ``logits_of`` reads, where processes share them out."""
     observe: Callable[[Tensor, TargetBlock], None] | None = None
     """Sees log q (C, V') and the targets of every block."""
+    num_unmapped: Tensor | int = 0
+    """(K,) label tokens that no column stands for: misses in the hit rates."""
     sums: LossSums = field(init=False)
-    """What was counted so far; ``num_labels`` is the caller's to fill."""
+    """What was counted so far."""
+
+    @classmethod
+    def of_heads(
+        cls,
+        alignment: Alignment,
+        options: LossOptions,
+        teacher: Teacher | None,
+        sources: Tensor | None = None,
+        **reading: Any,
+    ) -> FusedLoss:
+        """What heads minimise on the targets of ``alignment``: targets of depth d weigh decay^d.
+
+        ``sources`` are those of the alignment by default; ``reading`` are the other fields.
+
+        Raises:
+            ValueError: the objective needs a teacher, and there is none.
+        """
+        if options.needs_teacher and teacher is None:
+            raise ValueError(f"objective {options.objective!r} needs the base's logits: pass teacher")
+        sources = alignment.sources[1:] if sources is None else sources
+        depths = torch.arange(1, alignment.num_heads + 1, device=sources.device)
+        return cls(
+            columns=alignment.columns,
+            sources=sources,
+            weights=options.decay ** depths[:, None] * (sources >= 0),
+            kl_weight=options.soft_weight,
+            block_elements=options.block_elements,
+            teacher=teacher if options.needs_teacher else None,
+            num_unmapped=alignment.num_unmapped,
+            **reading,
+        )
 
     def __post_init__(self) -> None:
         self.sums = LossSums.zeros(len(self.sources), self.columns.device)
@@ -94,15 +268,10 @@ class FusedLoss:
             self._add(depths, states, gradients)
         else:
             for index in depths:
-                self._add_alone(self.split, index, states, gradients)
+                with self.split.whole(index, gradients) as inside:  # nothing whole outlives the block
+                    self._add(range(index, index + 1), states, inside)
+        self.sums.num_labels.copy_(self.sums.num_scored + self.num_unmapped)
         return self.sums.objective(self.num_scored)
-
-    def _add_alone(
-        self, split: SplitHeads, index: int, states: Tensor, gradients: dict[Tensor, Tensor]
-    ) -> None:
-        """What :meth:`_add` does, for one depth of heads that are split; nothing whole outlives the call."""
-        with split.whole(index, gradients) as inside:
-            self._add(range(index, index + 1), states, inside)
 
     def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:
         for start in range(0, len(self.columns), self._block_size):
@@ -126,7 +295,7 @@ class FusedLoss:
         read = states.detach()[sources].requires_grad_(states in gradients)
         with torch.set_grad_enabled(bool(gradients)):
             logits = self.logits_of(index, block, read)
-        gradient = self._count(index, logits.detach(), targets)
+        gradient = self._scored(index, logits.detach(), targets)
         if not gradients:
             return
         wanted: list[Tensor] = [each for each in self.parameters_of(index) if each in gradients]
@@ -137,8 +306,8 @@ class FusedLoss:
         if read.requires_grad:
             gradients[states].index_add_(0, sources, found[-1].to(states.dtype))
 
-    def _count(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
-        """Count a block of logits (C, V'); the gradient of what is minimised to them, (C, V').
+    def _scored(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
+        """The gradient (C, V') of what is minimised to a block of logits (C, V'), which is added to the sums.
 
         Targets that are not scored are not counted.
         """
@@ -146,16 +315,16 @@ class FusedLoss:
         gradient = torch.empty_like(logits)
         for start in range(0, len(logits), num_rows):
             rows = slice(start, start + num_rows)
-            gradient[rows] = self._count_tile(index, logits[rows], targets.part(rows))
+            gradient[rows] = self._scored_tile(index, logits[rows], targets.part(rows))
         return gradient
 
-    def _count_tile(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
+    def _scored_tile(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
         is_as_good = logits >= logits.gather(1, targets.columns[:, None])  # (C, V'); a tie counts as a miss
         num_better = is_as_good.sum(-1, dtype=torch.int32) - 1  # int64 sums of booleans are ten times slower
         log_q = logits.log_softmax(-1, dtype=torch.float32)
         if self.observe is not None:
             self.observe(log_q, targets)
-        loss, gradient = self.objective(log_q, targets.columns, targets.teacher_rows)
+        loss, gradient = loss_and_gradient(log_q, targets.columns, targets.teacher_rows, self.kl_weight)
         loss = loss.masked_fill(~targets.is_scored, 0.0)
         sums = self.sums
         sums.loss[index] += loss.sum()
@@ -188,19 +357,3 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: these gradients become those of the parameters, and no second copy of them is held.
         return (None, *(None if each is None else each.mul_(upstream) for each in ctx.saved_tensors))
-
-
-def decay_weights(alignment: Alignment, decay: float) -> Tensor:
-    """(K, S): decay^d for the targets of depth d, 0 where a target has no source."""
-    is_scored = alignment.sources[1:] >= 0
-    depths = torch.arange(1, alignment.num_heads + 1, device=is_scored.device)
-    return decay ** depths[:, None] * is_scored
-
-
-def checked_teacher(objective: ObjectiveName, teacher: Teacher | None) -> Teacher | None:
-    """``teacher`` where the objective needs one, which must then be there."""
-    if not needs_teacher(objective):
-        return None
-    if teacher is None:
-        raise ValueError(f"objective {objective!r} needs the base's logits: pass teacher")
-    return teacher

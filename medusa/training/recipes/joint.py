@@ -14,34 +14,30 @@ base in memory. The second stage warms up like the first, for the adapter only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from medusa.base.causal_lm import CausalLM, hidden_states, vocab_size
-from medusa.heads.adapter import Adapter
-from medusa.training.config.configuration import TrainingConfiguration
-from medusa.training.config.options import ConfigurationError
-from medusa.training.data.batching import MicroBatch, collate, one_token
-from medusa.training.data.documents import Documents
-from medusa.training.losses.alignment import Alignment
-from medusa.training.losses.fused import FusedLoss, TargetBlock
-from medusa.training.losses.objectives import ObjectiveName, objective_named
-from medusa.training.losses.sums import LossSums, added
-from medusa.training.losses.teacher import Teacher, expected, teacher_of
-from medusa.training.recipes.lora import TrainedAdapter
+from medusa.base.causal_lm import CausalLM, decoder_layers, hidden_states, output_embedding, vocab_size
+from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
+from medusa.heads.fingerprint import BaseFingerprint
+from medusa.training.config import JointOptions, TrainingConfiguration
+from medusa.training.data.batching import MicroBatch, PaddedBatch
+from medusa.training.data.dataset import Documents
+from medusa.training.losses.fused import FusedLoss, LossSums, TargetBlock, added
+from medusa.training.losses.targets import Alignment, Teacher, expected, teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss, new_heads
-from medusa.training.run.metrics import metrics_of
-from medusa.training.run.recipe import Feed, Recipe
-from medusa.training.run.run_directory import RunState
-from medusa.training.states.live import LiveStates
-from medusa.training.states.stored_states import StateFile
+from medusa.training.recipes.recipe import Recipe, RunState
+from medusa.training.states.feeds import BaseStates, Feed
 
 
 class JointRecipe(Recipe):
@@ -50,22 +46,16 @@ class JointRecipe(Recipe):
     loss: JointLoss
     result = "heads and adapter"
 
-    def __init__(
-        self,
-        configuration: TrainingConfiguration,
-        base: CausalLM,
-        training: Documents,
-        _stored: StateFile | None = None,
-        _live: LiveStates | None = None,
-    ):
-        """``base`` gets the adapter into its layers."""
-        options, heads = configuration.joint, new_heads(configuration, base, training)
+    def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
+        """The base gets the adapter into its layers."""
+        base, options = states.base, configuration.joint
+        heads = new_heads(configuration, states, training)
         self.trained_adapter = TrainedAdapter(base, options, configuration.data.seed)
         block_elements = configuration.loss.block_elements
         base_loss = BaseLoss(teacher_of(base), vocab_size(base), options.base_objective, block_elements)
         heads_loss = HeadsLoss(heads, configuration.loss)
         loss = JointLoss(heads_loss, self.trained_adapter, base_loss, options.lambda_0)
-        super().__init__(configuration, base, heads, loss)
+        super().__init__(configuration, states, heads, loss)
 
     def describe(self, training: Documents) -> str:
         options = self.configuration.joint
@@ -75,14 +65,14 @@ class JointRecipe(Recipe):
             f"{options.lambda_0:g}"
         )
 
-    def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
-        return JointFeed(self.base, documents, self.heads.num_heads, self.columns)
+    def feed(self, documents: Documents, name: str) -> Feed:
+        return JointFeed(self.states, documents, name, self.heads.num_heads, self.columns)
 
     def check_launch(self, accelerator: Accelerator) -> None:
         plugin = accelerator.state.deepspeed_plugin
         stage = 0 if plugin is None else plugin.zero_stage
         if accelerator.distributed_type == DistributedType.FSDP or stage == 3:
-            raise ConfigurationError(
+            raise ValueError(
                 "joint=true needs the adapter whole on every process, since the base that it sits in is; "
                 "launch with plain data parallelism or DeepSpeed ZeRO-2 instead of FSDP or ZeRO-3"
             )
@@ -91,13 +81,11 @@ class JointRecipe(Recipe):
         """Those of the heads, then those of the adapter."""
         return [list(self.heads.parameters()), list(self.trained_adapter.parameters.values())]
 
-    def begin_step(
-        self, optimiser: torch.optim.Optimizer, peak: float, progress: float, state: RunState
-    ) -> str | None:
+    def begin_step(self, optimiser: torch.optim.Optimizer, peak: float, state: RunState) -> str | None:
         """Once the second stage has begun it stays."""
         options, note = self.configuration.joint, None
         of_heads, of_adapter = optimiser.param_groups
-        is_joint = state.adapter_steps > 0 or progress >= options.joint_warmup_fraction
+        is_joint = state.adapter_steps > 0 or state.progress >= options.joint_warmup_fraction
         if is_joint and state.adapter_steps == 0:
             # The adapter's moments start here: the zeros of the first stage say nothing. They are kept under
             # what the optimiser steps: under ZeRO-2 a part of the adapter, in one piece.
@@ -120,25 +108,27 @@ class JointRecipe(Recipe):
     def no_sums(self, device: torch.device) -> JointSums:
         return JointSums(LossSums.zeros(self.heads.num_heads, device), BaseSums.zeros(device))
 
-    def metrics(self, name: str, sums: JointSums) -> dict[str, float]:
-        return metrics_of(name, sums.heads) | base_metrics(name, sums.base)
-
     def adapter(self) -> Adapter:
         return self.trained_adapter.taken_out()
 
     def closing_report(self, metrics: Mapping[str, float]) -> str:
-        return base_report(metrics)
-
-
-class BaseTargets(NamedTuple):
-    """Label tokens of a micro-batch, each with the state that the base predicts it from. S targets."""
-
-    sources: Tensor  # (S,) long: indices of states
-    tokens: Tensor  # (S,) long
+        """What the user of a jointly trained base has to know about its text."""
+        if "held_out/base_perplexity" not in metrics:
+            return "no held-out documents, so what became of the base was not measured"
+        before, now, divergence, agreement = (
+            metrics[f"held_out/base_{each}"]
+            for each in ("perplexity_before", "perplexity", "divergence", "agreement")
+        )
+        return (
+            f"the base's perplexity on held-out answers: {before:.4f} before, {now:.4f} with the adapter; "
+            f"its first choice is the same at {agreement:.1%} of their tokens, KL {divergence:.4f}. With the "
+            "adapter the model writes its own text, not the base's: decoding is exact with respect to the "
+            "adapted model"
+        )
 
 
 class BaseSums(NamedTuple):
-    """Sums over targets, () each."""
+    """Sums over targets of the base's own row, () each."""
 
     cross_entropy: Tensor  # of the adapted base and the text
     reference_cross_entropy: Tensor  # of the base without the adapter and the text
@@ -153,12 +143,30 @@ class BaseSums(NamedTuple):
         counts = (torch.zeros((), dtype=torch.long, device=device) for _ in range(3))
         return cls(*sums, *counts)
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """What became of the base: perplexity on label tokens now and before, and how far its text has moved.
+
+        Empty while the adapter is not trained.
+        """
+        metrics = {}
+        if int(self.num_targets):
+            metrics[f"{name}/base_perplexity"] = float((self.cross_entropy / self.num_targets).exp())
+        if num_compared := int(self.num_compared):
+            before = (self.reference_cross_entropy / num_compared).exp()
+            metrics[f"{name}/base_perplexity_before"] = float(before)
+            metrics[f"{name}/base_divergence"] = float(self.divergence / num_compared)
+            metrics[f"{name}/base_agreement"] = float(self.num_agreeing / num_compared)
+        return metrics
+
 
 class JointSums(NamedTuple):
     """What heads and base came to."""
 
     heads: LossSums
     base: BaseSums
+
+    def metrics(self, name: str) -> dict[str, float]:
+        return self.heads.metrics(name) | self.base.metrics(name)
 
 
 @dataclass(frozen=True)
@@ -169,25 +177,22 @@ class BaseLoss:
     """States (C, D) -> the base's logits (C, V)."""
     vocab_size: int
     """V."""
-    objective: ObjectiveName = "kl"
+    objective: Literal["kl", "ce"] = "kl"
     block_elements: int = 2**24
     """Logits held at a time."""
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.objective == "kl"
-
     def __call__(
-        self, hidden: Tensor, reference: Tensor | None, targets: BaseTargets, num_targets: Tensor
+        self, hidden: Tensor, reference: Tensor | None, own: Alignment, num_targets: Tensor
     ) -> tuple[Tensor, BaseSums]:
         """The loss, a scalar (), and its sums.
 
         Args:
             hidden: (P, D) states of the adapted base; gradients reach them.
             reference: (P, D) states of the same base with the adapter switched off; constants.
+            own: of no heads, and of every token.
             num_targets: () targets of the whole optimisation step, all micro-batches and processes.
         """
-        if reference is None and self.needs_reference:
+        if reference is None and self.objective == "kl":
             raise ValueError("base_objective 'kl' needs the states without the adapter: pass reference")
         sums, before = BaseSums.zeros(hidden.device), reference
 
@@ -196,16 +201,16 @@ class BaseLoss:
             sums = added(sums, _compared(log_q, seen))
 
         work = FusedLoss(
-            columns=targets.tokens,
-            sources=targets.sources[None],
-            weights=torch.ones_like(targets.sources[None], dtype=torch.float32),
+            columns=own.columns,
+            sources=own.sources,
+            weights=torch.ones_like(own.sources, dtype=torch.float32),
             num_scored=num_targets[None],
-            objective=objective_named(self.objective, kl_weight=1.0),
+            kl_weight=float(self.objective == "kl"),
             block_elements=self.block_elements,
             num_columns=self.vocab_size,
             logits_of=lambda index, block, states: self.project(states),
             teacher=self.project,
-            teacher_states=None if before is None else lambda block: before[targets.sources[block]],
+            teacher_states=None if before is None else lambda block: before[own.sources[0, block]],
             observe=observe,
         )
         return work(hidden), sums
@@ -228,39 +233,24 @@ def _compared(log_q: Tensor, targets: TargetBlock) -> BaseSums:
 
 
 class JointBatch(NamedTuple):
-    """A micro-batch as the base reads it, and what its own row is measured on."""
+    """A micro-batch as the base reads it, and the targets of the base's own row."""
 
-    input_ids: Tensor  # (B, T) long
-    positions: Tensor  # (B, T) long
-    targets: BaseTargets  # sources count the B * T positions row by row
+    padded: PaddedBatch
+    own: Alignment
 
 
-@dataclass(frozen=True)
-class JointFeed:
-    """Gives micro-batches of one set of documents as :class:`JointLoss` reads them."""
+class JointFeed(Feed):
+    """Gives micro-batches as :class:`JointLoss` reads them, which runs the base itself."""
 
-    base: CausalLM
-    documents: Documents
-    num_heads: int
-    column_of: Tensor | None
+    def collate(self, batch: MicroBatch) -> tuple[PaddedBatch, Alignment, Alignment]:
+        padded, _, alignment = super().collate(batch)
+        return padded, padded.aligned(num_heads=0), alignment  # the base has a column for every token
 
-    def __call__(self, batch: MicroBatch) -> tuple[JointBatch, Alignment]:
-        """On the base's device. An empty batch is one token without targets, so that gradients are zeros."""
-        return self.given(self.read(batch))
-
-    def read(self, batch: MicroBatch) -> tuple[JointBatch, Alignment]:
-        """What any thread can do beforehand, on the CPU."""
-        padded = collate(self.documents, batch) if batch else one_token()
-        own = padded.aligned(num_heads=0)  # the base has a column for every token
-        targets = BaseTargets(own.sources[0], own.columns)
-        rows = JointBatch(padded.input_ids, padded.positions, targets)
-        return rows, padded.aligned(self.num_heads, self.column_of)
-
-    def given(self, read: tuple[JointBatch, Alignment]) -> tuple[JointBatch, Alignment]:
-        device, (rows, alignment) = self.base.device, read
-        targets = BaseTargets(*(each.to(device) for each in rows.targets))
-        moved = JointBatch(rows.input_ids.to(device), rows.positions.to(device), targets)
-        return moved, alignment.to(device)
+    def complete(
+        self, padded: PaddedBatch, own: Alignment, alignment: Alignment
+    ) -> tuple[JointBatch, Alignment]:
+        device = self.states.base.device
+        return JointBatch(padded.to(device), own.to(device)), alignment.to(device)
 
 
 class JointLoss(nn.Module):
@@ -277,13 +267,11 @@ class JointLoss(nn.Module):
         )
         self.is_joint = False
         """Which stage this is; measuring, without gradients, is the same in both."""
-        self._adapted = adapter
-        self._base_loss, self._lambda_0 = base_loss, lambda_0
-        self._layers, self._size = heads_loss.heads.reads_layers, heads_loss.heads.config.hidden_size
+        self._adapted, self._base_loss, self._lambda_0 = adapter, base_loss, lambda_0
 
     def forward(
         self,
-        rows: JointBatch,
+        batch: JointBatch,
         alignment: Alignment,
         output_embedding: nn.Module,
         num_scored: Tensor,
@@ -292,70 +280,152 @@ class JointLoss(nn.Module):
         """The loss, a scalar, and its sums; gradients reach the heads, and in the second stage the adapter.
 
         Args:
-            alignment: its sources count the B * T positions of ``rows`` row by row.
+            alignment: its sources count the B * T positions of ``batch`` row by row.
             output_embedding: the base's; never trained here.
             num_scored: (K + 1,) targets of the whole optimisation step, those of the base's own row first.
             teacher: needed by every objective of the heads but "ce". The adapted base is the heads'
                 teacher: its text is what they have to guess.
         """
-        is_measuring = not torch.is_grad_enabled()
+        is_measuring, size = not torch.is_grad_enabled(), self.heads_loss.heads.config.hidden_size
+        reference = None
+        if not self.is_joint or is_measuring or self._base_loss.objective == "kl":
+            with torch.no_grad(), self._adapted.switched_off():
+                reference = self._states(batch.padded)
         if not self.is_joint and not is_measuring:
-            hidden = self._without_adapter(rows)
-            loss, sums = self.heads_loss(hidden, alignment, output_embedding, num_scored[1:], teacher)
+            assert reference is not None
+            loss, sums = self.heads_loss(reference, alignment, output_embedding, num_scored[1:], teacher)
+            # Every process of a launch must have a gradient for every parameter.
             loss = self._lambda_0 * loss + 0 * sum(each.sum() for each in self.adapter.values())
-            return loss, JointSums(sums, BaseSums.zeros(hidden.device))
-        is_compared = is_measuring or self._base_loss.needs_reference
-        reference = self._without_adapter(rows) if is_compared else None
-        hidden = self._with_adapter(rows)
+            return loss, JointSums(sums, BaseSums.zeros(loss.device))
+        with nullcontext() if is_measuring else self._adapted.dropping_out():
+            hidden = self._states(batch.padded)
         heads_loss, sums = self.heads_loss(hidden, alignment, output_embedding, num_scored[1:], teacher)
-        own = (hidden[:, : self._size], None if reference is None else reference[:, : self._size])
-        base_loss, base_sums = self._base_loss(*own, rows.targets, num_scored[0])
+        before = None if reference is None else reference[:, :size]
+        base_loss, base_sums = self._base_loss(hidden[:, :size], before, batch.own, num_scored[0])
         return base_loss + self._lambda_0 * heads_loss, JointSums(sums, base_sums)
 
-    def _with_adapter(self, rows: JointBatch) -> Tensor:
-        """States (P, (1 + L) * D) of the adapted base."""
-        if not torch.is_grad_enabled():
-            return self._states(rows)
-        with self._adapted.dropping_out():
-            return self._states(rows)
-
-    def _without_adapter(self, rows: JointBatch) -> Tensor:
-        """States (P, (1 + L) * D) of the base as it was, without gradients."""
-        with torch.no_grad(), self._adapted.switched_off():
-            return self._states(rows)
-
-    def _states(self, rows: JointBatch) -> Tensor:
-        base = self._adapted.base
-        states = hidden_states(base, rows.input_ids, position_ids=rows.positions, layers=self._layers)
+    def _states(self, padded: PaddedBatch) -> Tensor:
+        """(P, (1 + L) * D), of the base as it is now."""
+        layers = self.heads_loss.heads.reads_layers
+        states = hidden_states(
+            self._adapted.base, padded.input_ids, position_ids=padded.positions, layers=layers
+        )
         return states.flatten(0, 1)
 
 
-def base_metrics(name: str, base: BaseSums) -> dict[str, float]:
-    """What became of the base: perplexity on label tokens now and before, and how far its text has moved.
+class TrainedAdapter:
+    """An adapter in a base model's layers. It starts as nothing: the second factor of each layer is zero."""
 
-    Empty while the adapter is not trained.
+    def __init__(self, base: CausalLM, options: JointOptions, seed: int):
+        """Wraps layers of ``base``, whose own weights stay frozen.
+
+        Raises:
+            ImportError: peft is not installed.
+            ValueError: ``lora_targets`` names something that cannot be adapted.
+        """
+        config = peft_library().LoraConfig(
+            task_type="CAUSAL_LM",
+            r=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            lora_dropout=options.lora_dropout,
+            target_modules=target_layers(base, options.lora_targets),
+        )
+        base.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._wrapped = injected(base, config)
+        self.base = base
+        self.parameters: dict[str, nn.Parameter] = {
+            name: each for name, each in base.named_parameters() if each.requires_grad
+        }
+        """The adapter's own, by name."""
+        base.eval()
+        if options.gradient_checkpointing:
+            for layer in decoder_layers(base):
+                layer.forward = self._recomputed(layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, of which only the input is kept for the backward pass."""
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            both = (nullcontext(), self.dropping_out())  # the second time as in the first
+            return checkpoint(forward, *arguments, use_reentrant=False, context_fn=lambda: both, **named)
+
+        return run
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(each.numel() for each in self.parameters.values())
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Within the block the base is what it was before."""
+        self._wrapped.base_model.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self._wrapped.base_model.enable_adapter_layers()
+
+    @contextmanager
+    def dropping_out(self) -> Iterator[None]:
+        """Within the block ``lora_dropout`` drops; the base itself stays in evaluation mode."""
+        dropouts = [
+            each
+            for name, each in self.base.named_modules()
+            if isinstance(each, nn.Dropout) and ".lora_dropout." in name
+        ]
+        for each in dropouts:
+            each.train()
+        try:
+            yield
+        finally:
+            for each in dropouts:
+                each.eval()
+
+    def taken_out(self) -> Adapter:
+        """A copy of the adapter as it stands, on the CPU, as it is saved."""
+        weights = peft_library().get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
+        config = self._wrapped.peft_config["default"].to_dict()
+        return Adapter(
+            {key: _plain(value) for key, value in config.items()} | {"inference_mode": True},
+            {name: each.detach().cpu().clone().contiguous() for name, each in weights.items()},
+            BaseFingerprint.of(self.base),
+        )
+
+
+def target_layers(base: CausalLM, targets: list[str]) -> list[str]:
+    """Full names of the linear layers that ``targets``, the ends of their names, ask for; none asks for all.
+
+    Raises:
+        ValueError: a target is no linear layer, or is the output embedding.
     """
-    metrics: dict[str, Any] = {}
-    if int(base.num_targets):
-        metrics[f"{name}/base_perplexity"] = float((base.cross_entropy / base.num_targets).exp())
-    if num_compared := int(base.num_compared):
-        before = (base.reference_cross_entropy / num_compared).exp()
-        metrics[f"{name}/base_perplexity_before"] = float(before)
-        metrics[f"{name}/base_divergence"] = float(base.divergence / num_compared)
-        metrics[f"{name}/base_agreement"] = float(base.num_agreeing / num_compared)
-    return metrics
+    unembedding = output_embedding(base)
+    linear = [name for name, each in base.named_modules() if linear_sizes(each) and each is not unembedding]
+    if not targets:
+        return linear
+    chosen: list[str] = []
+    for target in targets:
+        matching = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not matching:
+            raise ValueError(f"lora_targets {target!r} {_why_not(base, target, linear)}")
+        chosen += [name for name in matching if name not in chosen]
+    return chosen
 
 
-def base_report(metrics: Mapping[str, float]) -> str:
-    """What the user of a jointly trained base has to know about its text."""
-    if "held_out/base_perplexity" not in metrics:
-        return "no held-out documents, so what became of the base was not measured"
-    before, now, divergence, agreement = (
-        metrics[f"held_out/base_{each}"]
-        for each in ("perplexity_before", "perplexity", "divergence", "agreement")
-    )
-    return (
-        f"the base's perplexity on held-out answers: {before:.4f} before, {now:.4f} with the adapter; its "
-        f"first choice is the same at {agreement:.1%} of their tokens, KL {divergence:.4f}. With the adapter "
-        "the model writes its own text, not the base's: decoding is exact with respect to the adapted model"
-    )
+def _why_not(base: CausalLM, target: str, linear: list[str]) -> str:
+    named = [each for name, each in base.named_modules() if name == target or name.endswith(f".{target}")]
+    if any(each is output_embedding(base) for each in named):
+        return "is the output embedding, which the heads share: it must stay as it is; leave it out"
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    nearest = difflib.get_close_matches(target, known, n=1)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}"
+    return f"matches no linear layer of {type(base).__name__}; {advice}"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it."""
+    if isinstance(value, (set, tuple)):
+        return sorted(value) if isinstance(value, set) else list(value)
+    return str(value.value) if hasattr(value, "value") else value

@@ -7,79 +7,59 @@ which is eq. 1 of arXiv 2401.10774, averaged over targets.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.causal_lm import output_embedding
 from medusa.heads.causal_layer import document_mask
 from medusa.heads.medusa_heads import MedusaHeads
-from medusa.training.config.configuration import TrainingConfiguration
-from medusa.training.config.options import LossOptions
-from medusa.training.data.documents import Documents, trained_on
-from medusa.training.losses.alignment import Alignment
-from medusa.training.losses.fused import FusedLoss, checked_teacher, decay_weights
-from medusa.training.losses.objectives import objective_named
-from medusa.training.losses.split_heads import SplitHeads
-from medusa.training.losses.sums import LossSums
-from medusa.training.losses.teacher import Teacher
-from medusa.training.recipes.new_heads import built_heads, sampled_states, start_from
-from medusa.training.run.recipe import Feed, Recipe
-from medusa.training.states.feeds import FeatureBatch, FeatureFeed, StateFeed
-from medusa.training.states.live import LiveStates
-from medusa.training.states.stored_states import StateFile
+from medusa.training.config import LossOptions, TrainingConfiguration
+from medusa.training.data.dataset import Documents, trained_on
+from medusa.training.losses.fused import FusedLoss, LossSums, SplitHeads
+from medusa.training.losses.targets import Alignment, Teacher, needed_states
+from medusa.training.recipes.recipe import Recipe, built_heads
+from medusa.training.states.feeds import BaseStates, StateBatch
+
+SCALE_DOCUMENTS = 16
+"""Documents in which the sizes of states are measured."""
 
 
 class MedusaRecipe(Recipe):
     """Medusa heads alone."""
 
-    def __init__(
-        self,
-        configuration: TrainingConfiguration,
-        base: CausalLM,
-        training: Documents,
-        stored: StateFile | None = None,
-        live: LiveStates | None = None,
-    ):
-        heads = new_heads(configuration, base, training, stored, live)
-        self.loss: HeadsLoss
-        super().__init__(configuration, base, heads, HeadsLoss(heads, configuration.loss), live)
+    loss: HeadsLoss
+
+    def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
+        heads = new_heads(configuration, states, training)
+        super().__init__(configuration, states, heads, HeadsLoss(heads, configuration.loss))
 
     def split(self, mesh: DeviceMesh) -> list[nn.Parameter]:
         self.loss.split = SplitHeads(self.loss.heads, mesh)
         return self.loss.split.parameters
 
-    def feed(self, documents: Documents, stored: StateFile | None) -> Feed:
-        heads, feed = self.heads, FeatureFeed if self.heads.reads_text else StateFeed
-        return feed(
-            self.base, documents, heads.num_heads, self.columns, heads.reads_layers, stored, self.live
-        )
 
-
-def new_heads(
-    configuration: TrainingConfiguration,
-    base: CausalLM,
-    training: Documents,
-    stored: StateFile | None = None,
-    live: LiveStates | None = None,
-) -> MedusaHeads:
-    """New Medusa heads on the base's device, in float32; ``stored`` are the states of ``training``, if any.
+def new_heads(configuration: TrainingConfiguration, states: BaseStates, training: Documents) -> MedusaHeads:
+    """New Medusa heads on the base's device, in float32.
 
     They start as ``start_from`` says; without it as the base's own output embedding.
 
     Raises:
-        ConfigurationError: the heads to start from have other options.
+        ValueError: the heads to start from have other options.
     """
-    heads = built_heads(MedusaHeads, configuration, base, training)
-    if configuration.heads.start_from is not None:
-        start_from(heads, configuration.heads.start_from)
-    else:
-        heads.initialise_from(output_embedding(base))
+    heads = built_heads(MedusaHeads, configuration, states.base, training)
+    if configuration.heads.start_from is None:
+        heads.initialise_from(output_embedding(states.base))
     if heads.reads_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
-        live = live or LiveStates(base)
-        states = sampled_states(live, documents, heads.num_heads, heads.reads_layers, stored)
-        heads.set_layer_scale(states.to(heads.layer_scale.device))
-    return heads.to(base.device).float().train()
+        found = []
+        for index in documents.spread(SCALE_DOCUMENTS):
+            is_label = torch.from_numpy(documents[index].is_label)
+            needed = needed_states(is_label, torch.arange(len(is_label)), heads.num_heads)
+            given = states.of_document(documents, "training", index, heads.reads_layers)
+            found.append(given[needed.to(given.device)].to(heads.layer_scale.device))
+        heads.set_layer_scale(torch.cat(found))
+    return heads
 
 
 class HeadsLoss(nn.Module):
@@ -87,13 +67,12 @@ class HeadsLoss(nn.Module):
 
     def __init__(self, heads: MedusaHeads, options: LossOptions):
         super().__init__()
-        self.heads = heads
-        self.options = options
+        self.heads, self.options = heads, options
         self.split: SplitHeads | None = None
 
     def forward(
         self,
-        given: Tensor | FeatureBatch,
+        given: Tensor | StateBatch,
         alignment: Alignment,
         output_embedding: nn.Module,
         num_scored: Tensor,
@@ -102,40 +81,35 @@ class HeadsLoss(nn.Module):
         """The weighted loss, a scalar, and its sums.
 
         Args:
-            given: (P, (1 + L) * D) states that ``alignment`` points into, the last one first, then those of
-                the layers that the heads fuse; gradients reach them when they want them. For heads that read
-                the text, whole rows of them, which the alignment counts row by row.
+            given: rows of states that ``alignment`` counts row by row. For heads that do not read the text
+                states alone will do, (P, (1 + L) * D); gradients reach them when they want them.
             output_embedding: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
-        heads, options = self.heads, self.options
-        if isinstance(given, FeatureBatch):
-            hidden, mask = given.hidden.flatten(0, 1), document_mask(given.positions)
-            fused = heads.fuse(given.hidden)
-            read = heads.attend(fused, given.next_tokens, output_embedding, mask, given.positions)
-            read = read.flatten(0, 1)
-        else:
-            hidden, read = given, heads.fuse(given)
+        heads = self.heads
+        hidden = given.hidden if isinstance(given, StateBatch) else given
+        read = heads.fuse(hidden)
+        if heads.reads_text:
+            assert isinstance(given, StateBatch)
+            mask = document_mask(given.positions)
+            read = heads.attend(read, given.next_tokens, output_embedding, mask, given.positions)
+        hidden, read = hidden.flatten(0, -2), read.flatten(0, -2)  # (P, (1 + L) * D), (P, D)
         last = hidden.detach()[:, : heads.config.hidden_size]
 
         def logits_of(index: int, block: slice, states: Tensor) -> Tensor:
             path = alignment.path(index + 1, block) if heads.config.reads_path else None
             return heads.logits_of(index, states, output_embedding, path)
 
-        work = FusedLoss(
-            columns=alignment.columns,
-            sources=alignment.sources[1:],
-            weights=decay_weights(alignment, options.decay),
+        work = FusedLoss.of_heads(
+            alignment,
+            self.options,
+            teacher,
             num_scored=num_scored,
-            objective=objective_named(options.objective, options.kl_weight),
-            block_elements=options.block_elements,
-            num_columns=heads.config.token_map_size or heads.config.vocab_size,
+            num_columns=heads.num_columns,
             logits_of=logits_of,
             parameters_of=heads.parameters_of,
-            teacher=checked_teacher(options.objective, teacher),
             teacher_states=lambda block: last[alignment.sources[0, block]],
             split=self.split,
         )
-        loss = work(read, list(heads.parameters()))
-        return loss, work.sums._replace(num_labels=work.sums.num_scored + alignment.num_unmapped)
+        return work(read, list(heads.parameters())), work.sums

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
@@ -17,22 +16,30 @@ import medusa
 from medusa.base.causal_lm import CausalLM
 from medusa.files import locked
 from medusa.heads.adapter import peft_library
-from medusa.progress import log_console
-from medusa.training.config.configuration import TrainingConfiguration
-from medusa.training.config.options import RunOptions
-from medusa.training.data import loading
-from medusa.training.data.documents import trained_on
-from medusa.training.data.tokenised import read_set
-from medusa.training.recipes.registry import new_recipe
-from medusa.training.run import metrics, processes, result
-from medusa.training.run.base import load_base, load_live, load_tokenizer
-from medusa.training.run.curve import draw_training
-from medusa.training.run.fitness import check_documents, check_packing
+from medusa.progress import ProgressReporter, log_console
+from medusa.training.config import RunOptions, TrainingConfiguration
+from medusa.training.data.dataset import Dataset, read_dataset, trained_on
+from medusa.training.data.loading import LEGEND, coloured, load_data, tokenised
+from medusa.training.recipes.eagle3_head import Eagle3Recipe
+from medusa.training.recipes.joint import JointRecipe
+from medusa.training.recipes.medusa_heads import MedusaRecipe
+from medusa.training.run.metrics import calibrated_tree, draw_training, table
+from medusa.training.run.processes import StopSignal, new_accelerator, on_main_process
 from medusa.training.run.run_directory import RunDirectory
-from medusa.training.run.storing import load_without_layers, stored_states
 from medusa.training.run.trainer import Trainer
-from medusa.training.states.live import LiveStates
-from medusa.training.states.stored_states import StateFile
+from medusa.training.states.base import (
+    LiveStates,
+    check_documents,
+    check_packing,
+    load_live,
+    load_tokenizer,
+    load_without_layers,
+)
+from medusa.training.states.feeds import BaseStates
+from medusa.training.states.stored import StoredStates
+
+RECIPES = {"medusa": MedusaRecipe, "eagle3": Eagle3Recipe, "joint": JointRecipe}
+"""Every kind of training by its name."""
 
 
 def train(configuration: TrainingConfiguration) -> bool:
@@ -48,10 +55,10 @@ def train(configuration: TrainingConfiguration) -> bool:
         inspect(configuration)
         return True
     check_libraries(configuration)
-    accelerator = processes.new_accelerator(configuration.optimisation, configuration.run)
+    accelerator = new_accelerator(configuration.optimisation, configuration.run)
     console = log_console()
     console.quiet = not accelerator.is_main_process
-    with processes.StopSignal(), claimed(configuration, accelerator) as (run, is_finished):
+    with StopSignal(), claimed(configuration, accelerator) as (run, is_finished):
         console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
         if is_finished:
             console.print(
@@ -105,7 +112,7 @@ def claimed(
         return False
 
     with ExitStack() as stack:
-        yield run, processes.on_main_process(accelerator, claim)
+        yield run, on_main_process(accelerator, claim)
 
 
 def start_tracker(configuration: TrainingConfiguration, accelerator: Accelerator, run: RunDirectory) -> None:
@@ -113,15 +120,13 @@ def start_tracker(configuration: TrainingConfiguration, accelerator: Accelerator
     options: RunOptions = configuration.run
     if options.tracker == "none":
         return
-    values = {key: _plain(value) for key, value in configuration.as_dict().items()}
-    identity = processes.on_main_process(accelerator, run.tracker_id)
+    values = {
+        key: value if isinstance(value, int | float | str) else str(value)  # as every tracker takes it
+        for key, value in configuration.as_dict().items()
+    }
+    identity = on_main_process(accelerator, run.tracker_id)
     settings = {"wandb": {"dir": options.output_dir, "id": identity, "resume": "allow"}}
     accelerator.init_trackers(options.project, values, settings)
-
-
-def _plain(value: Any) -> int | float | str | bool:
-    """``value`` as every tracker takes it."""
-    return value if isinstance(value, int | float | str | bool) else str(value)
 
 
 def prepared(
@@ -129,60 +134,91 @@ def prepared(
 ) -> Trainer | None:
     """The trainer with its data, its base and its new heads, which it says what they are; None where the run
     ends with its stored states."""
-    directory = Path(configuration.run.documents_dir or RunDirectory(configuration.run.output_dir).documents)
-    data = loading.TrainingData(
-        *read_set(
-            processes.on_main_process(
-                accelerator,
-                lambda: loading.tokenised(configuration.data, load_tokenizer(configuration.base), directory),
-            )
-        )
-    )
-    console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()), soft_wrap=True)
-    options, is_stored = configuration.base, configuration.optimisation.cache_hidden_states
+    options, run = configuration.base, configuration.run
+    directory = Path(run.documents_dir or RunDirectory(run.output_dir).documents)
+
+    def tokenise() -> Path:
+        return tokenised(configuration.data, load_tokenizer(options), directory)
+
+    data = read_dataset(on_main_process(accelerator, tokenise))
+    console.print(data.summary(), soft_wrap=True)
+    load = functools.cache(lambda: load_live(options, accelerator.device, run.timeout_minutes))
+    is_stored = configuration.optimisation.cache_hidden_states
     is_whole = options.base_placement == "each" and not is_stored
-    base = (load_base if is_whole else load_without_layers)(options, accelerator.device)
+    base = load().base if is_whole else load_without_layers(options, accelerator.device)
     for documents in (data.training, data.held_out):
         check_documents(base, documents, options.base)
-    stored, live = dict[str, StateFile](), LiveStates(base)
-    if is_stored:
-        stored = all_stored(configuration, accelerator, base, data, console)
-    elif not is_whole:
-        live = load_live(options, accelerator.device, configuration.run.timeout_minutes)
-    if (stop_after := configuration.run.stop_after) is not None:
-        console.print(f"stopped after {stop_after}; --resume auto goes on from there", soft_wrap=True)
+    stored = stored_states(configuration, accelerator, base, load, data, console) if is_stored else {}
+    if run.stop_after is not None:
+        console.print(f"stopped after {run.stop_after}; --resume auto goes on from there", soft_wrap=True)
         return None
+    states = BaseStates(base, LiveStates(base) if is_stored else load(), stored)
     if not is_stored:
-        check_packing(live, data.training, configuration.data)
-    recipe = new_recipe(configuration, base, data.training, stored.get("training"), live)
+        check_packing(states.live, data.training, configuration.data)
+    recipe = RECIPES[configuration.kind](configuration, states, data.training)
     console.print(recipe.describe(data.training), soft_wrap=True)
     console.print(
-        f"on {configuration.base.base} in {base.dtype}, {configuration.optimisation.precision} products, "
+        f"on {options.base} in {base.dtype}, {configuration.optimisation.precision} products, "
         f"{accelerator.num_processes} x {accelerator.device.type}",
         soft_wrap=True,
     )
-    return Trainer(configuration, accelerator, recipe, data, console, stored)
+    return Trainer(recipe, accelerator, data, console)
 
 
-def all_stored(
+def stored_states(
     configuration: TrainingConfiguration,
     accelerator: Accelerator,
     base: CausalLM,
-    data: loading.TrainingData,
+    load: Callable[[], LiveStates],
+    data: Dataset,
     console: Console,
-) -> dict[str, StateFile]:
-    """The stored states of the training and of the held-out documents.
+) -> dict[str, StoredStates]:
+    """The states of the "training" and the "held-out" documents that the configured heads read, stored by all
+    processes, each its own shards.
 
-    The whole base is in memory only while states are missing; ``base`` is all that training needs of it.
+    Of ``base`` its embeddings and configuration are enough; ``load`` gives what computes states, and is
+    called only by processes that have shards to write, or by all where they share the base. So the whole base
+    is in memory only while states are missing.
+
+    Raises:
+        BlockingIOError: another run has stored states there for too long.
+        ValueError, OSError: see :class:`medusa.training.states.stored.StoredStates`.
     """
-    timeout = configuration.run.timeout_minutes
-    load = functools.cache(lambda: load_live(configuration.base, accelerator.device, timeout))
+    options, run, found = configuration.optimisation, configuration.run, dict[str, StoredStates]()
+    layers = configuration.heads_config(base).fused_layers
+    rank, count = accelerator.process_index, accelerator.num_processes
+    directory = Path(run.states_dir or RunDirectory(run.output_dir).states)
     documents = {"training": trained_on(data.training, configuration.data), "held-out": data.held_out}
-    return {
-        name: stored_states(configuration, accelerator, base, load, each, name, console)
-        for name, each in documents.items()
-        if len(each)
-    }
+    for name, each in documents.items():
+        if not len(each):
+            continue
+        with accelerator.autocast():
+            reading = (configuration.heads.num_heads, options.cache_dtype, layers, configuration.reads_text)
+            states = found[name] = StoredStates(directory / name, base, each, *reading)
+        with (
+            ProgressReporter("hidden states", console, accelerator.is_main_process) as line,
+            ExitStack() as stack,
+        ):
+
+            def begin() -> list[int]:
+                """Other runs may share the states: they wait, and find what was stored meanwhile."""
+                seconds = 30 * run.timeout_minutes  # the other processes wait too, twice as long
+                stack.enter_context(locked(directory, seconds, line.say))
+                return states.begin(run.overwrite, line)  # noqa: B023
+
+            missing = on_main_process(accelerator, begin)
+            if run.stop_after == "plan":
+                continue
+            mine = missing[rank::count]
+            if mine or (missing and configuration.base.is_shared):
+                with accelerator.autocast():
+                    states.compute(mine, load(), configuration.data, line)
+            accelerator.wait_for_everyone()
+        present = [shard for shard in range(len(states.ends)) if shard not in missing]
+        states.check(present[rank::count])
+        accelerator.wait_for_everyone()
+        states.begin_reading()
+    return found
 
 
 def finish(trainer: Trainer, measured: dict[str, float]) -> None:
@@ -191,9 +227,9 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
     tree, states = None, trainer.held_out_states()
     if (heads := trainer.gathered_heads()) is not None:
         num_nodes, held_out = trainer.configuration.run.tree_nodes, trainer.data.held_out
-        tree = result.calibrated_tree(trainer.base, heads, held_out, num_nodes, states)
-    trainer.save(run.heads, measured, tree, is_finished=True)
-    console.print(metrics.table("held_out", measured))
+        tree = calibrated_tree(trainer.base, heads, held_out, num_nodes, states)
+    trainer.save(run.heads, heads, measured, tree, is_finished=True)
+    console.print(table("held_out", measured))
     if (report := recipe.closing_report(measured)) is not None:
         console.print(report, soft_wrap=True)
     console.print(f"{recipe.result} written to {run.heads}", soft_wrap=True)
@@ -203,12 +239,11 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
 
 def inspect(configuration: TrainingConfiguration) -> None:
     """Show what became of the data, and some documents with the tokens trained on in colour."""
-    tokenizer = load_tokenizer(configuration.base)
-    data = loading.load_data(configuration.data, tokenizer)
-    console = log_console()
+    tokenizer, console = load_tokenizer(configuration.base), log_console()
+    data = load_data(configuration.data, tokenizer)
     for document in map(data.training.__getitem__, data.training.spread(3)):
         console.rule(f"{len(document.tokens)} tokens")
-        console.print(loading.coloured(document, tokenizer))
+        console.print(coloured(document, tokenizer))
     console.rule()
-    console.print(loading.legend())
-    console.print(", ".join(f"{count:,} {name}" for name, count in data.counts.items()))
+    console.print(LEGEND)
+    console.print(data.summary())

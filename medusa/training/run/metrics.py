@@ -1,8 +1,13 @@
-"""The numbers that people read: of loss sums, and of replaying the decoding of held-out documents."""
+"""The numbers and the picture of a run that people read: of loss sums, and of replaying the decoding of
+held-out documents."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from torch import Tensor
@@ -10,30 +15,12 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.calibration import calibrate
 from medusa.heads.eagle3 import Heads
-from medusa.training.data.documents import Documents
-from medusa.training.losses.sums import LossSums
+from medusa.plots import BLUE, INK, SHADES, beside, figure_of
+from medusa.training.data.dataset import Documents
+from medusa.trees.candidate_tree import CandidateTree
 
 NUM_NODES = 64
 """Of the tree whose tokens per step are reported: what a GPU verifies in about the time of one node."""
-
-
-def metrics_of(name: str, sums: LossSums) -> dict[str, float]:
-    """``name/loss``, what is minimised, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
-
-    Empty when there are no labels.
-    A target that the heads have no column for counts as a miss in the hit rates and not in the loss.
-    """
-    if not int(sums.num_labels.sum()):
-        return {}
-    metrics = {f"{name}/loss": float(sums.objective(sums.num_scored))}
-    columns = {
-        "loss": (sums.loss / sums.num_scored.clamp(min=1)).tolist(),
-        "top1": (sums.top1 / sums.num_labels.clamp(min=1)).tolist(),
-        "top5": (sums.top5 / sums.num_labels.clamp(min=1)).tolist(),
-    }
-    for key, values in columns.items():
-        metrics |= {f"{name}/{key}_{depth}": value for depth, value in enumerate(values, start=1)}
-    return metrics
 
 
 def one_line(name: str, metrics: Mapping[str, float]) -> str:
@@ -87,3 +74,91 @@ def replayed_metrics(
     key, depths = "held_out/tokens_per_step", range(1, heads.num_heads + 1)
     by_head = {f"{key}_{depth}": counts.held_out_tokens_per_step(NUM_NODES, depth) for depth in depths}
     return {key: by_head[f"{key}_{heads.num_heads}"], **by_head}
+
+
+SECONDS_BETWEEN_PICTURES = 30.0
+
+
+def draw_training(entries: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw held-out top-1 by head and tokens per step against the training tokens seen, to ``path``.
+
+    ``entries`` are those of the metrics file. False, and no picture, where fewer than two evaluations make
+    no curve.
+    """
+    points = [entry for entry in entries if "held_out/loss" in entry and entry.get("num_tokens")]
+    if len(points) < 2:
+        return False
+    has_steps = all("held_out/tokens_per_step" in point for point in points)
+    partial = path.with_name(f".{path.name}.partial.png")
+    with figure_of(partial, path.parent.name, [1.0, 1.0] if has_steps else [1.0]) as axes:
+        _plot_top1(axes[0], points)
+        if has_steps:
+            _plot_tokens_per_step(axes[1], points)
+    os.replace(partial, path)
+    return True
+
+
+def is_stale(path: Path) -> bool:
+    """Whether the picture at ``path`` is missing or half a minute old: drawing takes a moment."""
+    return not path.exists() or time.time() - path.stat().st_mtime > SECONDS_BETWEEN_PICTURES
+
+
+def _plot_top1(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
+    seen = [point["num_tokens"] for point in points]
+    num_heads = sum(key.startswith("held_out/top1_") for key in points[-1])
+    for head in range(1, num_heads + 1):
+        rates = [point[f"held_out/top1_{head}"] for point in points]
+        color = SHADES[min(head - 1, len(SHADES) - 1)]
+        ax.plot(seen, rates, "o-", markersize=3, color=color)
+        ax.annotate(
+            f"head {head}  {rates[-1]:.0%}",
+            (seen[-1], rates[-1]),
+            (6, 0),
+            **beside(color, ha="left", va="center"),
+        )
+    ax.set_title("A head's first guess is right (held out)")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    ax.set_ylim(0, max(0.05, ax.dataLim.y1) * 1.15)
+    _token_axis(ax, seen)
+
+
+def _plot_tokens_per_step(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:
+    seen = [point["num_tokens"] for point in points]
+    values = [point["held_out/tokens_per_step"] for point in points]
+    ax.plot(seen, values, "o-", markersize=3, color=BLUE)
+    ax.annotate(f"{values[-1]:.2f}", (seen[-1], values[-1]), (6, 0), **beside(INK, ha="left", va="center"))
+    ax.set_title(f"Tokens per step, tree of {NUM_NODES} nodes (replayed)")
+    ax.set_ylim(1, 1 + (max(*values, 1.05) - 1) * 1.15)
+    _token_axis(ax, seen)
+
+
+def _token_axis(ax: Any, seen: Sequence[int]) -> None:
+    """Logarithmic: a curve that rises as a line gains as much by every doubling of the data."""
+    from matplotlib.ticker import EngFormatter
+
+    lowest = seen[0] / 1.1
+    highest = seen[-1] * (seen[-1] / lowest) ** 0.4  # two sevenths of the width are for the labels
+    marks = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
+    marks = [mark for mark in marks if lowest <= mark <= seen[-1]]
+    marks = marks if len(marks) > 1 else [seen[0], seen[-1]]
+    ax.set_xscale("log")
+    ax.set_xticks(marks)
+    ax.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))  # 500k, 2M
+    ax.minorticks_off()
+    ax.set_xlim(lowest, highest)
+    ax.set_xlabel("training tokens seen, epochs added up")
+
+
+def calibrated_tree(
+    base: CausalLM,
+    heads: Heads,
+    held_out: Documents,
+    num_nodes: int,
+    states: Sequence[Tensor] | None = None,
+) -> CandidateTree | None:
+    """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
+    is long enough to see every head guess. ``states`` are those of each document, where they are known."""
+    answers = held_out.answers()
+    if not any(sum(row.is_label) > heads.num_heads + 1 for row in answers):
+        return None
+    return calibrate(base, heads.eval(), answers, states=states).best_tree(num_nodes)

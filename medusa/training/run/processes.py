@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers.integrations import unset_hf_deepspeed_config
 
 from medusa.heads.eagle3 import Heads
-from medusa.training.config.options import ConfigurationError, OptimisationOptions, RunOptions
+from medusa.training.config import OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
     """An accelerator for the processes that were launched, with the run's precision; no tracker yet.
 
     Raises:
-        ConfigurationError: the launch asked for what this machine cannot give.
+        ValueError: the launch asked for what this machine cannot give.
     """
     check_launch()
     has_device = torch.accelerator.is_available()
@@ -70,12 +70,12 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
         # are read outside of its forward pass too, and without gradients there is little to shard.
         unset_hf_deepspeed_config()
     if _is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
-        raise ConfigurationError(
+        raise ValueError(
             "the launch asks for FSDP, which accelerate leaves out on "
             f"{accelerator.device.type}; launch with the configuration accelerate_ddp there"
         )
     if accelerator.num_processes != _num_launched():
-        raise ConfigurationError(
+        raise ValueError(
             f"{_num_launched()} processes were launched and {accelerator.num_processes} found each other; on "
             f"CPUs launch with: {ON_CPU}"
         )
@@ -103,8 +103,8 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
     return outcome[0]
 
 
-class Agreement:
-    """Numbers on which the processes have to agree, exchanged between the hosts: no device waits for it."""
+class HostGroup:
+    """All processes of the launch, exchanging numbers between the hosts: no device waits for it."""
 
     def __init__(self, accelerator: Accelerator, timeout_minutes: float):
         self._group = None
@@ -112,7 +112,7 @@ class Agreement:
             timeout = timedelta(minutes=timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
-    def largest(self, *values: float) -> list[float]:
+    def maximum(self, *values: float) -> list[float]:
         """The largest of each number over all processes; all must call it."""
         if self._group is None:
             return list(values)
@@ -157,17 +157,17 @@ class StopSignal:
 
 
 def check_launch() -> None:
-    """Raise ConfigurationError when the launch asked for more processes than there can be."""
+    """Raise ValueError when the launch asked for more processes than there can be."""
     num_local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
     if not _is_set("ACCELERATE_USE_CPU") and 0 < num_devices < num_local:
-        raise ConfigurationError(
+        raise ValueError(
             f"num_processes must not be above the number of devices: the launch starts {num_local} processes "
             f"on a machine with {num_devices}; pass --num_processes {num_devices} to accelerate launch"
         )
     # With --cpu and without mpirun accelerate launch starts one process, however many were asked for, and the
     # address that they would have met at is all that says so.
     if _is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise ConfigurationError(
+        raise ValueError(
             "accelerate launch --cpu starts a single process, whatever --num_processes says; for N processes "
             f"on a CPU launch with: {ON_CPU}"
         )
@@ -230,16 +230,10 @@ def share_of(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroB
     return share + [[] for _ in range(most - len(share))]
 
 
-@contextmanager
-def micro_batch(accelerator: Accelerator, module: nn.Module, is_last: bool) -> Iterator[None]:
+def micro_batch(accelerator: Accelerator, module: nn.Module, is_last: bool) -> AbstractContextManager:
     """Around forward and backward of one micro-batch: gradients travel in the last of a step only."""
     accelerator.sync_gradients = is_last
-    waiting: AbstractContextManager = accelerator.no_sync(module)
-    if is_last:
-        yield
-        return
-    with waiting:
-        yield
+    return nullcontext() if is_last else accelerator.no_sync(module)
 
 
 def whole_number(number: Tensor | float | None, device: torch.device) -> Tensor:

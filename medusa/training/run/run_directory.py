@@ -16,17 +16,26 @@ before it was renamed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import platform
+import shlex
 import shutil
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+import medusa
 from medusa.files import (
     Layout,
     check_writable_target,
@@ -42,8 +51,8 @@ from medusa.files import (
     write_json,
 )
 from medusa.heads.checkpoint import HEADS_LAYOUT, PROVENANCE_FILE
-from medusa.training.config.configuration import TrainingConfiguration, changed_keys
-from medusa.training.config.options import ConfigurationError
+from medusa.training.config import TrainingConfiguration, changed_keys
+from medusa.training.recipes.recipe import RunState
 from medusa.training.run.processes import on_main_process
 
 STATE_FILE = "run.json"
@@ -56,39 +65,6 @@ CHECKPOINTS_LAYOUT = Layout(
     tuple(f"{name}{'/*' * depth}" for name in ("step-*", ".step-*.partial") for depth in (1, 2, 3)),
     lambda directory: all((each / STATE_FILE).exists() for each in directory.glob("step-*")),
 )
-
-
-@dataclass
-class RunState:
-    """Where a run stands."""
-
-    step: int = 0
-    """Optimiser steps done."""
-    epoch: int = 0
-    step_in_epoch: int = 0
-    seconds: float = 0.0
-    """Spent in the training loop, earlier runs that this one resumes included."""
-    num_tokens: int = 0
-    """Tokens of the documents trained on, counted again in every epoch."""
-    window: list[Any] = field(default_factory=list)
-    """The loss sums of all processes since the last log entry."""
-    adapter_steps: int = 0
-    """Optimiser steps in which an adapter was trained too."""
-    num_processes: int = 1
-    micro_batches: int = 0
-    """Of each process in a step; 0 in checkpoints of earlier versions."""
-    sharding: str = ""
-    """How the processes share the heads, in accelerate's words."""
-    documents: str = ""
-    """Digest of the training documents."""
-    most_tokens_per_step: float = 0.0
-    """On held-out documents, of the heads in best/."""
-    remedies: dict[str, Any] = field(default_factory=dict)
-    """The values of :data:`medusa.training.config.configuration.REMEDIES`."""
-    changes: list[str] = field(default_factory=list)
-    """What resumed runs changed of them, and at which step."""
-    files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each other file of the checkpoint."""
 
 
 class RunDirectory:
@@ -125,7 +101,17 @@ class RunDirectory:
                 "--resume auto, which goes on where there is one"
             )
         if resume != "never" and self.config.exists():
-            self._check_same_run(configuration)
+            earlier = self._configuration()
+            if not earlier.keys() >= RUN_KEYS:
+                raise ValueError(
+                    f"{self.config} is not the configuration of a run; bring it back, or choose another "
+                    "output_dir"
+                )
+            if changed := changed_keys(earlier, configuration):
+                raise ValueError(
+                    f"{self.path} holds a run of another configuration, which cannot be resumed with this "
+                    f"one: {'; '.join(changed)}. Change it back, or choose another output_dir"
+                )
             if self.heads.exists() and not self._checkpoints() and not self.is_finished(configuration):
                 raise FileExistsError(
                     f"{self.path} holds the heads of a run and no checkpoint to go on from, so they would be "
@@ -137,13 +123,13 @@ class RunDirectory:
             check_writable_target(self.path)
 
     def _check_shared(self, configuration: TrainingConfiguration) -> None:
-        """Raise ConfigurationError where the directories that runs may share are what this run replaces."""
+        """Raise ValueError where the directories that runs may share are what this run replaces."""
         replaced = [os.path.realpath(each) for each in (self.heads, self.best, self.checkpoints)]
         for name in ("states_dir", "documents_dir"):
             given = getattr(configuration.run, name)
             where = Path(os.path.realpath(given or self.states))
             if where == Path(os.path.realpath(self.path)) or any(map(where.is_relative_to, replaced)):
-                raise ConfigurationError(
+                raise ValueError(
                     f"{name} must be a directory of its own, got {given!r}, where the run in {self.path} "
                     "puts something else; leave it out, or choose another"
                 )
@@ -223,18 +209,25 @@ class RunDirectory:
             file.write(json.dumps(entry) + "\n")
 
     def logged_metrics(self) -> list[dict[str, Any]]:
-        """Every log entry, in the order of writing."""
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
-        return [json.loads(line) for line in lines]
+        """Every whole log entry, in the order of writing; a killed run may leave half a line at the end."""
+        entries = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return entries
 
     def forget_metrics_after(self, step: int, is_over: bool = False) -> None:
         """Drop the log entries that a resumed run writes again: of an evaluation at ``step`` only where the
         run ``is_over`` there, since it then ends with one."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        with replaced_file(self.metrics) as partial:
-            partial.write_text("".join(_entries_until(lines, step, is_over)), encoding="utf-8")
+        with replaced_file(self.metrics) as partial, partial.open("w", encoding="utf-8") as file:
+            for entry in self.logged_metrics():
+                is_evaluation = any(key.startswith("held_out/") for key in entry)
+                if entry["step"] < step or (entry["step"] == step and not (is_over and is_evaluation)):
+                    file.write(json.dumps(entry) + "\n")
 
     def save_checkpoint(self, accelerator: Accelerator, state: RunState, keep: int) -> Path:
         """Write a checkpoint and remove all but the ``keep`` latest; a failed write leaves those there were.
@@ -279,15 +272,26 @@ class RunDirectory:
         """
         latest, damage = on_main_process(accelerator, self._latest_whole)
         state = RunState(**read_json(latest / STATE_FILE))
-        self._check_same_batches(state, now)
-        is_replicated = {state.sharding, now.sharding} <= set(REPLICATED)
-        if state.sharding != now.sharding and not is_replicated:
-            raise ConfigurationError(
+        before, after, replicated = state.num_processes, now.num_processes, set(REPLICATED)
+        per_step, advice = before * state.micro_batches, ""
+        if state.sharding != now.sharding and not {state.sharding, now.sharding} <= replicated:
+            raise ValueError(
                 f"{self.path} holds a run under {state.sharding}, this one is under {now.sharding}, and "
                 "neither reads the checkpoints of the other; launch it with the same accelerate configuration"
             )
+        if per_step % after:
+            advice = f"whose {per_step} micro-batches a step they cannot share evenly; launch {before}"
+        elif per_step != after * now.micro_batches:
+            advice = (
+                "and a step would take other batches than it did; pass --gradient_accumulation_steps "
+                f"{per_step // after}"
+            )
+        elif before != after and now.sharding not in replicated:
+            advice = f"its checkpoints under {now.sharding} are split among {before}; launch as many"
+        if advice:
+            raise ValueError(f"{self.path} holds a run of {before} processes, this one has {after}, {advice}")
         if state.documents != now.documents:
-            raise ConfigurationError(
+            raise ValueError(
                 f"the data is not what it was when the run in {self.path} began, so its batches would be "
                 "others; bring the data back, or start anew with --overwrite"
             )
@@ -297,25 +301,6 @@ class RunDirectory:
         state.remedies = now.remedies
         accelerator.load_state(str(latest))
         return state, damage
-
-    def _check_same_batches(self, state: RunState, now: RunState) -> None:
-        """Raise ConfigurationError when ``now`` takes other micro-batches in a step than the run did."""
-        before, after = state.num_processes, now.num_processes
-        per_step = before * (state.micro_batches or now.micro_batches)
-        if per_step == after * now.micro_batches:
-            if before == after or now.sharding in REPLICATED:
-                return
-            advice = f"its checkpoints under {now.sharding} are split among {before}; launch as many"
-        elif per_step % after == 0:
-            advice = (
-                f"and a step would take other batches than it did; pass --gradient_accumulation_steps "
-                f"{per_step // after}"
-            )
-        else:
-            advice = f"whose {per_step} micro-batches a step they cannot share evenly; launch {before}"
-        raise ConfigurationError(
-            f"{self.path} holds a run of {before} processes, this one has {after}, {advice}"
-        )
 
     def has_checkpoint(self, step: int | None = None) -> bool:
         """Whether there is something to resume, at ``step`` where one is given."""
@@ -330,32 +315,17 @@ class RunDirectory:
 
     def _latest_whole(self) -> tuple[Path, list[str]]:
         """The latest checkpoint whose files are what was written; what is wrong with later ones, which go."""
-        found = self._checkpoints()
-        damage = {path: _damage(path) for path in found}
-        whole = [path for path in found if damage[path] is None]
-        if not whole:
-            raise ConfigurationError(
-                f"no checkpoint in {self.checkpoints} is whole: {'; '.join(filter(None, damage.values()))}. "
-                "Start anew with --overwrite"
-            )
-        later = found[found.index(whole[-1]) + 1 :]
-        for path in later:
-            shutil.rmtree(path)
-        return whole[-1], [f"{damage[path]}; going on from {whole[-1].name}" for path in later]
-
-    def _check_same_run(self, configuration: TrainingConfiguration) -> None:
-        earlier = self._configuration()
-        if not earlier.keys() >= RUN_KEYS:
-            raise ConfigurationError(
-                f"{self.config} is not the configuration of a run; bring it back, or choose another "
-                "output_dir"
-            )
-        changed = changed_keys(earlier, configuration)
-        if changed:
-            raise ConfigurationError(
-                f"{self.path} holds a run of another configuration, which cannot be resumed with this one: "
-                f"{'; '.join(changed)}. Change it back, or choose another output_dir"
-            )
+        damage: dict[Path, str] = {}
+        for path in reversed(self._checkpoints()):
+            if (found := _damage(path)) is None:
+                for later in damage:
+                    shutil.rmtree(later)
+                return path, [f"{each}; going on from {path.name}" for each in reversed(damage.values())]
+            damage[path] = found
+        raise ValueError(
+            f"no checkpoint in {self.checkpoints} is whole: {'; '.join(reversed(damage.values()))}. "
+            "Start anew with --overwrite"
+        )
 
     def _foreign_entries(self, data: Iterable[str]) -> bool:
         """Whether anything is here apart from hidden files and the data files with their companions."""
@@ -368,18 +338,6 @@ class RunDirectory:
 def _is_inside(file: str, directory: Path) -> bool:
     # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
     return os.path.dirname(os.path.realpath(file)) == os.path.realpath(directory)
-
-
-def _entries_until(lines: Iterable[str], step: int, is_over: bool) -> Iterable[str]:
-    """The complete entries that stay; a killed run may leave half a line at the end."""
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        is_repeated = is_over and entry["step"] == step and any(key.startswith("held_out/") for key in entry)
-        if entry["step"] <= step and not is_repeated:
-            yield line
 
 
 def _digests(directory: Path) -> dict[str, str]:
@@ -398,3 +356,61 @@ def _damage(checkpoint: Path) -> str | None:
         if not path.exists() or digest_of(path) != digest:
             return f"{path} is {'cut short or changed' if path.exists() else 'missing'}"
     return None
+
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+
+
+def provenance(
+    configuration: TrainingConfiguration,
+    counts: Mapping[str, int],
+    state: RunState,
+    metrics: Mapping[str, float],
+    is_finished: bool = False,
+) -> dict[str, Any]:
+    """How heads were made: command, configuration, versions, data, measurements. Plain JSON values.
+
+    ``is_finished`` marks a run's result, to which nothing is to be added.
+    """
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "medusa": {"version": medusa.__version__, "commit": _commit(Path(medusa.__file__).parent)},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {"system": platform.platform(), "processor": platform.machine()},
+        "configuration": configuration.as_dict(),
+        "data": dict(counts),
+        "training": {
+            "steps": state.step,
+            "epochs": state.epoch,
+            "tokens": state.num_tokens,
+            "minutes": round(state.seconds / 60, 2),
+            "seconds_per_step": round(state.seconds / max(1, state.step), 4),
+            "changes": list(state.changes),
+            "is_finished": is_finished,
+        },
+        "metrics": dict(metrics),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+@functools.cache
+def _commit(checkout: Path) -> str | None:
+    """The git commit of a checkout, with "-dirty" when files differ from it; None outside of one."""
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

@@ -7,10 +7,12 @@ of targets in the group, is known from the plan, so no process has to ask anothe
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,19 @@ from rich.console import Console
 from torch import Tensor
 
 from medusa.base.causal_lm import output_embedding, switch_length
+from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
-from medusa.training.config.configuration import REMEDIES, TrainingConfiguration
-from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
-from medusa.training.data.documents import Documents, trained_on
-from medusa.training.data.loading import TrainingData
-from medusa.training.data.read_ahead import read_ahead
-from medusa.training.losses.sums import added, as_numbers, from_numbers
-from medusa.training.run.curve import draw_training, is_stale
-from medusa.training.run.metrics import one_line, replayed_metrics
-from medusa.training.run.optimisation import new_optimiser, schedule_of
+from medusa.training.config import REMEDIES, OptimisationOptions, TrainingConfiguration
+from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order, read_ahead
+from medusa.training.data.dataset import Dataset, trained_on
+from medusa.training.losses.fused import added, as_numbers, from_numbers
+from medusa.training.recipes.recipe import Recipe, RunState
+from medusa.training.run.metrics import draw_training, is_stale, one_line, replayed_metrics
 from medusa.training.run.processes import (
     STOPPED,
-    Agreement,
+    HostGroup,
     StopSignal,
     gathered_heads,
     micro_batch,
@@ -44,60 +44,84 @@ from medusa.training.run.processes import (
     split,
     whole_number,
 )
-from medusa.training.run.recipe import Feed, Recipe
-from medusa.training.run.result import provenance, save_result
-from medusa.training.run.run_directory import RunDirectory, RunState
-from medusa.training.run.storing import stored_states
-from medusa.training.states.stored_states import StateFile
+from medusa.training.run.run_directory import RunDirectory, provenance
+from medusa.training.states.feeds import Feed
 from medusa.trees.candidate_tree import CandidateTree
 
 Position = tuple[list[MicroBatch], int, int]
 """A group of micro-batches; the epoch, and the steps done in it, after its step."""
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """A run ends at the first of its limits; the learning rate follows the one that is nearest."""
+
+    total_steps: int | None
+    """Optimiser steps of the whole run; None when only time limits it."""
+    max_seconds: float | None
+    warmup_steps: int
+    final_fraction: float
+    """Where the cosine ends, as a fraction of the peak."""
+
+    @classmethod
+    def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> Schedule:
+        """What ``options`` ask for, given how many steps each epoch, from 0, has."""
+        limits = [] if options.max_steps is None else [options.max_steps]
+        if options.num_epochs is not None:
+            limits.append(sum(steps_in_epoch(epoch) for epoch in range(options.num_epochs)))
+        seconds = None if options.max_minutes is None else 60 * options.max_minutes
+        return cls(min(limits, default=None), seconds, options.warmup_steps, options.final_learning_rate)
+
+    def progress(self, step: int, seconds: float) -> float:
+        """The part of the run that is over, 0 to 1."""
+        of_steps = 0.0 if self.total_steps is None else step / self.total_steps
+        return min(1.0, max(of_steps, 0.0 if self.max_seconds is None else seconds / self.max_seconds))
+
+    def learning_rate_factor(self, step: int, seconds: float) -> float:
+        """Of the peak, for the step after ``step`` ones: a linear rise times a cosine."""
+        rise = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        fall = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
+        return rise * (self.final_fraction + (1 - self.final_fraction) * fall)
+
+
 class Trainer:
     """One run: what is trained, its optimiser, and where the run stands."""
 
-    def __init__(
-        self,
-        configuration: TrainingConfiguration,
-        accelerator: Accelerator,
-        recipe: Recipe,
-        data: TrainingData,
-        console: Console,
-        stored: dict[str, StateFile] | None = None,
-    ):
-        """``stored`` has the hidden states of "training" and "held-out" documents, where they are stored
-        already; the recipe's base then needs no layers.
-
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, data: Dataset, console: Console):
+        """
         Raises:
-            ConfigurationError: this kind of training cannot run as it was launched.
+            ValueError: this kind of training cannot run as it was launched.
         """
         recipe.check_launch(accelerator)
-        self.configuration, self.accelerator, self.console = configuration, accelerator, console
-        self.recipe, self.data = recipe, data
-        self.base, self.heads, self.loss = recipe.base, recipe.heads, recipe.loss
+        configuration = self.configuration = recipe.configuration
+        self.recipe, self.accelerator, self.data, self.console = recipe, accelerator, data, console
+        self.base, self.heads, self.loss = recipe.states.base, recipe.heads, recipe.loss
         self.training = trained_on(data.training, configuration.data)
-        self.stored = stored or {}
         self.run = RunDirectory(configuration.run.output_dir)
-        values = configuration.as_dict()
+        options, values = configuration.optimisation, configuration.as_dict()
         self.state = RunState(
             num_processes=accelerator.num_processes,
-            micro_batches=configuration.optimisation.gradient_accumulation_steps,
+            micro_batches=options.gradient_accumulation_steps,
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
             remedies={key: values[key] for key in REMEDIES},
         )
-        self.agreement = Agreement(accelerator, configuration.run.timeout_minutes)
+        self.hosts = HostGroup(accelerator, configuration.run.timeout_minutes)
         split(accelerator, recipe.split)
-        optimiser = new_optimiser(recipe.parameter_groups(), configuration.optimisation)
-        self.module, self.optimiser = prepare(
-            accelerator, self.loss, optimiser, configuration.optimisation.max_grad_norm
+        optimiser = torch.optim.AdamW(
+            [
+                {"params": [each for each in group if each.requires_grad]}
+                for group in recipe.parameter_groups()
+            ],
+            lr=options.learning_rate,
+            betas=(0.9, options.adam_beta2),
+            weight_decay=options.weight_decay,
         )
+        self.module, self.optimiser = prepare(accelerator, self.loss, optimiser, options.max_grad_norm)
         self.num_scored = recipe.count_targets(self.training)  # (n, K)
-        self.schedule = schedule_of(configuration.optimisation, lambda epoch: len(self._plan(epoch)))
+        self.schedule = Schedule.of(options, lambda epoch: len(self._plan(epoch)))
         self.window = recipe.no_sums(accelerator.device)
-        self.watch = FiniteWatch(accelerator.device)
+        self.watch = FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)
         """Of the last step, before it was clipped."""
         self.seconds_waiting = 0.0
@@ -115,33 +139,27 @@ class Trainer:
         """
         self._begin()
         with memory_advice(self.configuration):
-            return self._train()
+            held_out = self.recipe.feed(self.data.held_out, "held-out")
+            with StopSignal() as stop, ProgressReporter("training", self.console, self._is_main) as line:
+                evaluated, metrics = self._loop(held_out, line, stop)
+            self.watch.check()
+            self.save(self.run.heads, self.gathered_heads(), metrics)  # what comes now may fail
+            if not on_main_process(self.accelerator, lambda: self.run.has_checkpoint(self.state.step)):
+                self.checkpoint()  # from which a longer run goes on
+            return metrics if evaluated == self.state.step else self.evaluate(held_out)
 
-    def _train(self) -> dict[str, float]:
-        training = self.feed(self.training, "training")
-        held_out = self.feed(self.data.held_out, "held-out")
-        with StopSignal() as stop, ProgressReporter("training", self.console, self._is_main) as line:
-            evaluated, metrics = self._loop(training, held_out, line, stop)
-        self.watch.check(self.configuration)
-        self.save(self.run.heads, metrics)  # what comes now may fail
-        if not on_main_process(self.accelerator, lambda: self.run.has_checkpoint(self.state.step)):
-            self.checkpoint()  # from which a longer run goes on
-        return metrics if evaluated == self.state.step else self.evaluate(held_out)
-
-    def _loop(
-        self, training: Feed, held_out: Feed, line: ProgressReporter, stop: StopSignal
-    ) -> tuple[int, dict[str, float]]:
+    def _loop(self, held_out: Feed, line: ProgressReporter, stop: StopSignal) -> tuple[int, dict[str, float]]:
         """Step until a limit is reached: the step of the last evaluation, -1 for none, and its metrics."""
         options, evaluated, metrics = self.configuration.run, -1, dict[str, float]()
         spent_before, began, note = self.state.seconds, time.monotonic(), ""
-        logged = self.state.seconds, self.state.num_tokens
-        checkpointed = self.state.seconds
+        logged, checkpointed = (self.state.seconds, self.state.num_tokens), self.state.seconds
+        training = self.recipe.feed(self.training, "training")
         with stop.deferred():
             for (group, *after), mine in self._ahead(training):
                 self._step(training, group, mine)
                 self.state.epoch, self.state.step_in_epoch = after
                 seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
-                self.state.seconds, is_stopped = self.agreement.largest(seconds, stop.has_come)
+                self.state.seconds, is_stopped = self.hosts.maximum(seconds, stop.has_come)
                 if self._is_due(options.logging_steps):
                     note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
                 if self._is_due(options.evaluation_steps) and not is_stopped:
@@ -161,67 +179,53 @@ class Trainer:
     def evaluate(self, feed: Feed) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
         them would have had; empty when there are none. The heads with most tokens per step are kept."""
-        self.watch.check(self.configuration)
+        self.watch.check()
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.data, switch_length(self.base))
         sums = self.recipe.no_sums(self.accelerator.device)
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
-        for read in self._read_alone(feed, share_of(plan, self.accelerator)):
+        alone = ((None, [batch]) for batch in share_of(plan, self.accelerator))
+        for _, (read,) in read_ahead(alone, feed.collate, self.configuration.run.loader_workers):
             with torch.no_grad():
                 sums = added(sums, self._loss(feed, read, ones)[1])
         at_most = self.configuration.run.replayed_documents
         heads, states = (self.gathered_heads(), self.held_out_states(at_most)) if at_most else (None, None)
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most, states)
-        metrics = self._record("held_out", sums, **replayed, num_tokens=self.state.num_tokens)
-        if heads is not None and self.state.step:
-            self._keep_best(heads, metrics | replayed)
+        metrics = self._record("held_out", sums, **replayed, num_tokens=self.state.num_tokens) | replayed
+        tokens_per_step = replayed.get("held_out/tokens_per_step", 0.0)
+        if self.state.step and tokens_per_step > self.state.most_tokens_per_step:
+            self.state.most_tokens_per_step = tokens_per_step
+            self.save(self.run.best, heads, metrics)
         if self._is_main and is_stale(self.run.picture):
             draw_training(self.run.logged_metrics(), self.run.picture)
-        return metrics | replayed
-
-    def _keep_best(self, heads: Heads, metrics: dict[str, float]) -> None:
-        tokens_per_step = metrics.get("held_out/tokens_per_step", 0.0)
-        if tokens_per_step > self.state.most_tokens_per_step:
-            self.state.most_tokens_per_step = tokens_per_step
-            self._write(self.run.best, heads, metrics)
+        return metrics
 
     def save(
         self,
         directory: Path,
+        heads: Heads | None,
         metrics: dict[str, float],
         tree: CandidateTree | None = None,
         is_finished: bool = False,
     ) -> None:
-        """Write the heads as they are now, with ``tree`` and ``metrics``; all processes must call it.
+        """Write the heads directory, in place of an earlier one, with ``tree`` and ``metrics``; nothing where
+        ``heads`` are None, as :meth:`gathered_heads` are on all processes but one.
 
         ``is_finished`` says that they are the run's result, to which nothing is to be added.
 
         Raises:
             OSError: the disk refused; what was in ``directory`` is untouched.
         """
-        heads = self.gathered_heads()
-        if heads is not None:
-            self._write(directory, heads, metrics, tree, is_finished)
-
-    def _write(
-        self,
-        directory: Path,
-        heads: Heads,
-        metrics: dict[str, float],
-        tree: CandidateTree | None = None,
-        is_finished: bool = False,
-    ) -> None:
-        record = provenance(self.configuration, self.data.counts, self.state, metrics, is_finished)
-        made_for = (self.recipe.adapter(), BaseFingerprint.of(self.base))
-        save_result(directory, heads, self.configuration.base.base, tree, record, *made_for)
-
-    def feed(self, documents: Documents, name: str) -> Feed:
-        """What the loss reads of ``documents``, whose hidden states are stored under ``name`` if at all."""
-        if not self.configuration.optimisation.cache_hidden_states or not len(documents):
-            return self.recipe.feed(documents, None)
-        if name not in self.stored:
-            to_store = (self.base, lambda: self.recipe.live, documents, name, self.console)
-            self.stored[name] = stored_states(self.configuration, self.accelerator, *to_store)
-        return self.recipe.feed(documents, self.stored[name])
+        if heads is None:
+            return
+        checkpoint = HeadsCheckpoint(
+            heads,
+            self.configuration.base.base,
+            tree,
+            provenance(self.configuration, self.data.counts, self.state, metrics, is_finished),
+            adapter=self.recipe.adapter(),
+            fingerprint=BaseFingerprint.of(self.base),
+        )
+        save_heads(checkpoint, directory, overwrite=True)
 
     def held_out_states(self, at_most: int | None = None) -> Sequence[Tensor] | None:
         """The states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or all, on the main
@@ -229,17 +233,13 @@ class Trainer:
 
         None where its base can be run alone. All processes must call it.
         """
-        held_out, live = self.data.held_out, self.recipe.live
-        indices = range(len(held_out))[:at_most]
-        if (stored := self.stored.get("held-out")) is not None:
-            return [stored.row(index) for index in indices] if self._is_main else None
-        if live.base is self.base:
+        states, held_out = self.recipe.states, self.data.held_out
+        if states.live.base is self.base and "held-out" not in states.stored:
             return None
-        states = []
-        for index in indices if self._is_main or not live.needs_all else ():
-            states.append(live.of(collate(held_out, [[index]]), self.heads.reads_layers)[0].cpu())
-        live.finish()
-        return states
+        indices, layers = range(len(held_out))[:at_most] if self._is_main else (), self.heads.reads_layers
+        found = [states.of_document(held_out, "held-out", index, layers).cpu() for index in indices]
+        states.live.finish()
+        return found
 
     def checkpoint(self) -> None:
         """Write everything that a resumed run needs to go on as if it had not stopped.
@@ -247,7 +247,7 @@ class Trainer:
         Raises:
             OSError: the disk refused; earlier checkpoints are untouched.
         """
-        self.watch.check(self.configuration)
+        self.watch.check()
         self.state.window = as_numbers(self.accelerator.reduce(self.window, "sum"))
         self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
 
@@ -265,11 +265,11 @@ class Trainer:
 
     def _begin(self) -> None:
         """Go on from the latest checkpoint where that is asked for and there is one."""
-        resume = self.configuration.run.resume
         # What drops out of an adapter; a checkpoint has the state to go on with.
         torch.manual_seed(self.configuration.data.seed + self.accelerator.process_index)
         # One process looks: on a shared file system the others may see the directory as it was.
-        if resume != "never" and on_main_process(self.accelerator, self.run.has_checkpoint):
+        may_resume = self.configuration.run.resume != "never"
+        if may_resume and on_main_process(self.accelerator, self.run.has_checkpoint):
             self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
             for each in (*damage, *self.state.changes, f"resumed at step {self.state.step}"):
                 self.console.print(each, soft_wrap=True)
@@ -281,13 +281,14 @@ class Trainer:
 
     def _step(self, feed: Feed, group: list[MicroBatch], mine: list[Callable[[], Any]]) -> None:
         """One optimisation step on a group of micro-batches, of which this process reads ``mine``."""
+        state, device = self.state, self.accelerator.device
         documents = [index for batch in group for row in batch for index in row]
-        num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(self.accelerator.device)
-        total = torch.zeros((), device=self.accelerator.device)
-        factor = self.schedule.learning_rate_factor(self.state.step, self.state.seconds)
+        num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(device)
+        total = torch.zeros((), device=device)
+        factor = self.schedule.learning_rate_factor(state.step, state.seconds)
+        state.progress = self._progress
         peak = self.configuration.optimisation.learning_rate * factor
-        note = self.recipe.begin_step(self.optimiser, peak, self._progress, self.state)
-        if note is not None:
+        if (note := self.recipe.begin_step(self.optimiser, peak, state)) is not None:
             self.console.print(note, soft_wrap=True)
         for number, read in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
@@ -295,40 +296,30 @@ class Trainer:
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
             self.window = added(self.window, sums)
-        norm = self.accelerator.clip_grad_norm_(
-            self.module.parameters(), self.configuration.optimisation.max_grad_norm
-        )
-        self.gradient_norm = whole_number(norm, total.device)
-        total += self.gradient_norm
+        most = self.configuration.optimisation.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), most)
+        self.gradient_norm = whole_number(norm, device)
         self.optimiser.step()
         self.optimiser.zero_grad()
-        self.state.step += 1
-        self.state.num_tokens += int(self.training.lengths[documents].sum())
-        self.watch.see(self.state.step, total)
+        state.step += 1
+        state.num_tokens += int(self.training.lengths[documents].sum())
+        self.watch.see(state.step, total + self.gradient_norm)
 
-    def _loss(
-        self, feed: Feed, read: Callable[[], Any], num_scored: torch.Tensor
-    ) -> tuple[torch.Tensor, Any]:
-        """The loss () of a micro-batch and its sums; ``read`` waits until it is read."""
+    def _loss(self, feed: Feed, read: Callable[[], Any], num_scored: Tensor) -> tuple[Tensor, Any]:
+        """The loss () of a micro-batch and its sums; ``read`` waits until it is collated."""
         began = time.monotonic()
-        has_come = read()
+        collated = read()
         self.seconds_waiting += time.monotonic() - began
         with self.accelerator.autocast():  # base and loss, whatever wraps the loss
-            given = feed.given(has_come)
+            given = feed.complete(*collated)
             return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
 
     def _ahead(self, feed: Feed) -> Iterator[tuple[Position, list[Callable[[], Any]]]]:
         """The groups that remain until the schedule is over, and this process's part of each."""
         groups = ((each, share_of(each[0], self.accelerator)) for each in self._groups())
-        with closing(read_ahead(groups, feed.read, self.configuration.run.loader_workers)) as coming:
+        with closing(read_ahead(groups, feed.collate, self.configuration.run.loader_workers)) as coming:
             while self._progress < 1:
                 yield next(coming)
-
-    def _read_alone(self, feed: Feed, batches: list[MicroBatch]) -> Iterator[Callable[[], Any]]:
-        """``batches``, which are being read."""
-        groups = ((None, [batch]) for batch in batches)
-        for _, (read,) in read_ahead(groups, feed.read, self.configuration.run.loader_workers):
-            yield read
 
     def _groups(self) -> Iterator[Position]:
         """The groups from where the run stands on, without end."""
@@ -347,7 +338,7 @@ class Trainer:
 
     def _log(self, seconds_before: float, tokens_before: int) -> str:
         """Record what was summed since then and empty the window; a note for the progress line."""
-        self.watch.check(self.configuration)
+        self.watch.check()
         seconds, tokens = self.state.seconds - seconds_before, self.state.num_tokens - tokens_before
         metrics = self._record(
             "train",
@@ -367,10 +358,9 @@ class Trainer:
 
     def _record(self, name: str, sums: Any, **beside: float) -> dict[str, float]:
         """Metrics of the sums of all processes, to the tracker and the metrics file."""
-        sums = self.accelerator.reduce(sums, "sum")
-        metrics = self.recipe.metrics(name, sums)
+        metrics = self.accelerator.reduce(sums, "sum").metrics(name)
         self.accelerator.log({**metrics, **beside}, step=self.state.step)
-        if self.accelerator.is_main_process and metrics:
+        if self._is_main and metrics:
             self.run.append_metrics({"step": self.state.step, **metrics, **beside})
         return metrics
 
@@ -399,8 +389,8 @@ def memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
     to lower."""
     try:
         yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
+    except RuntimeError as error:  # on a CPU PyTorch says what it is in words only
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise MemoryError(
             "there is not enough memory: lower tokens_per_batch (it is "
@@ -409,28 +399,23 @@ def memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
         ) from error
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch found no memory; on a CPU it says so in words only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 class FiniteWatch:
     """Remembers the first step whose numbers were not finite, without asking the device at every step."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, learning_rate: float):
         self._bad_step = torch.zeros((), dtype=torch.long, device=device)
+        self._learning_rate = learning_rate
 
-    def see(self, step: int, number: torch.Tensor) -> None:
+    def see(self, step: int, number: Tensor) -> None:
         """``number`` () belongs to ``step``, counted from 1."""
         is_first = ~torch.isfinite(number) & (self._bad_step == 0)
         self._bad_step = torch.where(is_first, step, self._bad_step)
 
-    def check(self, configuration: TrainingConfiguration) -> None:
+    def check(self) -> None:
         """Raise FloatingPointError when a number seen was not finite; waits for the device."""
-        step = int(self._bad_step)
-        if step:
+        if step := int(self._bad_step):
             raise FloatingPointError(
                 f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
-                f"{configuration.optimisation.learning_rate}), or train with precision=fp32 and "
-                "base_dtype=float32; --resume takes such changes"
+                f"{self._learning_rate}), or train with precision=fp32 and base_dtype=float32; --resume "
+                "takes such changes"
             )

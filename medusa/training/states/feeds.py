@@ -1,9 +1,10 @@
-"""What losses read of a micro-batch: hidden states from the base, or from shards that were written once."""
+"""What losses read of a micro-batch: tokens, and the base's hidden states, computed now or stored before."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,121 +12,84 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
 from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, one_token
-from medusa.training.data.documents import Documents
-from medusa.training.losses.alignment import Alignment, align
-from medusa.training.states.live import LiveStates, states_width
-from medusa.training.states.stored_states import StateFile
-
-
-class ReadBatch(NamedTuple):
-    """What can be had of a micro-batch without the base, on the CPU."""
-
-    padded: PaddedBatch | None
-    """None of an empty micro-batch, and where nothing but states is read."""
-    states: Tensor | None
-    """None where the base computes them."""
-    alignment: Alignment
+from medusa.training.data.dataset import Documents
+from medusa.training.losses.targets import Alignment
+from medusa.training.states.base import LiveStates
+from medusa.training.states.stored import StoredStates
 
 
 @dataclass(frozen=True)
-class StateFeed:
-    """States (P, (1 + L) * D), with those of L layers where heads fuse them, and the alignment with them."""
+class BaseStates:
+    """The base model of a run, and where its hidden states come from."""
 
     base: CausalLM
-    documents: Documents
-    num_heads: int
-    column_of: Tensor | None = None
-    layers: tuple[int, ...] = ()
-    stored: StateFile | None = None
-    live: LiveStates | None = None
-    """What computes states that are not stored; ``base`` itself by default."""
+    """All that training reads beside states: without decoder layers where others compute these."""
+    live: LiveStates
+    stored: Mapping[str, StoredStates] = field(default_factory=dict)
+    """Of the "training" and the "held-out" documents, where they are stored."""
 
-    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Alignment]:
-        """On the base's device. An empty batch has no states and no targets."""
-        return self.given(self.read(batch))
+    @classmethod
+    def of(cls, base: CausalLM) -> BaseStates:
+        """Those of a base that this process runs alone."""
+        return cls(base, LiveStates(base))
 
-    def read(self, batch: MicroBatch) -> ReadBatch:
-        """What any thread can do beforehand."""
-        if not batch:
-            nothing = torch.zeros(0, dtype=torch.long)
-            return ReadBatch(None, None, align(nothing, nothing.bool(), nothing, self.num_heads))
-        if self.stored is not None:
-            return self._from_file(self.stored, batch)
-        padded = collate(self.documents, batch)
-        return ReadBatch(padded, None, padded.aligned(self.num_heads, self.column_of))
-
-    def given(self, read: ReadBatch) -> tuple[Tensor, Alignment]:
-        """What only the base can do."""
-        device, size, states = self.base.device, states_width(self.base, self.layers), read.states
-        if self.stored is None:
-            states = (self.live or LiveStates(self.base))(read.padded, self.layers)
-        if states is None:
-            states = torch.zeros(0, size)
-        return states.reshape(-1, size).to(device), read.alignment.to(device)
-
-    def _from_file(self, stored: StateFile, batch: MicroBatch) -> ReadBatch:
-        indices = [index for row in batch for index in row]
-        spans = [stored.span(index) for index in indices]
-        needed = torch.from_numpy(np.concatenate([stored.needed[span] for span in spans]))
-        alignment = align(
-            torch.from_numpy(np.concatenate([self.documents.tokens[span] for span in spans])).long(),
-            torch.from_numpy(np.concatenate([self.documents.is_label[span] for span in spans])),
-            torch.cat([torch.arange(span.stop - span.start) for span in spans]),
-            self.num_heads,
-            self.column_of,
-            state_of=needed.cumsum(0) - 1,
-        )
-        return ReadBatch(None, stored.of(indices), alignment)
+    def of_document(self, documents: Documents, name: str, index: int, layers: tuple[int, ...]) -> Tensor:
+        """The states (T, (1 + L) * D) of one of the ``documents`` that are called ``name``; stored ones are
+        zeros where none are kept."""
+        if (stored := self.stored.get(name)) is not None:
+            return stored.row(index)
+        return self.live(collate(documents, [[index]]), layers)[0]
 
 
-class FeatureBatch(NamedTuple):
-    """Whole rows of a micro-batch, as heads with a causal layer read them."""
+class StateBatch(NamedTuple):
+    """Rows of a micro-batch, as heads read them."""
 
-    hidden: Tensor  # (B, T, (1 + L) * D)
+    hidden: Tensor  # (B, T, (1 + L) * D); zeros where no state is kept
     next_tokens: Tensor  # (B, T) long; the token after each
     positions: Tensor  # (B, T) long; from 0 at the start of each document
 
 
 @dataclass(frozen=True)
-class FeatureFeed:
-    """What heads with a causal layer read: whole rows, since its entries attend to all before them."""
+class Feed:
+    """Gives what a loss reads of micro-batches of ``documents``, in two steps: :meth:`collate` needs no base,
+    and any thread can do it ahead; :meth:`complete` runs where the base is."""
 
-    base: CausalLM
+    states: BaseStates
     documents: Documents
+    name: str
+    """Under which their states are stored, if at all."""
     num_heads: int
     column_of: Tensor | None = None
+    """(V,) long, each token's logits column; None: the token id."""
     layers: tuple[int, ...] = ()
-    stored: StateFile | None = None
-    """Of the states of all positions up to the last that predicts a label."""
-    live: LiveStates | None = None
-    """What computes states that are not stored; ``base`` itself by default."""
+    """Whose states heads fuse with the last."""
 
-    def __call__(self, batch: MicroBatch) -> tuple[FeatureBatch, Alignment]:
-        """Rows and their alignment, on the base's device. An empty batch has one token and no targets."""
-        return self.given(self.read(batch))
+    def __call__(self, batch: MicroBatch) -> tuple[Any, Alignment]:
+        """What the loss reads, and the alignment with it, which counts the B * T positions row by row; on the
+        base's device. An empty micro-batch is one token without targets."""
+        return self.complete(*self.collate(batch))
 
-    def read(self, batch: MicroBatch) -> ReadBatch:
-        """What any thread can do beforehand."""
+    def collate(self, batch: MicroBatch) -> tuple[PaddedBatch, Any, Alignment]:
+        """The padded rows, their stored states if any, and their alignment; on the CPU."""
         padded = collate(self.documents, batch) if batch else one_token()
-        states = None if self.stored is None else self._from_file(self.stored, batch, padded)
-        return ReadBatch(padded, states, padded.aligned(self.num_heads, self.column_of))
+        stored = self.states.stored.get(self.name)
+        hidden = None if stored is None else _padded_states(stored, batch, padded)
+        return padded, hidden, padded.aligned(self.num_heads, self.column_of)
 
-    def given(self, read: ReadBatch) -> tuple[FeatureBatch, Alignment]:
-        """What only the base can do."""
-        device, padded, hidden = self.base.device, read.padded, read.states
-        assert padded is not None
-        # What a row's last entry joins is never read.
-        following = padded.input_ids.roll(-1, dims=1).to(device)
+    def complete(self, padded: PaddedBatch, hidden: Any, alignment: Alignment) -> tuple[Any, Alignment]:
+        base = self.states.base
         if hidden is None:
-            hidden = (self.live or LiveStates(self.base)).of(padded, self.layers)
-        hidden = hidden.to(device, self.base.dtype)
-        rows = FeatureBatch(hidden, following, padded.positions.to(device))
-        return rows, read.alignment.to(device)
+            hidden = self.states.live(padded, self.layers)
+        # What a row's last state joins is never read.
+        following = padded.input_ids.roll(-1, dims=1).to(base.device)
+        rows = StateBatch(hidden.to(base.device, base.dtype), following, padded.positions.to(base.device))
+        return rows, alignment.to(base.device)
 
-    def _from_file(self, stored: StateFile, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
-        """The states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
-        states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
-        for row, indices in zip(states, batch, strict=False):
-            needed = np.concatenate([stored.needed[stored.span(index)] for index in indices])
-            row[: len(needed)][torch.from_numpy(needed)] = stored.of(indices)
-        return states
+
+def _padded_states(stored: StoredStates, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
+    """The stored states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
+    states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
+    for row, indices in zip(states, batch, strict=False):
+        needed = np.concatenate([stored.needed[stored.span(index)] for index in indices])
+        row[: len(needed)][torch.from_numpy(needed)] = stored.of(indices)
+    return states

@@ -23,14 +23,13 @@ import hashlib
 import json
 import os
 import struct
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -63,7 +62,7 @@ class StatesDirectory:
         self.size: int = self.header["width"]
         self.ends: list[int] = self.header["shards"]
         self._digest = hashlib.sha256(json.dumps(self.header, sort_keys=True).encode()).hexdigest()
-        self._opened: dict[int, tuple[np.ndarray, bool]] = {}
+        self._opened: dict[int, tuple[Any, bool]] = {}
 
     @classmethod
     def read(cls, directory: Path) -> tuple[StatesDirectory, np.ndarray]:
@@ -73,10 +72,10 @@ class StatesDirectory:
             FileNotFoundError, ValueError: the directory is none of states.
         """
         header = read_json(directory / MANIFEST)
-        documents = load_file(directory / "documents.safetensors")
+        documents = load_file(directory / DOCUMENTS_FILE)
         if digest_of_documents(*(documents[name].numpy() for name in DOCUMENTS)) != header["documents"]:
             raise ValueError(
-                f"{directory / 'documents.safetensors'} is not what manifest.json is of; delete {directory} "
+                f"{directory / DOCUMENTS_FILE} is not what manifest.json is of; delete {directory} "
                 "and give the training command again"
             )
         starts, needed = documents["starts"].numpy(), documents["is_needed"].numpy()
@@ -172,28 +171,20 @@ class StatesDirectory:
 
     def is_normed(self, shard: int) -> bool:
         """Whether the first D numbers of a shard's states are what the output embedding reads."""
-        return self._read(shard)[1]
+        return self._opened_shard(shard)[1]
 
     def damage(self, shard: int) -> str | None:
         """What is wrong with a shard, in words."""
-        path, size = self.path(shard), self.num_states(shard) * self.size * self.dtype.itemsize
-        if not path.exists():
+        if not self.path(shard).exists():
             return "is not there"
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not length or path.stat().st_size != 8 + length + size:
-                return "is cut short, or no shard of these states"
-            header = file.read(length)
         try:
-            metadata = json.loads(header)["__metadata__"]
-        except (ValueError, KeyError):
-            return "is damaged: its header cannot be read"
+            with safe_open(self.path(shard), "pt") as file:
+                metadata, states = file.metadata() or {}, file.get_tensor("states")
+        except SafetensorError as error:
+            return f"is cut short or damaged ({error})"
         if metadata.get("manifest") != self._digest:
             return "belongs to other states than those of manifest.json"
-        if metadata.get("sha256") != hashlib.sha256(self._mapped(shard)[0].data).hexdigest():
-            return "has other bytes than were written"
-        return None
+        return None if metadata.get("sha256") == _checksum(states) else "has other bytes than were written"
 
     def of(self, indices: Iterable[int]) -> Tensor:
         """The kept states (P, (1 + L) * D) of the documents at ``indices``, one after the other."""
@@ -214,31 +205,25 @@ class StatesDirectory:
         return int(self.first[self.starts[self.ends[shard - 1]]]) if shard else 0
 
     def _of(self, index: int) -> Tensor:
-        shard = int(np.searchsorted(self.ends, index, side="right"))
-        (bits, is_normed), span, begin = self._read(shard), self.span(index), self._first_state(shard)
-        kept = np.array(bits[self.first[span.start] - begin : self.first[span.stop] - begin])
-        states = torch.from_numpy(kept).view(self.dtype)
+        shard, span = int(np.searchsorted(self.ends, index, side="right")), self.span(index)
+        begin, end = self.first[[span.start, span.stop]] - self._first_state(shard)
+        if begin == end:
+            return torch.zeros(0, self.size, dtype=self.dtype)
+        mapped, is_normed = self._opened_shard(shard)
+        states = mapped[int(begin) : int(end)]
         if is_normed:
             return states
         assert self.norm is not None, "states before the norm need the base's"
         last, below = states.tensor_split([self.size // (1 + len(self.header["layers"]))], dim=-1)
         return torch.cat([self.norm(last.float()).to(self.dtype), below], dim=-1)
 
-    def _read(self, shard: int) -> tuple[np.ndarray, bool]:
+    def _opened_shard(self, shard: int) -> tuple[Any, bool]:
+        """The states of a whole shard, of which slices are read, and whether they are normed."""
         if shard not in self._opened:
-            self._opened[shard] = self._mapped(shard)
+            file = safe_open(self.path(shard), "pt")
+            is_normed = file.metadata()["last_state"] == "normed"
+            self._opened[shard] = file.get_slice("states"), is_normed
         return self._opened[shard]
-
-    def _mapped(self, shard: int) -> tuple[np.ndarray, bool]:
-        """The states of a whole shard as bits, (P, (1 + L) * D), and whether they are normed."""
-        with self.path(shard).open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            metadata = json.loads(file.read(length))["__metadata__"]
-        shape, is_normed = (self.num_states(shard), self.size), metadata.get("last_state") == "normed"
-        if not shape[0]:
-            return np.zeros(shape, _storage(self.dtype)), is_normed
-        bits = np.memmap(self.path(shard), _storage(self.dtype), mode="r", offset=8 + length, shape=shape)
-        return bits, is_normed
 
 
 DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")
@@ -273,19 +258,17 @@ def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
 def digest_of_weights(directory: Path) -> str | None:
     """A hash of the weight files in ``directory``; None where there are none.
 
-    Of safetensors and PyTorch files the first and the last bytes of every tensor are read and some between;
-    small tensors, and files of other kinds, are read whole.
+    Of safetensors files the header, and the first and the last bytes of every tensor are read, and some
+    between; small tensors, and files of other kinds, are read whole.
 
     Raises:
         ValueError: a file is damaged.
     """
     for pattern in ("*.safetensors", "*.bin", "*.gguf"):
         if files := sorted(directory.glob(pattern)):
-            return f"files {_of_files(files)}"
-    return None
-
-
-def _of_files(files: Iterable[Path]) -> str:
+            break
+    else:
+        return None
     found = hashlib.sha256()
     for path in files:
         found.update(f"{path.name} {path.stat().st_size}".encode())
@@ -294,29 +277,23 @@ def _of_files(files: Iterable[Path]) -> str:
                 for block in _blocks(start, end):
                     file.seek(block)
                     found.update(file.read(min(BLOCK, end - block)))
-    return found.hexdigest()
+    return f"files {found.hexdigest()}"
 
 
 def _spans(path: Path) -> list[tuple[int, int]]:
-    """Where the header and each tensor of a file begin and end."""
-    size = path.stat().st_size
-    try:
-        if path.suffix == ".safetensors":
+    """Where what is to be read of begins and ends: the header and each tensor, or each block."""
+    whole, tensors = path.stat().st_size, list[tuple[int, int]]()
+    if path.suffix == ".safetensors":
+        try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            places = [each["data_offsets"] for each in header.values()]
-            return [(each, each + BLOCK) for each in range(0, 8 + length, BLOCK)] + [
-                (8 + length + start, 8 + length + end) for start, end in places
-            ]
-        if zipfile.is_zipfile(path):  # entries are stored, each behind a header of its own
-            with zipfile.ZipFile(path) as archive:
-                starts = sorted(each.header_offset for each in archive.infolist())
-            return list(pairwise([*starts, size]))
-    except (struct.error, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged or cut short ({error}); get it again") from error
-    return [(each, min(each + BLOCK, size)) for each in range(0, size, BLOCK)]
+            whole = 8 + length
+            places = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
+            tensors = [(whole + start, whole + end) for start, end in places]
+        except (struct.error, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is damaged or cut short ({error}); get it again") from error
+    return [(each, min(each + BLOCK, whole)) for each in range(0, whole, BLOCK)] + tensors
 
 
 def _blocks(start: int, end: int) -> Iterable[int]:
@@ -328,8 +305,3 @@ def _blocks(start: int, end: int) -> Iterable[int]:
 
 def _checksum(states: Tensor) -> str:
     return hashlib.sha256(states.view(torch.uint8).numpy().data if len(states) else b"").hexdigest()
-
-
-def _storage(dtype: torch.dtype) -> type[np.generic]:
-    """numpy has no bfloat16: states are read as bits."""
-    return np.int32 if dtype.itemsize == 4 else np.int16

@@ -16,17 +16,21 @@ from medusa.engine.int8 import missing_for_int8
 from medusa.files import read_json
 from medusa.prompts import read_prompts
 from medusa.training.distillation import answering
-from medusa.training.distillation.answer_file import AnswerFile, configuration_path
 from medusa.training.distillation.answering import (
     Conversation,
     EndpointAnswerer,
     LocalAnswerer,
-    Refusal,
-    Reply,
     question_frame,
 )
-from medusa.training.distillation.distill import TimeLimit, distill, prompt_free, unanswered
-from medusa.training.distillation.endpoint import ChatEndpoint
+from medusa.training.distillation.distill import (
+    AnswerFile,
+    TimeLimit,
+    configuration_path,
+    distill,
+    prompt_free,
+    unanswered,
+)
+from medusa.training.distillation.endpoint import ChatEndpoint, Refusal, Reply
 
 MAX_NEW_TOKENS = 12
 
@@ -110,8 +114,14 @@ def test_later_turns_are_asked_after_the_model_has_answered(tmp_path):
         assert {message["role"] for message in given} == {"assistant"}
 
 
+FINE = {"role": "assistant", "content": "fine"}
+
+
 def test_a_conversation_takes_replies_in_turn_and_ends_at_a_cut_one():
-    whole, cut = Reply("fine", was_cut=False, num_tokens=1), Reply("fi", was_cut=True, num_tokens=1)
+    whole, cut = (
+        Reply(FINE, was_cut=False, num_tokens=1),
+        Reply({**FINE, "content": "fi"}, was_cut=True, num_tokens=1),
+    )
     conversation = Conversation(0, [{"role": "user", "content": "a"}])
     conversation.later_turns.extend(["b", "c"])
     assert conversation.receive(whole)
@@ -124,7 +134,7 @@ def test_a_conversation_takes_replies_in_turn_and_ends_at_a_cut_one():
 def test_a_turn_that_gets_no_answer_is_taken_back():
     conversation = Conversation(0, [{"role": "user", "content": "a"}])
     conversation.later_turns.append("b")
-    conversation.receive(Reply("fine", was_cut=False, num_tokens=1))
+    conversation.receive(Reply(FINE, was_cut=False, num_tokens=1))
     assert not conversation.receive(Refusal("too long"))
     assert [m["content"] for m in conversation.messages] == ["a", "fine"]
     assert conversation.num_answers == 1
@@ -276,7 +286,10 @@ def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path,
     assert len(read_rows(output)) == 7
     assert read_json(configuration_path(output))["engine"] == "int8"
     assert main(["distill", *command, "--engine", "eager"]) == 1
-    assert "was made with engine='int8' (now None)" in capsys.readouterr().err.replace("\n", " ")
+    assert (
+        "was made with another configuration: engine was 'int8' and is None"
+        in capsys.readouterr().err.replace("\n", " ")
+    )
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.main import main
 from medusa.engine.int8 import has_int8_products
 from medusa.heads.checkpoint import weights_digest
-from medusa.training.config.options import DataOptions
-from medusa.training.data.held_out import held_out_answers
-from medusa.training.data.loading import load_data
+from medusa.training.config import DataOptions
+from medusa.training.data.loading import held_out_answers, load_data
 
 TALK = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one, two"}]
 PROMPTS = [
@@ -233,7 +232,7 @@ def test_held_out_conversations_are_those_of_the_training_runs(tmp_path):
     ]
     assert sum(sum(row.is_label) for row in found) == data.held_out.num_labels > 0
     other = {**record, "configuration": {**record["configuration"], "seed": 7, "packing": True}}
-    with pytest.raises(ValueError, match="'a' and 'b' held out other conversations: seed was 0 and 7"):
+    with pytest.raises(ValueError, match="'a' and 'b' held out other conversations: seed was 0 and is 7"):
         held_out_answers({"a": record, "b": other}, chat_tokenizer())
     with pytest.raises(ValueError, match="the heads 'b' do not say what they were trained on"):
         held_out_answers({"a": record, "b": {}}, chat_tokenizer())

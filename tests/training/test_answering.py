@@ -1,10 +1,20 @@
+"""Answers that repeat themselves are cut, unless that is turned off."""
+
+from __future__ import annotations
+
 import json
+from collections import deque
 
 import pytest
+import torch
 from fake_endpoint import fake_endpoints
+from tiny_chat import chat_base, chat_tokenizer
 
+from medusa.model import MedusaModel
 from medusa.training.distillation import endpoint as endpoint_module
-from medusa.training.distillation.endpoint import ChatEndpoint, RefusedPrompt
+from medusa.training.distillation.answering import Conversation, LocalAnswerer, repeated_tail
+from medusa.training.distillation.distill import AnswerFile, configuration_path
+from medusa.training.distillation.endpoint import ChatEndpoint, Refusal
 
 
 @pytest.fixture
@@ -20,7 +30,7 @@ def ask(endpoint, text="hi"):
 def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
     fake = serve()
     reply = ask(ChatEndpoint(fake.url + "/", "tiny", api_key="secret"))
-    assert (reply.message["content"], reply.finish_reason, reply.num_tokens) == ("you said hi", "stop", 3)
+    assert (reply.message["content"], reply.was_cut, reply.num_tokens) == ("you said hi", False, 3)
     (path, request), (key,) = fake.requests[0], fake.keys
     assert path == "/v1/chat/completions"
     assert key == "Bearer secret"
@@ -50,14 +60,14 @@ def test_an_endpoint_that_stays_away_is_given_up_with_its_last_words(serve):
 
 def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
     fake = serve()
-    with pytest.raises(RefusedPrompt, match=r"HTTP 400: .*says no"):
+    with pytest.raises(Refusal, match=r"HTTP 400: .*says no"):
         ask(ChatEndpoint(fake.url, "tiny"), "REFUSE")
     assert len(fake.requests) == 1
 
 
 def test_an_endpoint_that_speaks_another_language_is_named(serve):
     fake = serve(body={"text": "hello"})
-    with pytest.raises(RefusedPrompt, match="did not answer as an OpenAI-compatible chat server does"):
+    with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
         ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
     assert len(fake.requests) == 3
     with pytest.raises(ValueError, match="must start with http"):
@@ -149,13 +159,13 @@ def call_of(arguments):
 )
 def test_an_answer_that_cannot_be_kept_refuses_its_prompt_alone(serve, raw):
     fake = serve(raw=raw.encode())
-    with pytest.raises(RefusedPrompt, match="did not answer as an OpenAI-compatible chat server does"):
+    with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
         ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
 
 
 def test_a_body_that_cannot_be_unpacked_refuses_its_prompt_alone(serve):
     fake = serve(raw=b"no gzip", headers={"Content-Encoding": "gzip"})
-    with pytest.raises(RefusedPrompt, match="sent a body that cannot be unpacked"):
+    with pytest.raises(Refusal, match="sent a body that cannot be unpacked"):
         ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
     assert len(fake.requests) == 2
 
@@ -179,3 +189,88 @@ def test_a_long_wait_is_bounded_and_told(serve, monkeypatch, asked):
     assert said == (
         [f"{fake.url}/chat/completions asks to wait 3600 s; waiting 20 s"] if asked == "3600" else []
     )
+
+
+def test_a_very_long_torn_line_is_cut_and_nothing_else(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with AnswerFile(path, {}) as answers:
+        answers.append({"index": 0, "messages": [], "finish_reason": "stop", "note": "é" * 50_000})
+    kept = path.read_bytes()
+    path.write_bytes(kept + b'{"index": 1, "text": "' + b"y" * 200_000)
+    with AnswerFile(path, {}):
+        assert path.read_bytes() == kept
+
+
+def test_an_output_that_one_run_fills_is_refused_to_another(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with AnswerFile(path, {}) as answers:
+        with pytest.raises(BlockingIOError, match=r"rows.jsonl' is being filled by another run.*wait until"):
+            AnswerFile(path, {"seed": 1})
+        answers.append({"index": 0, "messages": [], "finish_reason": "stop"})
+    with AnswerFile(path, {}) as answers:
+        assert len(list(answers.rows())) == 1
+
+
+def test_an_output_of_another_configuration_is_refused_by_the_option_that_differs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"index": 0, "messages": [], "finish_reason": "stop"}
+    with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}) as answers:
+        answers.append(row)
+    with AnswerFile(path, {"seed": 0, "temperatures": (0.0,)}):
+        pass
+    with pytest.raises(ValueError, match=r"seed was 0 and is 1.*choose another output"):
+        AnswerFile(path, {"seed": 1, "temperatures": (0.0,)})
+    configuration_path(path).unlink()
+    with pytest.raises(ValueError, match=r"rows\.config\.json is missing"):
+        AnswerFile(path, {"seed": 0, "temperatures": (0.0,)})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"index": 0\n{"a": 1}\n', r"row 1 is not valid JSON .*; remove that line"),
+        (b"\xff\xfe\n", r"row 1 is not valid JSON"),
+        (b"[" * 100_000 + b"\n", r"row 1 is not valid JSON"),
+        (b'{"a": 1}\n', r"row 1 must hold index, a number, messages, a list, and finish_reason, got"),
+        (b'{"index": "0", "messages": [], "finish_reason": "stop"}\n', r"row 1 must hold index, a number"),
+        (b'{"index": 0, "messages": 7, "finish_reason": "stop"}\n', r"row 1 must hold index, a number"),
+    ],
+    ids=lambda each: str(each[:12]),
+)
+def test_a_damaged_row_in_the_output_is_named(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    with AnswerFile(path, {}) as answers:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"rows\.jsonl {message}"):
+            list(answers.rows())
+
+
+def test_an_answer_that_repeats_itself_is_cut_where_it_began_to():
+    loop = [5, 6, 7]
+    assert repeated_tail([1, 2, 3, 4] + loop * 17) == 48
+    assert repeated_tail([1, 2, 3, 4] + loop * 16) == 0
+    assert repeated_tail([9] * 49) == 48
+    assert repeated_tail(list(range(60)) * 3) == 120
+    assert repeated_tail(list(range(60)) * 2) == 0
+    assert repeated_tail(list(range(200))) == 0
+
+
+def test_stopping_loops_can_be_turned_off():
+    base = chat_base()
+    with torch.no_grad():  # this model says token 65 for ever
+        base.lm_head.weight.zero_()
+        base.lm_head.weight[65] = 1.0
+        base.model.norm.weight.zero_()
+
+    model = MedusaModel(base, tokenizer=chat_tokenizer())
+
+    def answer(stop_loops):
+        answerer = LocalAnswerer(model, 1, max_new_tokens=80, stop_loops=stop_loops)
+        waiting = deque([Conversation(0, [{"role": "user", "content": "Hello"}])])
+        ((_, reply),) = answerer.replies(
+            lambda: waiting.popleft() if waiting else None, lambda _: None, lambda: False
+        )
+        return reply.num_tokens, reply.was_cut
+
+    assert answer(stop_loops=True) == (1, True)
+    assert answer(stop_loops=False) == (80, True)

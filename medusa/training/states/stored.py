@@ -2,53 +2,55 @@
 
 The base never changes, so neither do its states: the shards hold those that some depth predicts a label
 from, for heads that read the text also those before them, and every later epoch does without the base's
-layers.
-:mod:`medusa.training.states.format` has the files.
+layers. :mod:`medusa.training.states.format` has the files.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import medusa
-from medusa.base.causal_lm import CausalLM, switch_length
+from medusa.base.causal_lm import CausalLM, hidden_size, hidden_states, switch_length
+from medusa.checks import differences
 from medusa.files import Layout, read_json, replaceable_files, write_json
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
-from medusa.training.config.options import ConfigurationError, DataOptions
+from medusa.training.config import DataOptions
 from medusa.training.data.batching import collate, plan_in_order
-from medusa.training.data.documents import Documents
-from medusa.training.losses.alignment import needed_states
-from medusa.training.states.final_norm import final_norm
+from medusa.training.data.dataset import Documents
+from medusa.training.losses.targets import needed_states
+from medusa.training.states.base import LiveStates
 from medusa.training.states.format import (
     DOCUMENTS_FILE,
     MANIFEST,
     ROOM,
     StatesDirectory,
     digest_of_documents,
+    digest_of_weights,
     shard_ends,
     write_documents,
 )
-from medusa.training.states.identity import identity_of
-from medusa.training.states.live import LiveStates, states_width
 
 STATES_LAYOUT = Layout(
     "stored states",
     (MANIFEST, ROOM, "*.safetensors", ".*.partial-*"),
     lambda directory: (directory / DOCUMENTS_FILE).exists(),
 )
-StateType = Literal["float32", "bfloat16", "float16"]
 
 
-class StateFile(StatesDirectory):
+class StoredStates(StatesDirectory):
     """The states of some documents in the shards of ``directory``, written or still to be written."""
 
     def __init__(
@@ -57,7 +59,7 @@ class StateFile(StatesDirectory):
         base: CausalLM,
         documents: Documents,
         num_heads: int,
-        dtype: StateType,
+        dtype: str,
         layers: tuple[int, ...] = (),
         reads_text: bool = False,
     ):
@@ -65,14 +67,16 @@ class StateFile(StatesDirectory):
         them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its configuration are
         enough here."""
         self.documents, self.layers, self._base = documents, layers, base
+        kind, name = base.device.type, Path(base.name_or_path)  # another program may run in another directory
+        has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
         needed = _needed(documents, num_heads, reads_text)
-        starts, width = documents.starts, states_width(base, layers)
+        starts, width = documents.starts, (1 + len(layers)) * hidden_size(base)
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
-            "base_model": _whole_name(base),
+            "base_model": str(name.resolve()) if base.name_or_path and name.is_dir() else base.name_or_path,
             **identity_of(base),
             "base_dtype": str(base.dtype),
-            "arithmetic": _arithmetic(base),
+            "arithmetic": str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
             "documents": digest_of_documents(documents.tokens, documents.is_label, needed, starts),
             "num_heads": num_heads,
             "layers": list(layers),
@@ -91,20 +95,19 @@ class StateFile(StatesDirectory):
         ``replace`` takes away the states of something else, and shards that are damaged.
 
         Raises:
-            ConfigurationError: the directory holds the states of something else.
+            ValueError: the directory holds the states of something else.
             FileExistsError: it holds other things than states, which are not replaced.
             OSError: the disk has too little room; no shard was written.
         """
         manifest = self.directory / MANIFEST
         if manifest.exists() and (difference := _difference(manifest, self.header)) is not None:
             if not replace:
-                raise ConfigurationError(
+                raise ValueError(
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
                     "--overwrite or --cache_hidden_states false"
                 )
-            line.say(
-                f"replacing {len(replaceable_files(self.directory, STATES_LAYOUT))} files of other states"
-            )
+            files = replaceable_files(self.directory, STATES_LAYOUT)
+            line.say(f"replacing {len(files)} files of other states")
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
@@ -157,10 +160,10 @@ class StateFile(StatesDirectory):
             live.finish()
 
     def check(self, shards: Iterable[int]) -> None:
-        """Raise ConfigurationError for the first of ``shards`` that is not there or not as it was written."""
+        """Raise ValueError for the first of ``shards`` that is not there or not as it was written."""
         for shard in shards:
             if (damage := self.damage(shard)) is not None:
-                raise ConfigurationError(
+                raise ValueError(
                     f"{self.path(shard)} {damage}; delete it, and the same command with --resume auto stores "
                     "it again. On several machines the directory must be one that all of them see"
                 )
@@ -169,7 +172,7 @@ class StateFile(StatesDirectory):
         """Take the final norm from the base where a shard was stored before it.
 
         Raises:
-            ConfigurationError: the base has none.
+            ValueError: the base has none.
         """
         if not all(self.is_normed(shard) for shard in range(len(self.ends))):
             self.norm = final_norm(self._base)
@@ -180,7 +183,7 @@ class StateFile(StatesDirectory):
         lengths = self.documents.lengths[documents.start : documents.stop]
         for batch in plan_in_order(lengths, options, switch_length(self._base)):
             rows = [[documents.start + index for index in row] for row in batch]
-            found = live.of(collate(self.documents, rows), self.layers)
+            found = live(collate(self.documents, rows), self.layers)
             for states, (index,) in zip(found, rows, strict=True):
                 yield index, states[: self.documents.lengths[index]]
 
@@ -191,10 +194,8 @@ def _difference(manifest: Path, header: Mapping[str, Any]) -> str | None:
         earlier: dict[str, Any] = read_json(manifest)
     except ValueError as error:
         return str(error)
-    for key, ours in header.items():
-        if key != "base_model" and earlier.get(key) != ours:
-            return f"{key} was {earlier.get(key)!r:.80} and is {ours!r:.80}"
-    return None
+    ours = {key: value for key, value in header.items() if key != "base_model"}
+    return next(iter(differences({key: earlier.get(key) for key in ours}, ours)), None)
 
 
 def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarray:
@@ -209,13 +210,51 @@ def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarra
     return needed
 
 
-def _arithmetic(base: CausalLM) -> str:
-    """The type that the base's matrix products run in: autocast's where it is on."""
-    kind = base.device.type
-    return str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.dtype)
+def final_norm(base: CausalLM) -> Callable[[Tensor], Tensor]:
+    """A copy of the last module before the output embedding, in float32 on the CPU: (..., D) -> (..., D).
+
+    Of ``base`` its embeddings and its norm are enough.
+
+    Raises:
+        ValueError: something that is no norm stands between the last layer and the output embedding.
+    """
+    given: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, _arguments: tuple, output: Any) -> None:
+        if isinstance(output, Tensor):
+            given.append((module, output))
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in base.get_decoder().modules():
+            if not any(True for _ in module.children()):
+                stack.callback(module.register_forward_hook(note).remove)
+        read = hidden_states(base, torch.zeros(1, 1, dtype=torch.long, device=base.device))
+    module, output = given[-1] if given else (base, torch.zeros(0))
+    if "norm" not in type(module).__name__.lower() or not torch.equal(output, read):
+        raise ValueError(
+            f"the states were stored before the final norm, and {type(base).__name__} has no norm right "
+            "before its output embedding; let `medusa train` store them"
+        )
+    return copy.deepcopy(module).to("cpu", torch.float32)
 
 
-def _whole_name(base: CausalLM) -> str:
-    """The name of ``base``, as another program in another directory would call it."""
-    path = Path(base.name_or_path)
-    return str(path.resolve()) if base.name_or_path and path.is_dir() else base.name_or_path
+NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
+"""Keys of a configuration that say nothing of what the model computes."""
+
+
+def identity_of(base: CausalLM) -> dict[str, str]:
+    """``weights`` and ``configuration`` of ``base``, which change when the model does.
+
+    A hub id has its commit, of a directory blocks of the weight files are read, and of a model that was made
+    in memory its output embedding is known. The configuration includes rotary settings, windows and scales.
+    """
+    config, directory = base.config.to_dict(), Path(base.name_or_path)
+    said = {key: each for key, each in config.items() if key not in NOT_THE_MODEL and key[:1] != "_"}
+    weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
+    if (commit := getattr(base.config, "_commit_hash", None)) is not None:
+        weights = f"commit {commit}"
+    configuration = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "weights": weights or f"sample {BaseFingerprint.of(base).sample}",
+        "configuration": configuration,
+    }

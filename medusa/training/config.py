@@ -1,48 +1,27 @@
-"""The options of a training run, one frozen dataclass a group.
+"""What a training run is told: every option, checked, and what a resumed run may change.
 
-The line under a field is its help on the command line. Each group checks its own values.
+Each group of options is a frozen dataclass; the line under a field is its help on the command line. Keys are
+flat and the same in the YAML file and on the command line: ``learning_rate: 1e-3`` in the file is
+``--learning_rate 1e-3``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+import yaml
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.checks import check_above, check_at_least, check_within, differences
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
-from medusa.training.losses.objectives import ObjectiveName, objective_named
 
-Resume = Literal["never", "always", "auto"]
-
-
-class ConfigurationError(ValueError):
-    """The configuration cannot be used; the message says which key, the rule, and what arrived."""
-
-
-def _check(options: Any, rule: str, is_kept: Any, names: Sequence[str]) -> None:
-    """Raise ConfigurationError for the first of ``names`` that is given and does not keep the rule, or is not
-    finite."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not (is_kept(value) and math.isfinite(value)):
-            raise ConfigurationError(f"{name} must be {rule}, got {value}")
-
-
-def _at_least(least: float, options: Any, *names: str) -> None:
-    _check(options, f"at least {least:g}", lambda value: value >= least, names)
-    _check(options, "below 2**63", lambda value: value < 2**63, names)  # what arrays and generators take
-
-
-def _above_0(options: Any, *names: str) -> None:
-    _check(options, "above 0", lambda value: value > 0, names)
-
-
-def _at_least_0_below_1(options: Any, *names: str) -> None:
-    _check(options, "at least 0 and below 1", lambda value: 0 <= value < 1, names)
+ObjectiveName = Literal["ce", "kl", "blend"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +87,7 @@ class MedusaOptions:
 
     def __post_init__(self) -> None:
         if self.context_layers not in (0, 1):
-            raise ConfigurationError(f"context_layers must be 0 or 1, got {self.context_layers}")
+            raise ValueError(f"context_layers must be 0 or 1, got {self.context_layers}")
 
     def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
         """The heads for ``base``."""
@@ -141,7 +120,7 @@ class Eagle3Options:
     """EAGLE-3.1: feed the normed output back, and not the sum before the norm."""
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "intermediate_size")
+        check_at_least(self, 0, "intermediate_size")
 
     def heads_config(self, heads: HeadOptions, base: CausalLM) -> Eagle3Config:
         """The head for ``base``."""
@@ -189,13 +168,11 @@ class DataOptions:
     """Seed of the held-out split, of the order of documents and of new heads."""
 
     def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ConfigurationError(f"max_length must be at least 2 tokens, got {self.max_length}")
-        _at_least(1, self, "tokens_per_batch")
-        _at_least(0, self, "max_held_out", "seed")
-        _at_least_0_below_1(self, "held_out_fraction")
-        fractions = ("max_repeated_fraction", "near_duplicate_similarity")
-        _check(self, "in (0, 1]", lambda value: 0 < value <= 1, fractions)
+        check_at_least(self, 2, "max_length")
+        check_at_least(self, 1, "tokens_per_batch")
+        check_at_least(self, 0, "max_held_out", "seed")
+        check_within(self, "[0, 1)", "held_out_fraction")
+        check_within(self, "(0, 1]", "max_repeated_fraction", "near_duplicate_similarity")
 
 
 @dataclass(frozen=True)
@@ -212,9 +189,20 @@ class LossOptions:
     """Logits held at a time (elements, 4 bytes each); lower it to save memory."""
 
     def __post_init__(self) -> None:
-        objective_named(self.objective, self.kl_weight)
-        _check(self, "in (0, 1]", lambda value: 0 < value <= 1, ("decay",))
-        _at_least(1, self, "block_elements")
+        if self.objective not in get_args(ObjectiveName):
+            raise ValueError(f"objective must be one of {get_args(ObjectiveName)}, got {self.objective!r}")
+        check_within(self, "[0, 1]", "kl_weight")
+        check_within(self, "(0, 1]", "decay")
+        check_at_least(self, 1, "block_elements")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.objective != "ce"
+
+    @property
+    def soft_weight(self) -> float:
+        """The part of KL in what is minimised."""
+        return {"ce": 0.0, "kl": 1.0, "blend": self.kl_weight}[self.objective]
 
 
 @dataclass(frozen=True)
@@ -246,8 +234,8 @@ class JointOptions:
     transformer's."""
 
     def __post_init__(self) -> None:
-        _at_least_0_below_1(self, "joint_warmup_fraction", "lora_dropout")
-        _above_0(self, "heads_weight", "head_learning_rate_multiplier", "lora_rank", "lora_alpha")
+        check_within(self, "[0, 1)", "joint_warmup_fraction", "lora_dropout")
+        check_above(self, 0, "heads_weight", "head_learning_rate_multiplier", "lora_rank", "lora_alpha")
 
     @property
     def lambda_0(self) -> float:
@@ -289,14 +277,14 @@ class OptimisationOptions:
     """Type of stored hidden states."""
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "num_epochs", "max_steps", "gradient_accumulation_steps")
-        _above_0(self, "max_minutes", "learning_rate", "max_grad_norm")
-        _at_least(0, self, "warmup_steps", "weight_decay")
-        _at_least_0_below_1(self, "adam_beta2")
-        _check(self, "from 0 to 1", lambda value: 0 <= value <= 1, ("final_learning_rate",))
+        check_at_least(self, 1, "num_epochs", "max_steps", "gradient_accumulation_steps")
+        check_above(self, 0, "max_minutes", "learning_rate", "max_grad_norm")
+        check_at_least(self, 0, "warmup_steps", "weight_decay")
+        check_within(self, "[0, 1)", "adam_beta2")
+        check_within(self, "[0, 1]", "final_learning_rate")
         limits = ("num_epochs", "max_steps", "max_minutes")
         if all(getattr(self, name) is None for name in limits):
-            raise ConfigurationError(f"one of {', '.join(limits)} must say how long to train, got none")
+            raise ValueError(f"one of {', '.join(limits)} must say how long to train, got none")
 
 
 @dataclass(frozen=True)
@@ -307,7 +295,7 @@ class RunOptions:
     """Directory of the run; the heads are written to output_dir/heads."""
     overwrite: bool = False
     """Replace an earlier run in output_dir."""
-    resume: Resume = "never"
+    resume: Literal["never", "always", "auto"] = "never"
     """always, or --resume alone: continue from the latest checkpoint in output_dir. auto: the same where
     there is one, else start; so one command starts a run and continues it. A finished run stays as it is,
     unless a limit is higher now."""
@@ -346,8 +334,152 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
-        _at_least(1, self, *steps, "keep_checkpoints", "tree_nodes")
-        _at_least(0, self, "replayed_documents", "loader_workers")
-        _above_0(self, "checkpoint_minutes", "timeout_minutes")
+        check_at_least(self, 1, *steps, "keep_checkpoints", "tree_nodes")
+        check_at_least(self, 0, "replayed_documents", "loader_workers")
+        check_above(self, 0, "checkpoint_minutes", "timeout_minutes")
         if self.overwrite and self.resume != "never":
-            raise ConfigurationError("overwrite and resume exclude each other, got both")
+            raise ValueError("overwrite and resume exclude each other, got both")
+
+
+KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "joint": ("medusa", "joint")}
+"""The groups of options that each kind of training reads beside those that all do."""
+_LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfiguration:
+    """All options of a run, checked."""
+
+    base: BaseOptions
+    heads: HeadOptions = field(default_factory=HeadOptions)
+    medusa: MedusaOptions = field(default_factory=MedusaOptions)
+    eagle3: Eagle3Options = field(default_factory=Eagle3Options)
+    joint: JointOptions = field(default_factory=JointOptions)
+    data: DataOptions
+    loss: LossOptions = field(default_factory=LossOptions)
+    optimisation: OptimisationOptions
+    run: RunOptions
+
+    def __post_init__(self) -> None:
+        if self.heads.head_kind == "medusa":  # refuses heads that no base could have
+            self.medusa.heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
+        if not self.data.data:
+            raise ValueError("data must name at least one file or hub id; pass --data FILE")
+        joint, base_placement = self.joint.joint, self.base.base_placement
+        for is_wrong, message in (
+            (
+                joint and self.heads.head_kind != "medusa",
+                f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the recipe of "
+                "Medusa-2 is one for Medusa heads",
+            ),
+            (
+                joint and self.medusa.context_layers,
+                f"context_layers={self.medusa.context_layers} and joint exclude each other, got both: joint "
+                "training does not run the layer; train the heads alone",
+            ),
+            (
+                joint and self.optimisation.cache_hidden_states,
+                "cache_hidden_states and joint exclude each other, got both: stored states are those of a "
+                "base that stays as it is, and the adapter changes them; leave cache_hidden_states out",
+            ),
+            (
+                joint and base_placement != "each",
+                f"base_placement={base_placement} and joint exclude each other, got both: the adapter sits "
+                "in the base's layers, which each process must have whole; leave it out",
+            ),
+            (
+                self.data.train_on == "everything" and self.loss.objective != "kl",
+                f"train_on=everything goes with objective kl, got {self.loss.objective!r}, which would learn "
+                "to write prompts; choose kl, or train_on=answers",
+            ),
+            (
+                self.run.stop_after is not None and not self.optimisation.cache_hidden_states,
+                f"stop_after={self.run.stop_after} goes with cache_hidden_states=true, got false: there are "
+                "no states to store; add --cache_hidden_states true",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
+        for name in {name for names in KINDS.values() for name in names} - set(KINDS[self.kind]):
+            group = dataclasses.asdict(getattr(self, name))
+            for key, default in dataclasses.asdict(type(getattr(self, name))()).items():
+                if group[key] != default:
+                    raise ValueError(
+                        f"{key} goes with {'joint=true' if name == 'joint' else f'head_kind={name}'}, got "
+                        f"{group[key]!r} without it; leave it out"
+                    )
+
+    @property
+    def kind(self) -> str:
+        """The kind of training, a key of :data:`KINDS`."""
+        return "joint" if self.joint.joint else self.heads.head_kind
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether heads read all states of a text up to the one they guess from."""
+        return self.kind == "eagle3" or bool(self.medusa.context_layers)
+
+    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config:
+        """The heads that are asked for, on ``base``.
+
+        Raises:
+            ValueError: there are no such heads.
+        """
+        group: MedusaOptions | Eagle3Options = getattr(self, self.heads.head_kind)
+        return group.heads_config(self.heads, base)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All keys and values, flat."""
+        groups = (getattr(self, each.name) for each in dataclasses.fields(self))
+        return {key: value for group in groups for key, value in dataclasses.asdict(group).items()}
+
+    def as_yaml(self) -> str:
+        """A file that ``--config`` reads back as this configuration."""
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
+
+
+REMEDIES = (
+    "learning_rate",
+    "final_learning_rate",
+    "max_grad_norm",
+    "weight_decay",
+    "precision",
+    "base_dtype",
+    "attention",
+    "base_placement",
+)
+"""Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
+FREE_TO_CHANGE = frozenset(
+    (
+        "num_epochs",
+        "max_steps",
+        "max_minutes",
+        "block_elements",
+        "cache_hidden_states",
+        "gradient_accumulation_steps",  # the checkpoint says whether a step still takes the same batches
+        *REMEDIES,
+    )
+) | {each.name for each in dataclasses.fields(RunOptions)}
+"""Keys that a resumed run may change: how long, how fast, what it reports, and :data:`REMEDIES`."""
+
+
+def changed_keys(earlier: Mapping[str, Any], now: TrainingConfiguration) -> list[str]:
+    """``key was X and is Y`` for every key that differs from the ``earlier`` run's and may not."""
+    both = (earlier, now.as_dict())
+    before, after = ({key: each[key] for key in each if key not in FREE_TO_CHANGE} for each in both)
+    return differences(before, after)
+
+
+def launched_precision() -> str:
+    """The precision that ``accelerate launch`` was asked for; fp32 without it.
+
+    Raises:
+        ValueError: training has no such precision.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in _LAUNCHED_PRECISIONS:
+        raise ValueError(
+            f"accelerate launch --mixed_precision must be {' or '.join(_LAUNCHED_PRECISIONS)} here, got "
+            f"{asked!r}; launch with --mixed_precision bf16 or no"
+        )
+    return _LAUNCHED_PRECISIONS[asked]

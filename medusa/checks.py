@@ -1,0 +1,50 @@
+"""Checks of the numbers that options give, and in what two sets of options differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def check_at_least(options: Any, lowest: float, *names: str) -> None:
+    """Raise ValueError for the first of the fields ``names`` of ``options`` that is given and below
+    ``lowest``, or infinite.
+
+    A list passes when each of its values does; so in all checks here.
+    """
+    _check(options, f"at least {lowest:g}", lambda value: lowest <= value < math.inf, names)
+    _check(options, "below 2**63", lambda value: value < 2**63, names)  # what arrays and generators take
+
+
+def check_above(options: Any, lowest: float, *names: str) -> None:
+    """Raise ValueError for the first of ``names`` that is given and not above ``lowest``, or infinite."""
+    _check(options, f"above {lowest:g}", lambda value: lowest < value < math.inf, names)
+
+
+def check_within(options: Any, interval: str, *names: str) -> None:
+    """Raise ValueError for the first of ``names`` that is given and outside of ``interval``: "[0, 1)"."""
+    lowest, highest = map(float, interval[1:-1].split(","))
+
+    def is_inside(value: float) -> bool:
+        is_end = (value == lowest and interval[0] == "[") or (value == highest and interval[-1] == "]")
+        return lowest < value < highest or is_end
+
+    _check(options, f"in {interval}", is_inside, names)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``key was X and is Y`` for every key whose values differ, by name."""
+    return [
+        f"{key} was {before.get(key)!r:.80} and is {now.get(key)!r:.80}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _check(options: Any, rule: str, is_kept: Callable[[Any], bool], names: tuple[str, ...]) -> None:
+    for name in names:
+        given = getattr(options, name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if value is not None and not is_kept(value):
+                raise ValueError(f"{name} must be {rule}, got {value}")

@@ -1,1 +1,0 @@
-"""The options of a training run, and how a YAML file and the command line fill them."""

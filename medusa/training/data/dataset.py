@@ -1,0 +1,218 @@
+"""Many tokenised documents in flat arrays, so that millions of them cost their tokens and little more, in
+memory or on the disk: made once by one process, in little memory, and mapped by all.
+
+    counts.json   what became of the rows; written last
+    training/     tokens.int32 (T,) and is_label.bool (T,), raw; starts.npy (n + 1,) long
+    held-out/     the same
+
+The directory's name is a digest of what the documents depend on: the data files, how they are cut and
+filtered, the tokenizer and its chat template, and the version of medusa that made them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import medusa
+from medusa.files import read_json, replaced_directory, write_json
+from medusa.heads.calibration import AnsweredTokens
+from medusa.training.config import DataOptions
+from medusa.training.data.reading import expanded
+
+
+class Document(NamedTuple):
+    """One training sequence."""
+
+    tokens: np.ndarray  # (T,) int32
+    is_label: np.ndarray  # (T,) bool; tokens that the model wrote
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A list of documents. n documents, T tokens in all."""
+
+    tokens: np.ndarray  # (T,) int32
+    is_label: np.ndarray  # (T,) bool
+    starts: np.ndarray  # (n + 1,) long; document i is tokens[starts[i]:starts[i + 1]]
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> Documents:
+        listed = list(documents)
+        starts = np.concatenate([[0], np.cumsum([len(each.tokens) for each in listed], dtype=np.int64)])
+        return cls(
+            np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in listed)]),
+            np.concatenate([np.zeros(0, bool), *(each.is_label for each in listed)]),
+            starts.astype(np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Document:
+        span = slice(self.starts[index], self.starts[index + 1])
+        return Document(self.tokens[span], self.is_label[span])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(n,) tokens of each document."""
+        return np.diff(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_labels(self) -> int:
+        return int(self.is_label.sum())
+
+    def digest(self) -> str:
+        """A hash of everything in them."""
+        content = hashlib.sha256()
+        for part in (self.tokens, self.is_label, self.starts):
+            content.update(np.ascontiguousarray(part).data)
+        return content.hexdigest()
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> Documents:
+        """The documents at ``indices``, in that order."""
+        return Documents.of(self[index] for index in indices)
+
+    def spread(self, count: int) -> list[int]:
+        """Indices of ``count`` documents, or of all if there are fewer, spread evenly."""
+        last = len(self) - 1
+        return np.unique(np.linspace(0, last, min(count, len(self))).round().astype(int)).tolist()
+
+    def answers(self, at_most: int | None = None) -> list[AnsweredTokens]:
+        """The first ``at_most`` documents, or all, as rows to calibrate heads on."""
+        rows = (self[index] for index in range(len(self))[:at_most])
+        return [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
+
+    def labelled_everywhere(self) -> Documents:
+        """The same documents with every token a label."""
+        return Documents(self.tokens, np.ones_like(self.is_label), self.starts)
+
+    def num_scored(self, num_heads: int, has_column: np.ndarray | None = None) -> np.ndarray:
+        """(n, K) long: targets of each depth in each document.
+
+        ``has_column`` (V,) bool says which tokens count; all of them when it is None.
+        """
+        counts = np.zeros((len(self), num_heads), dtype=np.int64)
+        for index in range(len(self)):
+            tokens, is_label, _ = self[index]
+            targets = is_label.nonzero()[0]
+            if has_column is not None:
+                targets = targets[has_column[tokens[targets]]]
+            counts[index] = [(targets - 1 - depth >= 0).sum() for depth in range(1, num_heads + 1)]
+        return counts
+
+    def most_frequent_labels(self, count: int, vocab_size: int) -> np.ndarray:
+        """(count,) ids, ascending, of the tokens most often written; low ids where counts are equal."""
+        if not 1 <= count <= vocab_size:
+            raise ValueError(f"token_map_size must be in [1, {vocab_size}], got {count}")
+        frequency = np.bincount(self.tokens[self.is_label], minlength=vocab_size)
+        return np.sort(np.argsort(-frequency, kind="stable")[:count])
+
+
+def trained_on(training: Documents, options: DataOptions) -> Documents:
+    """The training documents with the labels that ``train_on`` asks for."""
+    return training.labelled_everywhere() if options.train_on == "everything" else training
+
+
+ONLY_IN_TRAINING = ("train_on", "packing", "tokens_per_batch")
+"""Data options that documents do not depend on."""
+TOKENS, LABELS, STARTS = "tokens.int32", "is_label.bool", "starts.npy"
+
+
+def name_of(options: DataOptions, tokenizer: Any) -> str:
+    """The name of the directory that holds these documents.
+
+    Raises:
+        FileNotFoundError, ValueError: a source cannot be opened.
+    """
+    cut = {key: value for key, value in dataclasses.asdict(options).items() if key not in ONLY_IN_TRAINING}
+    sources: list[Any] = []
+    for source in expanded(options.data):
+        path = Path(source)
+        state = path.stat() if path.is_file() else None
+        where = str(path.resolve()) if state else source
+        sources.append([where, *([state.st_size, state.st_mtime_ns] if state else [])])
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    told = {
+        **cut,
+        "sources": sources,
+        "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
+        "template": [str(tokenizer.chat_template), str(tokenizer.special_tokens_map)],
+        "medusa": medusa.__version__,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Documents to train on, documents to measure on, and what happened to the rest."""
+
+    training: Documents
+    held_out: Documents
+    counts: dict[str, int]
+
+    def summary(self) -> str:
+        return ", ".join(f"{count:,} {name}" for name, count in self.counts.items())
+
+
+def write_documents(directory: Path, documents: Iterable[Document]) -> None:
+    """Write ``documents`` into a new ``directory``, one at a time; not through a mapped file, in which a full
+    disk would end the process by a signal."""
+    directory.mkdir()
+    starts = [0]
+    with (directory / TOKENS).open("wb") as tokens, (directory / LABELS).open("wb") as is_label:
+        for each in documents:
+            tokens.write(np.ascontiguousarray(each.tokens, dtype=np.int32).data)
+            is_label.write(np.ascontiguousarray(each.is_label, dtype=bool).data)
+            starts.append(starts[-1] + len(each.tokens))
+    np.save(directory / STARTS, np.array(starts, dtype=np.int64))
+
+
+def read_documents(directory: Path) -> Documents:
+    """The documents in ``directory``, mapped: they take memory as they are read, and processes share it."""
+    starts = np.load(directory / STARTS)
+    if not starts[-1]:
+        return Documents.of([])
+    # "c": whoever writes to a page gets a copy of his own, which torch wants to hear.
+    tokens = np.memmap(directory / TOKENS, np.int32, mode="c")
+    return Documents(tokens, np.memmap(directory / LABELS, bool, mode="c"), starts)
+
+
+def write_dataset(
+    directory: Path, documents: Documents, is_held_out: np.ndarray, counts: dict[str, int]
+) -> None:
+    """Write ``documents`` in two parts, and what became of the rows; whole or not at all.
+
+    A run that began at the same time may have written them: the same, since the data is in the name.
+    """
+    with replaced_directory(directory, overwrite=True) as partial:
+        for name, chosen in (("training", ~is_held_out), ("held-out", is_held_out)):
+            write_documents(partial / name, (documents[int(index)] for index in chosen.nonzero()[0]))
+        write_json(partial / "counts.json", counts)
+
+
+def read_dataset(directory: Path) -> Dataset:
+    """What :func:`write_dataset` wrote.
+
+    Raises:
+        FileNotFoundError: the directory is not there, on this machine.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"{directory} is not on this machine: the tokenised documents lie in output_dir, which must be a "
+            "directory that all machines of the launch see"
+        )
+    training, held_out = (read_documents(directory / name) for name in ("training", "held-out"))
+    return Dataset(training, held_out, read_json(directory / "counts.json"))

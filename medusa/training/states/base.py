@@ -1,0 +1,256 @@
+"""The base model of a run: loaded where it belongs, frozen and checked, and what computes its states."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from medusa.base import loading
+from medusa.base.architecture_check import check_decodable
+from medusa.base.causal_lm import CausalLM, context_length, hidden_states, switch_length
+from medusa.training.config import BaseOptions, DataOptions
+from medusa.training.data.batching import PaddedBatch, collate, one_token
+from medusa.training.data.dataset import Document, Documents
+
+NUM_PACKED = 3
+"""Documents of the row on which packing is tried."""
+MOST_TOKENS = 512
+"""Of each of them; a leak from one document into the next shows in its first tokens."""
+
+
+class LiveStates:
+    """The states of a base that this process runs alone, on one device or on several."""
+
+    def __init__(self, base: CausalLM):
+        self.base = base
+
+    def __call__(self, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
+        """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
+        padded = padded.to(self.base.device)
+        with torch.no_grad():
+            return hidden_states(self.base, padded.input_ids, position_ids=padded.positions, layers=layers)
+
+    def finish(self) -> None:
+        """Take part in what the other processes compute until none has a micro-batch left."""
+
+
+class SharedLiveStates(LiveStates):
+    """The states of a base whose weights are split among all processes of the launch.
+
+    All of them must call it, equally often, or :meth:`finish` before they do something else.
+    """
+
+    def __init__(self, base: CausalLM, reads_alike: bool, timeout_minutes: float):
+        """``reads_alike`` says whether all processes must read the same micro-batch (tensor parallel), which
+        they then do in turn, or each its own (FSDP)."""
+        super().__init__(base)
+        self._reads_alike = reads_alike
+        timeout = timedelta(minutes=timeout_minutes)
+        self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)  # between the hosts
+
+    def __call__(self, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
+        states, _ = self._together(padded, layers)
+        assert states is not None
+        return states
+
+    def finish(self) -> None:
+        is_over = False
+        while not is_over:
+            _, is_over = self._together(None)
+
+    def _together(
+        self, padded: PaddedBatch | None, layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor | None, bool]:
+        """The states of ``padded`` if there is one, and whether no process had any."""
+        given: list[PaddedBatch | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(given, padded, group=self._group)
+        if all(each is None for each in given):
+            return None, True
+        if not self._reads_alike:
+            return super().__call__(one_token() if padded is None else padded, layers), False
+        mine = None
+        for rank, each in enumerate(given):
+            if each is not None:
+                states = super().__call__(each, layers)
+                mine = states if rank == torch.distributed.get_rank() else mine
+        return mine, False
+
+
+def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float = 60.0) -> LiveStates:
+    """The base model where ``base_placement`` says, frozen and in evaluation mode; all processes load it.
+
+    ``device`` is that of this process.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
+            of no use.
+    """
+    base: Any = loading.load_base(
+        options.base,
+        dtype=options.base_dtype,
+        trust_remote_code=options.trust_remote_code,
+        **_attention(options),
+        **_placed(options, device),
+    )
+    check_decodable(base, attends_here=False)
+    base.requires_grad_(False).eval()
+    live = LiveStates(base)
+    if options.is_shared:
+        live = SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
+    check_causal(live, options.base)
+    return live
+
+
+def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
+    """The base with its embeddings, its final norm and no decoder layer: what training from stored states
+    reads. Nothing else of its files is read.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: the architecture cannot be built so.
+    """
+    name, source = loading.found(options.base, {"trust_remote_code": options.trust_remote_code})
+    config = AutoConfig.from_pretrained(name, **source)
+    text = config.get_text_config(decoder=True)
+    count, whole = text.num_hidden_layers, copy.deepcopy(text.__dict__)
+    for key, value in whole.items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(text, key, type(value)())
+    text.num_hidden_layers = 0
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=options.base_dtype,
+            output_loading_info=True,
+            **source,
+            **_attention(options),
+        )
+    except (ValueError, RuntimeError, IndexError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{options.base!r} cannot be loaded without its layers ({type(error).__name__}: {error}), which "
+            "cache_hidden_states and base_placement need; leave them out"
+        ) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    base, info = loaded
+    if info["missing_keys"]:
+        raise ValueError(
+            f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; leave "
+            "cache_hidden_states and base_placement out"
+        )
+    base.config = copy.deepcopy(base.config)  # its modules keep theirs, which knows of no layers
+    kept = base.config.get_text_config(decoder=True)
+    for key, value in whole.items():  # the model is still called what it is
+        if not key.startswith("_"):
+            setattr(kept, key, value)
+    check_decodable(base, attends_here=False)
+    return base.to(device).requires_grad_(False).eval()
+
+
+def load_tokenizer(options: BaseOptions) -> Any:
+    return loading.load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
+
+
+def _attention(options: BaseOptions) -> dict[str, Any]:
+    return {} if options.attention is None else {"attn_implementation": options.attention}
+
+
+def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` that put weights where they belong as they are read.
+
+    Raises:
+        ValueError: the launch has too many processes for that, or too few.
+    """
+    is_launched, placement = torch.distributed.is_initialized(), options.base_placement
+    num_processes = torch.distributed.get_world_size() if is_launched else 1
+    if placement == "each":
+        return {} if device.type == "cpu" else {"device_map": {"": device}}
+    if (placement == "auto") != (num_processes == 1):
+        raise ValueError(
+            f"base_placement={placement} goes with "
+            f"{'one process, which has all devices' if placement == 'auto' else 'several processes'}, got "
+            f"{num_processes}; choose {'tensor_parallel or fsdp' if placement == 'auto' else 'auto'}"
+        )
+    if placement == "auto":
+        return {"device_map": "auto"}
+    from transformers.distributed import DistributedConfig
+
+    is_fsdp = placement == "fsdp"
+    shared = DistributedConfig(fsdp_size=num_processes) if is_fsdp else DistributedConfig(tp_plan="auto")
+    return {"distributed_config": shared}
+
+
+def check_causal(live: LiveStates, name: str) -> None:
+    """Raise ValueError when the states of a base depend on tokens behind them, as an encoder's."""
+    ids, positions = torch.tensor([[0, 1, 0], [0, 1, 2]]), torch.arange(3).expand(2, 3)
+    first, second = live(PaddedBatch(ids, positions, ids > 0))[:, :2]
+    rounding = 8 * torch.finfo(first.dtype).eps * first.abs().max()
+    if (first - second).abs().max() > rounding:
+        raise ValueError(
+            f"base must be a causal language model, got {name!r}, a {type(live.base).__name__} whose states "
+            "depend on tokens behind them; choose a decoder-only one"
+        )
+
+
+def check_documents(base: CausalLM, documents: Documents, name: str) -> None:
+    """Raise ValueError when ``base`` cannot read ``documents``: a token has no row in its input
+    embedding, or a document is longer than its context."""
+    if not len(documents):
+        return
+    rows, largest = base.get_input_embeddings().weight.shape[0], int(documents.tokens.max())
+    if largest >= rows:
+        raise ValueError(
+            f"the tokenizer of {name!r} gives token id {largest}, and its input embedding has {rows} rows; "
+            "base and tokenizer do not belong together: use the tokenizer that the base was saved with"
+        )
+    context, longest = context_length(base), int(documents.lengths.max())
+    if context is not None and longest > context:
+        raise ValueError(
+            f"max_length must be at most {context}, the context of {name!r}, and a document has {longest} "
+            f"tokens; pass --max_length {context}"
+        )
+
+
+def check_packing(live: LiveStates, documents: Documents, options: DataOptions) -> None:
+    """Raise ValueError when documents that share a row see each other.
+
+    Whether a restart of the position ids keeps documents apart is the architecture's own affair, and no
+    property of it says so. So some documents are read alone and in one row, and their states compared.
+    """
+    if not options.packing or len(documents) < 2:
+        return
+    name, switch = type(live.base).__name__, switch_length(live.base)
+    if switch is not None and options.max_length > switch:
+        raise ValueError(
+            f"packing with {name} needs max_length of at most {switch}, got {options.max_length}: past that "
+            "the base reads all documents of a batch with other rotary frequencies (LongRoPE); pass "
+            f"--packing false, or --max_length {switch}"
+        )
+    chosen = (documents[index] for index in documents.spread(NUM_PACKED))
+    some = Documents.of(Document(each.tokens[:MOST_TOKENS], each.is_label[:MOST_TOKENS]) for each in chosen)
+    with torch.no_grad():
+        packed = live(collate(some, [list(range(len(some)))]))[0]
+        alone = [live(collate(some, [[index]]))[0] for index in range(len(some))]
+    distances = []
+    for index in range(1, len(some)):
+        ours = packed[some.starts[index] : some.starts[index + 1]].float()
+        theirs = alone[index].float()
+        distances.append((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12))
+    distance = float(torch.cat(distances).median())
+    allowed = 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.1
+    if distance > allowed:
+        raise ValueError(
+            f"packing must keep documents apart, and {name} lets a document see those before it "
+            f"in its row: packed, its states are {distance:.1%} away from those it has alone; pass "
+            "--packing false"
+        )

@@ -1,0 +1,304 @@
+"""Tokenised documents: made once, mapped by all, and made anew when what they depend on changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import tracemalloc
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from tiny_training import chat_tokenizer, conversation, counting_rows, write_rows
+
+from medusa.training.config import DataOptions
+from medusa.training.data import loading
+from medusa.training.data.dataset import Document, Documents, name_of, read_dataset, write_dataset
+from medusa.training.data.loading import (
+    NearDuplicates,
+    filtered,
+    held_out_indices,
+    load_data,
+    repeated_fraction,
+    tokenised,
+)
+from medusa.training.data.reading import expanded
+from medusa.training.data.rendering import tokenise
+
+
+@pytest.fixture
+def options(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", counting_rows(40))
+    return DataOptions(data=[str(tmp_path / "rows.jsonl")], held_out_fraction=0.2)
+
+
+def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path, monkeypatch):
+    directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
+    assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name], "no spool is left"
+    monkeypatch.setattr(loading, "tokenise", lambda *_: pytest.fail("tokenised again"))
+    assert tokenised(options, chat_tokenizer(), tmp_path / "documents") == directory
+    read = read_dataset(directory)
+    training, held_out, counts = read.training, read.held_out, read.counts
+    assert isinstance(training.tokens, np.memmap)
+    monkeypatch.undo()
+    alone = load_data(options, chat_tokenizer())
+    assert (training.digest(), held_out.digest()) == (alone.training.digest(), alone.held_out.digest())
+    assert counts == alone.counts
+    assert counts["training documents"] == len(training) and counts["held-out documents"] == len(held_out) > 0
+    assert counts["training tokens"] == training.num_tokens
+    assert counts["training labels"] == training.num_labels
+    assert counts["held-out labels"] == held_out.num_labels
+    assert len(training) + len(held_out) == 40
+
+
+def test_two_runs_may_tokenise_the_same_data_at_once(options, tmp_path, monkeypatch):
+    others = []
+
+    def tokenise_while_another_run_does(*arguments):
+        monkeypatch.undo()
+        others.append(tokenised(options, chat_tokenizer(), tmp_path / "documents"))
+        return tokenise(*arguments)
+
+    monkeypatch.setattr(loading, "tokenise", tokenise_while_another_run_does)
+    directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
+    assert others == [directory]
+    alone = load_data(options, chat_tokenizer())
+    assert read_dataset(directory).training.digest() == alone.training.digest()
+    assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name], "nothing is left"
+
+
+def test_a_full_disk_is_an_error_in_words_and_no_signal(tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", counting_rows(99))
+    documents = load_data(DataOptions(data=[str(tmp_path / "rows.jsonl")]), chat_tokenizer()).training
+    why = "where a file is mapped, a full disk ends the process by SIGBUS"
+    monkeypatch.setattr(np, "memmap", lambda *_, **__: pytest.fail(why))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"set could not be written, and .* GiB are free there; make room"):
+            write_dataset(tmp_path / "set", documents, np.zeros(len(documents), bool), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_the_name_follows_data_tokenizer_template_and_version_and_nothing_else(
+    options, tmp_path, monkeypatch
+):
+    name = name_of(options, chat_tokenizer())
+    assert name_of(replace(options, tokens_per_batch=7, packing=True), chat_tokenizer()) == name
+    others = [
+        name_of(replace(options, max_length=77), chat_tokenizer()),
+        name_of(replace(options, seed=1), chat_tokenizer()),
+        name_of(options, chat_tokenizer("{{ messages[0]['content'] }}")),
+    ]
+    path = tmp_path / "rows.jsonl"
+    os.utime(path, ns=(1, 1))
+    others.append(name_of(options, chat_tokenizer()))
+    path.write_text(path.read_text() + json.dumps({"text": "more"}) + "\n")
+    others.append(name_of(options, chat_tokenizer()))
+    extended = chat_tokenizer()
+    extended.add_tokens(["<new>"])
+    others.append(name_of(options, extended))
+    monkeypatch.setattr("medusa.__version__", "0.0.1")
+    others.append(name_of(options, chat_tokenizer()))
+    assert len({name, *others}) == 1 + len(others)
+
+
+def test_tokenising_four_times_the_data_takes_no_more_memory(tmp_path, monkeypatch):
+    """But for where each document starts."""
+    monkeypatch.setattr(loading, "tokenise", partial(loading.tokenise, batch_size=4))
+    peaks = []
+    for count in (40, 160):
+        (tmp_path / "rows.jsonl").write_text((json.dumps({"text": "a word or two " * 20}) + "\n") * count)
+        options = DataOptions(data=[str(tmp_path / "rows.jsonl")], max_length=4096, held_out_fraction=0)
+        tracemalloc.start()
+        tokenised(options, chat_tokenizer(), tmp_path / str(count))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.25 * peaks[0]
+
+
+def test_patterns_directories_and_compressed_files_are_read_in_the_order_of_their_names(tmp_path):
+    rows = counting_rows(6)
+    for number, row in enumerate(rows):
+        content = json.dumps(row).encode()
+        name = f"{number}.jsonl" if number % 2 else f"{number}.jsonl.gz"
+        path = tmp_path / "deep" / str(number // 3) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if number % 2 else gzip.compress(content))
+    (tmp_path / "deep" / "notes.txt").write_text("nothing")
+    names = [path.rpartition("/")[2][0] for path in expanded([str(tmp_path / "deep")])]
+    assert names == list("012345")
+    assert expanded([str(tmp_path / "deep")]) == expanded([f"{tmp_path}/deep/*/*.jsonl*"])
+    read = [each.messages for each in loading.read_examples([str(tmp_path / "deep")])]
+    assert [messages[1]["content"] for messages in read] == [row["messages"][1]["content"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("none/*.jsonl", "names no file that ends in"), ("empty", "names no file that ends in")],
+)
+def test_a_pattern_or_directory_without_files_is_refused(tmp_path, name, complaint):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=complaint):
+        expanded([str(tmp_path / name)])
+
+
+def test_a_torn_gzip_file_is_refused_by_its_name(tmp_path):
+    whole = gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in counting_rows(50)))
+    (tmp_path / "torn.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"torn.jsonl.gz is not a whole gzip file"):
+        list(loading.read_examples([str(tmp_path / "torn.jsonl.gz")]))
+
+
+random = np.random.default_rng(0)
+
+
+def document(answer: np.ndarray | list[int], prompt: int = 0) -> Document:
+    """A prompt of 4 tokens and its answer."""
+    tokens = np.concatenate([np.full(4, prompt), answer]).astype(np.int32)
+    return Document(tokens, np.arange(len(tokens)) >= 4)
+
+
+def prose(length: int) -> np.ndarray:
+    return random.integers(0, 1000, length)
+
+
+def kept(documents: list[Document], **options) -> tuple[int, Counter]:
+    counts: Counter[str] = Counter()
+    return len(list(filtered(documents, DataOptions(**options), counts))), counts
+
+
+def test_a_loop_is_told_from_prose():
+    assert repeated_fraction(prose(300)) == 0
+    assert repeated_fraction(np.tile(prose(10), 30)) > 0.9
+    assert repeated_fraction(prose(5)) == 0
+
+
+def test_looping_answers_are_dropped_and_counted():
+    loop, fine = document(np.tile(prose(10), 30)), document(prose(300))
+    assert kept([loop, fine], max_repeated_fraction=0.3) == (1, {"documents": 2, "dropped: looping": 1})
+    assert kept([loop, fine])[0] == 2
+
+
+def test_a_loop_in_the_prompt_is_no_reason():
+    tokens = np.concatenate([np.tile(prose(10), 30), prose(100)])
+    asked = Document(tokens.astype(np.int32), np.arange(400) >= 300)
+    assert kept([asked], max_repeated_fraction=0.3)[0] == 1
+
+
+def test_equal_documents_are_kept_once():
+    answer = prose(50)
+    same, other_prompt = document(answer), document(answer, prompt=1)
+    number, counts = kept([same, same, other_prompt], drop_duplicates=True)
+    assert (number, counts["dropped: duplicate"]) == (2, 1)
+
+
+def test_answers_that_differ_in_a_few_words_are_near_duplicates():
+    answer = prose(400)
+    near, far = answer.copy(), prose(400)
+    near[[20, 300]] = 1001
+    number, counts = kept([document(each) for each in (answer, near, far)], near_duplicate_similarity=0.8)
+    assert (number, counts["dropped: near duplicate"]) == (2, 1)
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.9])
+def test_the_estimate_of_similarity_decides_near_its_threshold(similarity):
+    """Half the shingles shared is a Jaccard index of 1/3: below both thresholds."""
+    first = prose(1000)
+    second = np.concatenate([first[:500], prose(500)])
+    duplicates = NearDuplicates(similarity)
+    assert not duplicates.is_near_earlier(first)
+    assert not duplicates.is_near_earlier(second)
+    assert duplicates.is_near_earlier(first)
+
+
+def test_short_answers_are_never_near_duplicates():
+    assert kept([document([5, 6, 7])] * 3, near_duplicate_similarity=0.8)[0] == 3
+
+
+def test_long_documents_are_cut_and_dropped_when_no_label_is_left():
+    number, counts = kept([document(prose(50)), document(prose(2))], max_length=10)
+    assert (number, counts["cut to max_length"]) == (2, 1)
+    unlabelled = Document(prose(20).astype(np.int32), np.arange(20) >= 15)
+    number, counts = kept([unlabelled], max_length=10)
+    assert (number, counts["dropped: no label"]) == (0, 1)
+
+
+def many(prompts: int) -> Documents:
+    """Two answers to each prompt."""
+    return Documents.of(document(prose(20), prompt) for prompt in range(prompts) for _ in range(2))
+
+
+def test_the_held_out_part_has_about_the_size_asked_for():
+    assert 60 <= len(held_out_indices(many(500), 0.1, at_most=1000, seed=0)) <= 140
+
+
+def test_answers_to_one_prompt_lie_on_one_side():
+    documents = many(100)
+    chosen = held_out_indices(documents, 0.2, at_most=1000, seed=0)
+    training, held_out = (
+        documents.subset(np.setdiff1d(range(len(documents)), chosen)),
+        documents.subset(chosen),
+    )
+    prompts = [{int(part[index].tokens[0]) for index in range(len(part))} for part in (training, held_out)]
+    assert prompts[1]
+    assert not prompts[0] & prompts[1]
+    assert len(training) + len(held_out) == len(documents)
+
+
+def test_the_split_repeats_and_stays_when_documents_are_added():
+    documents = many(100)
+    before = held_out_indices(documents, 0.2, at_most=1000, seed=0)
+    assert held_out_indices(documents, 0.2, at_most=1000, seed=0).tolist() == before.tolist()
+    assert held_out_indices(documents, 0.2, at_most=1000, seed=1).tolist() != before.tolist()
+    more = Documents.of([*(documents[i] for i in range(len(documents))), document(prose(20), 777)])
+    after = held_out_indices(more, 0.2, at_most=1000, seed=0)
+    assert [index for index in after if index < len(documents)] == before.tolist()
+
+
+@pytest.mark.parametrize(("prompts", "expected"), [(1, 0), (2, 2)])
+def test_few_prompts_still_leave_something_on_both_sides(prompts, expected):
+    assert len(held_out_indices(many(prompts), 0.01, at_most=10, seed=0)) == expected
+
+
+def test_no_more_is_held_out_than_allowed():
+    documents = many(100)
+    assert len(held_out_indices(documents, 0.5, at_most=10, seed=0)) == 10
+    assert len(held_out_indices(documents, 0.0, at_most=10, seed=0)) == 0
+
+
+def test_the_token_map_holds_the_most_frequent_answer_tokens():
+    documents = Documents.of([document([7, 7, 7, 9, 9, 3], prompt=50)])
+    assert documents.most_frequent_labels(2, 100).tolist() == [7, 9]
+    assert documents.most_frequent_labels(4, 100).tolist() == [0, 3, 7, 9]
+    with pytest.raises(ValueError, match=r"token_map_size must be in \[1, 100\], got 101"):
+        documents.most_frequent_labels(101, 100)
+
+
+def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
+    unanswered = {"messages": [{"role": "user", "content": "hello?"}]}
+    path = write_rows(tmp_path / "data.jsonl", [conversation("a", "b"), unanswered, conversation("c", "d")])
+    data = load_data(DataOptions(data=[str(path)], held_out_fraction=0.0), chat_tokenizer())
+    assert data.counts["rows"] == 3
+    assert data.counts["rows without an answer"] == 1
+    assert len(data.training) == 2
+    assert data.counts["training labels"] == 2 * len("b#")
+
+
+def test_data_without_any_label_is_an_error_that_says_why(tmp_path):
+    unanswered = {"messages": [{"role": "user", "content": "hello?"}]}
+    path = write_rows(tmp_path / "data.jsonl", [unanswered] * 3)
+    with pytest.raises(ValueError, match=r"holds nothing to train on .*3 rows without an answer"):
+        load_data(DataOptions(data=[str(path)]), chat_tokenizer())
+
+
+def test_data_without_rows_is_an_error(tmp_path):
+    path = write_rows(tmp_path / "data.jsonl", [])
+    with pytest.raises(ValueError, match="holds no rows"):
+        load_data(DataOptions(data=[str(path)]), chat_tokenizer())
