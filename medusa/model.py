@@ -420,11 +420,9 @@ class MedusaModel:
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
         self._check_prepared()
         guard = self._prepared.guard()
-        kind, num_rows = options.step or self.step, len(request.tokens)
-        drafter, pausing = self._drafter(options, request), None
-        # A tree or a drafter that the caller has named is asked at every step.
-        if options.tree is None and options.drafter is None and request.is_exact:
-            pausing = self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
+        kind = options.step or self.step
+        drafter = self._drafter(options, request)
+        pausing = self._pausing(options, request, drafter)
         way = self._steps.way(kind, drafter, request)
         statistics = DecodingStatistics() if statistics is None else statistics
         statistics.setup_seconds += way.setup_seconds
@@ -480,6 +478,14 @@ class MedusaModel:
             drafter = "plain"
         only_chain = request.rule is not None and request.rule.only_chains and tree is None
         return self._drafters.make(drafter, tree, num_rows=num_rows, step=kind, only_chain=only_chain)
+
+    def _pausing(self, options: _Options, request: DecodeRequest, drafter: Drafter) -> Pausing | None:
+        """What pauses guessing in this call; None where a tree or a drafter that the caller has named is
+        asked at every step, or where drafts decide the text."""
+        if options.tree is not None or options.drafter is not None or not request.is_exact:
+            return None
+        kind, num_rows = options.step or self.step, len(request.tokens)
+        return self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         if tree is None:

@@ -106,7 +106,7 @@ def test_a_request_says_what_it_says_alone_whatever_is_batched_with_it(
     """Random arrivals, a step or several apart; some begin as others do, some are cancelled midway."""
     model = eagle3_model() if kind == "eagle3" else model_of(kind, seed)
     if pauses:
-        model._pausing_of = lambda *_: RandomPausing(seed)
+        model._costs.pausing = lambda *_: RandomPausing(seed)
     batch = model.continuous_batch(limits)
     arrivals = [
         ((arrivals[0][0][0][:length] + prompt if length else prompt, options), length)
