@@ -192,6 +192,18 @@ def decode(
     return decoded(batch, request)
 
 
+def random_heads(seed: int = 0, std: float = 0.3, token_map=None, **config) -> MedusaHeads:
+    """Heads of random weights for a tiny model, the same for a seed; ``token_map`` makes them score it."""
+    if token_map is not None:
+        config |= {"unembedding": "token_map", "token_map_size": len(token_map)}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, **{"num_heads": 3, **config}), token_map=token_map)
+        for parameter in heads.parameters():
+            torch.nn.init.normal_(parameter, std=std)
+    return heads
+
+
 class OracleDrafter(StatelessDrafter):
     """Knows the answers, and hides each right token at a random rank, or leaves it out.
 

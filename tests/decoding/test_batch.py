@@ -9,12 +9,12 @@ import torch
 from conftest import (
     BUSHY,
     RandomPausing,
+    random_heads,
     random_prompts,
     tiny_model,
 )
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from test_loop import random_heads
 from tiny_chat import chat_base, chat_heads, wide_tree
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
@@ -31,7 +31,7 @@ EOS = 11
 
 def model_of(architecture: str, seed: int = 0) -> MedusaModel:
     base = tiny_model(architecture)
-    return MedusaModel(base, random_heads(base, seed=seed), BUSHY)
+    return MedusaModel(base, random_heads(seed, num_heads=4), BUSHY)
 
 
 def eagle3_model() -> MedusaModel:

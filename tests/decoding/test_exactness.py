@@ -17,6 +17,7 @@ from conftest import (
     OracleDrafter,
     RandomPausing,
     left_padded,
+    random_heads,
     random_prompts,
     tiny_model,
 )
@@ -33,7 +34,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa import CandidateTree, MedusaHeads, MedusaModel
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
@@ -76,11 +77,7 @@ class Case:
 
 def heads_of(case: Case, poisoned: bool = False) -> MedusaHeads:
     """Random heads; the second may know nothing but NaN."""
-    with torch.random.fork_rng():
-        torch.manual_seed(case.seed)
-        heads = MedusaHeads(HeadsConfig(case.base.config.hidden_size, VOCAB_SIZE, NUM_HEADS))
-        for parameter in heads.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+    heads = random_heads(case.seed, num_heads=NUM_HEADS)
     if poisoned:
         for parameter in heads.parameters_of(1):
             torch.nn.init.constant_(parameter, float("nan"))

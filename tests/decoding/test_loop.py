@@ -9,10 +9,10 @@ from conftest import (
     BUSHY,
     READING,
     SLIDING_WINDOW,
-    VOCAB_SIZE,
     OracleDrafter,
     counting_model,
     left_padded,
+    random_heads,
     random_prompts,
     tiny_model,
 )
@@ -51,15 +51,6 @@ def trees(draw, max_depth: int = 4, max_width: int = 3) -> CandidateTree:
     return CandidateTree.from_paths(paths)
 
 
-def random_heads(base, num_heads: int = 4, seed: int = 0) -> MedusaHeads:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        heads = MedusaHeads(HeadsConfig(base.config.hidden_size, VOCAB_SIZE, num_heads))
-        for parameter in heads.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return heads
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_transformers_generate_past_the_sliding_window(architecture, attention):
@@ -87,22 +78,21 @@ def test_a_ragged_batch_equals_plain_decoding_and_every_row_its_own_run(architec
     lengths = [40, 7, 1, 33]
     batch = left_padded(random_prompts(4, 40), lengths)
     sampled = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    for seed in (0, 5):
-        for penalty in (1.0, 1.4):
-            options = {
-                **sampled,
-                "repetition_penalty": penalty,
-                "seed": [seed + row for row in range(4)],
-                "max_new_tokens": 21,
-            }
-            plain, drafted = plain_and_drafted(model, batch, lengths, **options)
-            assert drafted.sequences.tolist() == plain.tolist()
-            assert drafted.statistics.tokens_per_step > 1.3
-            for row, length in enumerate(lengths):
-                alone = model.generate(
-                    batch["input_ids"][row : row + 1, 40 - length :], **{**options, "seed": seed + row}
-                )
-                assert plain[row, 40 - length :].tolist() == alone[0].tolist()
+    for seed, penalty in ((0, 1.0), (5, 1.4)):
+        options = {
+            **sampled,
+            "repetition_penalty": penalty,
+            "seed": [seed + row for row in range(4)],
+            "max_new_tokens": 21,
+        }
+        plain, drafted = plain_and_drafted(model, batch, lengths, **options)
+        assert drafted.sequences.tolist() == plain.tolist()
+        assert drafted.statistics.tokens_per_step > 1.3
+        for row, length in enumerate(lengths):
+            alone = model.generate(
+                batch["input_ids"][row : row + 1, 40 - length :], **{**options, "seed": seed + row}
+            )
+            assert plain[row, 40 - length :].tolist() == alone[0].tolist()
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,35 +118,12 @@ def test_any_tree_and_any_drafter_give_plain_output(
     assert drafted.sequences.shape[1] == max(lengths) + max_new_tokens
 
 
-@settings(max_examples=25, deadline=None)
-@given(tree=trees(), seed=st.integers(0, 1000), temperature=st.sampled_from([0.0, 0.7, 1.3]))
-def test_random_heads_give_plain_output(tree, seed, temperature):
-    base = tiny_model("llama")
-    model = MedusaModel(base, random_heads(base, seed=seed))
-    options = {"do_sample": temperature > 0, "max_new_tokens": 12, "seed": seed}
-    if temperature:
-        options |= {"temperature": temperature, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
-    prompts = random_prompts(3, 9, seed=seed)
-    with_heads = model.generate(prompts, **options, tree=tree)
-    assert with_heads.tolist() == model.generate(prompts, **options, tree=PLAIN).tolist()
-
-
 @pytest.mark.parametrize("reading", READING)
 @pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_every_kind_of_heads_gives_plain_output(unembedding, reading):
     base = tiny_model("qwen3")
     ids = list(range(3, 40)) if unembedding == "token_map" else None
-    config = HeadsConfig(
-        32,
-        VOCAB_SIZE,
-        num_heads=3,
-        unembedding=unembedding,
-        token_map_size=len(ids) if ids else None,
-        **READING[reading],
-    )
-    heads = MedusaHeads(config, token_map=ids)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    heads = random_heads(std=0.1, token_map=ids, **{"unembedding": unembedding, **READING[reading]})
     model = MedusaModel(
         base, heads, tree=CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
     )
@@ -201,9 +168,7 @@ def test_heads_that_fuse_a_layer_read_it_at_the_state_that_chose_the_root():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_heads_that_fuse_layers_give_plain_output_on_every_architecture(architecture, engine):
     base = tiny_model(architecture)
-    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, reads_path=True, fused_layers=(1, 2)))
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    heads = random_heads(std=0.1, reads_path=True, fused_layers=(1, 2))
     model = MedusaModel(base, heads, tree=BUSHY.subtree(3), engine=engine)
     batch, options = left_padded(random_prompts(2, 11), [11, 6]), {"max_new_tokens": 15, "do_sample": False}
     with_heads = model.generate(**batch, **options, tree=model.tree)

@@ -9,7 +9,15 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, RandomPausing, counting_model, decode, random_prompts, tiny_model
+from conftest import (
+    VOCAB_SIZE,
+    RandomPausing,
+    counting_model,
+    decode,
+    random_heads,
+    random_prompts,
+    tiny_model,
+)
 
 import medusa.decoding.batch
 import medusa.decoding.static
@@ -205,14 +213,6 @@ def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_p
 
 
 # ------------------------------------------------------------------ in the loops
-
-
-def random_heads(**config) -> MedusaHeads:
-    torch.manual_seed(2)
-    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, **config))
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return heads
 
 
 def eagle3(base) -> Eagle3Drafter:

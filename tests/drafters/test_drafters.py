@@ -114,8 +114,13 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("name", DRAFTERS)
+BASES = ("llama", "qwen3", "gemma3")
+ON_THE_BASES_LAYERS = ("draft-model", "early-exit", "low-precision", "eagle3", "union of readers")
+PAIRS = [(name, BASES[index % 3]) for index, name in enumerate(DRAFTERS)]
+PAIRS += [(name, each) for name in ON_THE_BASES_LAYERS for each in BASES if (name, each) not in PAIRS]
+
+
+@pytest.mark.parametrize(("name", "architecture"), PAIRS)
 def test_a_drafter_gives_plain_output_greedy_and_sampled(name, architecture):
     base = tiny_model(architecture)
     model = MedusaModel(base)
@@ -334,8 +339,18 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("source", SAMPLED)
-@pytest.mark.parametrize("rule", RULES)
+LAWS = [(rule, "draft-model") for rule in RULES]
+LAWS += [(rule, source) for rule in ("token", "traversal") for source in SAMPLED if source != "draft-model"]
+LAWS += [("multi_draft", "path-reading heads"), ("multi_draft_without_replacement", "eagle3")]
+MORE_LAWS = [
+    pytest.param(rule, source, marks=pytest.mark.slow)
+    for rule in RULES
+    for source in SAMPLED
+    if (rule, source) not in LAWS
+]
+
+
+@pytest.mark.parametrize(("rule", "source"), [*LAWS, *MORE_LAWS])
 def test_a_sampled_rule_keeps_the_exact_joint_law_through_the_loop(rule, source):
     """Chi-square over three tokens of 3,000 seeds; false alarm rate 1e-5 a case."""
     base = tiny_model("gpt-neox" if source != "early-exit" else "llama")

@@ -1,0 +1,665 @@
+"""Static steps: the general loop's own results, nothing asked of the device, captured or as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import (
+    ARCHITECTURES,
+    BUSHY,
+    READING,
+    SLIDING_WINDOW,
+    VOCAB_SIZE,
+    OracleDrafter,
+    RandomPausing,
+    counting_model,
+    decode,
+    left_padded,
+    random_heads,
+    random_prompts,
+    tiny_model,
+)
+from host_traffic import HostTraffic
+from pretended_graphs import pretend_graphs
+from static_oracle import StaticOracle
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process as hf
+
+from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
+from medusa.base.causal_lm import home_device, new_cache, output_embedding, seen_hidden
+from medusa.decoding.batch import StepResult
+from medusa.decoding.forward import MAX_KEPT, Forward
+from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.static import StaticState, rounded_slots, static_step
+from medusa.decoding.step import begin
+from medusa.decoding.steps import Steps
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.protocol import PlainDrafter
+from medusa.drafters.registry import united
+from medusa.drafters.suffix import SuffixDrafter
+from medusa.drafters.union import UnionDrafter
+
+TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+CARD = "meta"
+KINDS = [
+    "plain",
+    "heads",
+    "heads that read their path",
+    "heads with a token map",
+    "both",
+    "dynamic",
+    "suffix",
+    "heads+suffix",
+    "dynamic+suffix",
+]
+
+
+def drafter_of(kind: str, base, map_is_loaded: bool = True):
+    """A drafter of random heads, or none; tensors without data have no map to check."""
+    if kind == "plain":
+        return PlainDrafter()
+    if kind == "suffix":
+        return SuffixDrafter(4)
+    if kind.endswith("+suffix"):
+        return united([drafter_of(kind.removesuffix("+suffix"), base, map_is_loaded), SuffixDrafter(5)])
+    ids = list(range(3, 40)) if kind in ("heads with a token map", "both", "dynamic") else None
+    config = HeadsConfig(
+        32,
+        VOCAB_SIZE,
+        num_heads=3,
+        unembedding="token_map" if ids else "shared",
+        token_map_size=len(ids) if ids else None,
+        reads_path=kind in ("heads that read their path", "both", "dynamic"),
+        fused_layers=(1, 2) if kind == "both" else (),
+    )
+    heads = MedusaHeads(config, token_map=ids if map_is_loaded else None)
+    drafter_type = DynamicHeadsDrafter if kind == "dynamic" else HeadsDrafter
+    return drafter_type(heads.eval(), output_embedding(base), TREE)
+
+
+def sampling(num_rows: int, device="cpu") -> dict:
+    warpers = [hf.TemperatureLogitsWarper(0.9), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.9)]
+    return {
+        "seeds": torch.arange(num_rows, device=device),
+        "temperature": 0.9,
+        "processors": LogitsProcessorList([*warpers, hf.MinPLogitsWarper(0.01)]),
+    }
+
+
+def prefilled(base, drafter, lengths: list[int], **kwargs) -> StaticState:
+    """The state after the prompts, with room for 256 tokens."""
+    prompts = random_prompts(len(lengths), max(lengths))
+    request = DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs)
+    drafter.begin(len(lengths))
+    forward = Forward(base, drafter.reads_layers)
+    rows, _ = begin(forward, request, Prefix(new_cache(base, len(lengths))))
+    state = StaticState.like(rows, num_steps=4)
+    state.reserve(256)
+    state.load(rows, num_left=29)
+    return state
+
+
+def on_a_card(base, drafter, device: str) -> StaticState:
+    """Two rows on a graphics card that is only pretended, inside a FakeTensorMode."""
+    config, lengths = base.config, torch.tensor([9, 4]).to(device)
+    cache = new_cache(base, 2)
+    cache.lengths = lengths - 1
+    for layer in cache.tree_layers:
+        empty = torch.empty(2, config.num_key_value_heads, 0, config.head_dim, device=device)
+        layer.lazy_initialization(empty, empty)
+    request = DecodeRequest(
+        lengths.new_zeros(2, 9), lengths, 30, eos_ids=frozenset({3}), **sampling(2, device)
+    )
+    hidden = torch.empty(2, (1 + len(drafter.reads_layers)) * config.hidden_size, device=device)
+    rows = DecodeState([0, 1], request.tokens, lengths, hidden, cache, [request] * 2, request.seeds)
+    state = StaticState.like(rows, num_steps=4)
+    state.reserve(256)
+    state.load(rows, num_left=29)
+    return state
+
+
+def pretended() -> FakeTensorMode:
+    """Tensors without data, so that a second device can be pretended: CARD."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_step_moves_nothing_between_host_and_device(kind):
+    """Such traffic waits for the device, and a CUDA graph cannot hold it."""
+    with pretended():
+        with torch.device(CARD):
+            base = ARCHITECTURES["llama"]()
+            drafter = drafter_of(kind, base, map_is_loaded=False)
+        drafter.begin(2)
+        state = on_a_card(base, drafter, CARD)
+        with seen_hidden(base, layers=drafter.reads_layers) as seen, HostTraffic(CARD) as traffic:
+            for _ in range(2):
+                static_step(base, drafter, state, seen)
+        assert not traffic.found
+        assert {state.rows.tokens.device.type, state.finished.device.type} == {CARD}
+
+
+def test_such_traffic_would_be_seen():
+    with pretended(), HostTraffic(CARD) as traffic:
+        there = torch.zeros(3, device=CARD)
+        there + 1
+        assert not traffic.found
+        there + torch.tensor([1, 2, 3]).to(CARD)
+        assert len(traffic.found) > 0
+        with pytest.raises(DataDependentOutputException):
+            there.sum().item()
+
+
+@pytest.mark.parametrize("last", ["cpu", CARD])
+@pytest.mark.parametrize("kind", ["plain", "heads", "both"])
+@torch.no_grad()
+def test_a_step_runs_on_a_model_sharded_over_devices(kind, last):
+    """accelerate's hooks move what passes between layers; what stands around the model has to follow.
+
+    The output embedding is on ``last``: with the last layers, or, as tied ones are, with the first.
+    """
+    hooks = pytest.importorskip("accelerate.hooks")
+    with pretended():
+        parts = {}
+        for device in ("cpu", CARD):
+            with torch.device(device):
+                parts[device] = ARCHITECTURES["llama"]()
+        base, other = parts["cpu"], parts[CARD]
+        base.model.layers[1], base.model.norm = other.model.layers[1], other.model.norm
+        base.lm_head = parts[last].lm_head
+        places = {base.model.layers[1]: CARD, base.model.norm: CARD, base.lm_head: last}
+        places |= dict.fromkeys((base.model.embed_tokens, base.model.rotary_emb, base.model.layers[0]), "cpu")
+        for module, device in places.items():
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device))
+        hooks.add_hook_to_module(base, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+        assert home_device(base) == torch.device(last)
+        with torch.device(last):
+            drafter = drafter_of(kind, base, map_is_loaded=False)
+        drafter.begin(2)
+        state = on_a_card(base, drafter, last)
+        for layer, device in zip(state.cache.tree_layers, ("cpu", CARD), strict=True):
+            layer.hold([entries.to(device) for entries in layer.entries])
+        with seen_hidden(base, layers=drafter.reads_layers) as seen:
+            for _ in range(2):
+                static_step(base, drafter, state, seen)
+
+
+TREES = [
+    CandidateTree.chain(0),
+    CandidateTree.chain(3),
+    BUSHY,
+    CandidateTree.from_paths([(rank,) for rank in range(5)]),
+    CandidateTree.from_paths([(1,), (1, 2), (1, 2, 0)]),
+]
+LENGTHS = [40, 7, 1]
+SAMPLED = {
+    "seeds": torch.tensor([3, 4, 5]),
+    "temperature": 1.2,
+    "processors": LogitsProcessorList([hf.TemperatureLogitsWarper(1.2), hf.TopKLogitsWarper(30)]),
+}
+
+
+def request_of(lengths=LENGTHS, max_new_tokens: int = 21, **kwargs) -> DecodeRequest:
+    """Ragged rows, stored from column 0."""
+    prompts = random_prompts(len(lengths), max(lengths))
+    return DecodeRequest(prompts, torch.tensor(lengths), max_new_tokens, **kwargs)
+
+
+def answers_of(base, request: DecodeRequest) -> list[list[int]]:
+    """Prompt and plain answer of every row."""
+    rows = [row[:n].tolist() for row, n in zip(request.tokens, request.lengths.tolist(), strict=True)]
+    for step in decode(base, PlainDrafter(), request):
+        for row, new in zip(rows, step.tokens, strict=True):
+            row.extend(new)
+    return rows
+
+
+def both(base, drafter_of, request: DecodeRequest, host_sync_interval: int = 4, step="static"):
+    """(results, statistics) of the general loop, and of static steps."""
+    general, static = DecodingStatistics(), DecodingStatistics()
+    expected = list(decode(base, drafter_of(), request, general))
+    runners = Steps(base)
+    results = list(decode(runners, drafter_of(), request, static, None, step, host_sync_interval))
+    return (expected, general), (results, static)
+
+
+def assert_same(general: tuple, static: tuple) -> list[StepResult]:
+    (expected, expected_statistics), (results, statistics) = general, static
+    assert results == expected
+    for name in ("num_rows", "num_steps", "num_passes", "accepted_histogram"):
+        assert getattr(statistics, name) == getattr(expected_statistics, name)
+    return results
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_ragged_batch_gives_what_the_general_loop_gives(architecture, sampled):
+    base = tiny_model(architecture)
+    request = request_of([SLIDING_WINDOW + 8, 7, 1], **sampled)
+    answers = answers_of(base, request)
+    results = assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
+    assert len(results) < 16  # 21 tokens each: many guesses were right
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.num_nodes} nodes")
+def test_every_shape_of_tree_gives_it(tree, attention):
+    base = tiny_model("gemma3")
+    base.set_attn_implementation(attention)
+    try:
+        request = request_of([33], **{**SAMPLED, "seeds": torch.tensor([9])})
+        answers = answers_of(base, request)
+        assert_same(*both(base, lambda: StaticOracle(answers, tree), request, host_sync_interval=8))
+    finally:
+        base.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("reading", READING)
+@pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
+def test_every_kind_of_heads_gives_it(unembedding, reading, sampled):
+    base = tiny_model("qwen3")
+    ids = list(range(3, 40)) if unembedding == "token_map" else None
+    heads = random_heads(std=0.1, token_map=ids, **{"unembedding": unembedding, **READING[reading]})
+    tree = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+    drafter_of = lambda: HeadsDrafter(heads, base.get_output_embeddings(), tree)  # noqa: E731
+    assert_same(*both(base, drafter_of, request_of(**sampled)))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [[9], [12, 7, 1]], ids=["one row", "ragged rows"])
+def test_a_tree_that_branches_with_as_many_nodes_as_a_chain_of_its_depth_is_exact(lengths, sampled, depth):
+    """The heads' tree is a chain; dynamic heads take its size and choose another shape at every step."""
+    base = tiny_model("llama")
+    heads = random_heads()
+    chain, embedding = CandidateTree.chain(depth), base.get_output_embeddings()
+    if sampled:
+        sampled = {**sampled, "seeds": sampled["seeds"][: len(lengths)]}
+    request = request_of(lengths, max_new_tokens=30, **sampled)
+    results = assert_same(*both(base, lambda: DynamicHeadsDrafter(heads, embedding, chain), request))
+    rows = [row[:n].tolist() for row, n in zip(request.tokens, lengths, strict=True)]
+    for result in results:
+        for row, new in zip(rows, result.tokens, strict=True):
+            row.extend(new)
+    assert rows == answers_of(base, request)
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("suffix_length", [1, 4, 9])
+def test_dynamic_trees_with_a_suffix_match_are_the_same_in_static_steps(suffix_length, sampled):
+    """The counting base repeats itself, so that matches are right; the heads give nothing but NaN."""
+    base = counting_model(8)
+    heads = MedusaHeads(HeadsConfig(8, 8, num_heads=3, unembedding="full"))
+    for parameter in heads.parameters():
+        parameter.data.fill_(float("nan"))
+    heads = DynamicHeadsDrafter(heads, base.get_output_embeddings(), CandidateTree.chain(3))
+    if sampled:
+        sampled = {**sampled, "seeds": sampled["seeds"][:2]}
+    prompts = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0]])
+    request = DecodeRequest(prompts, torch.tensor([4, 1]), 60, **sampled)
+    results = assert_same(*both(base, lambda: heads.with_suffix(suffix_length), request))
+    assert sampled or len(results) <= 10 + 52 / (1 + min(suffix_length, 4))
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 12))
+def test_max_new_tokens_inside_an_accepted_path_is_exact(max_new_tokens):
+    base = tiny_model("llama")
+    answers = answers_of(base, request_of(max_new_tokens=24))
+    request = request_of(max_new_tokens=max_new_tokens)
+    drafter_of = lambda: StaticOracle(answers, CandidateTree.chain(4), always=True)  # noqa: E731
+    results = assert_same(*both(base, drafter_of, request, host_sync_interval=3))
+    assert [sum(len(r.tokens[row]) for r in results) for row in range(3)] == [max_new_tokens] * 3
+
+
+def test_end_of_sequence_inside_an_accepted_path_ends_each_row_there():
+    """One row ends with its first token and leaves the batch, one inside a path, one at its limit."""
+    base = tiny_model("llama")
+    free = [row[n:] for row, n in zip(answers_of(base, request_of()), LENGTHS, strict=True)]
+    eos = frozenset({free[1][0], free[0][9]})
+    request = request_of(eos_ids=eos)
+    answers = [
+        prompt[:n].tolist() + new for prompt, n, new in zip(request.tokens, LENGTHS, free, strict=True)
+    ]
+    for tree in (CandidateTree.chain(4), BUSHY):
+        drafter_of = lambda: StaticOracle(answers, tree, always=True)  # noqa: B023, E731
+        results = assert_same(*both(base, drafter_of, request))
+        for row in range(3):
+            end = next((at + 1 for at, token in enumerate(free[row]) if token in eos), 21)
+            assert [token for result in results for token in result.tokens[row]] == free[row][:end]
+    assert len(free[1][:1]) == 1 and not eos & set(free[0][:9])
+
+
+def test_a_row_that_has_ended_stands_still_while_the_others_go_on():
+    """A counting base: one row reaches the end of sequence at once, the other needs dozens of tokens."""
+    base, size = counting_model(48), 48
+    heads = MedusaHeads(HeadsConfig(size, size, num_heads=3, unembedding="full"))
+    for d, rows in enumerate(heads.unembed, start=1):
+        rows.data = torch.eye(size).roll(1 + d, dims=0)
+    model = MedusaModel(base, heads, tree=CandidateTree.chain(3))
+    prompts = torch.tensor([[38], [2]])
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": 41, "pad_token_id": 0}
+    out = model.generate(prompts, **options, step="static", return_dict_in_generate=True)
+    assert out.sequences.tolist() == [[38, 39, 40, 41] + [0] * 36, list(range(2, 42))]
+    assert out.statistics.acceptance_rate[0] == 1.0
+
+
+@pytest.mark.parametrize("num_tokens", [20, 300])
+def test_the_cache_grows_between_steps_and_keeps_what_it_holds(num_tokens):
+    base = tiny_model("mistral-sliding")
+    request = request_of([250, 180], max_new_tokens=num_tokens)
+    answers = answers_of(base, request)
+    drafter_of = lambda: StaticOracle(answers, CandidateTree.chain(3), always=True)  # noqa: E731
+    assert_same(*both(base, drafter_of, request, host_sync_interval=5))
+
+
+def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens(monkeypatch):
+    assert [rounded_slots(n) for n in (1, 256, 257, 1024, 1025, 4000, 4097)] == [
+        256,
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        5120,
+    ]
+    base, reserved, reserve = tiny_model("llama"), [], StaticState.reserve
+    monkeypatch.setattr(
+        StaticState, "reserve", lambda state, slots: (reserved.append(slots), reserve(state, slots))
+    )
+    for _ in decode(base, PlainDrafter(), request_of([240], 300), None, None, "static", 8):
+        pass
+    assert sorted(set(reserved)) == [256, 512, 768]
+    assert base.config.max_position_embeddings > 768
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_p": 0.9, "seed": 2}], ids=["greedy", "sampled"]
+)
+def test_generate_and_stream_give_the_same_on_every_engine(engine, options):
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2))
+    model = MedusaModel(tiny_model("phi"), heads, CandidateTree.chain(2), engine=engine)
+    batch = left_padded(random_prompts(3, 40), LENGTHS)
+    options = {"do_sample": False, "max_new_tokens": 12, **options}
+    expected = model.generate(**batch, **options)
+    assert torch.equal(model.generate(**batch, **options, step="static"), expected)
+    rows: list[list[int]] = [[], [], []]
+    for result in model.stream(**batch, **options, step="static"):
+        for row, new in zip(rows, result.tokens, strict=True):
+            row.extend(new)
+    assert rows == expected[:, 40:].tolist()
+
+
+def test_two_streams_of_one_model_do_not_disturb_each_other():
+    model = MedusaModel(tiny_model("llama"), step="static")
+    one, two = random_prompts(1, 9), random_prompts(1, 9, seed=1)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    expected = [model.generate(prompt, **options, step="general")[0, 9:].tolist() for prompt in (one, two)]
+    pairs = zip(model.stream(one, **options), model.stream(two, **options), strict=True)
+    streamed = [[result.tokens[0][0] for result in pair] for pair in pairs]
+    assert [list(row) for row in zip(*streamed, strict=True)] == expected
+
+
+def test_every_processor_that_reads_no_path_is_let_through():
+    base, vocab = tiny_model("llama"), VOCAB_SIZE
+    made = {
+        hf.TemperatureLogitsWarper: (0.8,),
+        hf.TopKLogitsWarper: (20,),
+        hf.TopPLogitsWarper: (0.9,),
+        hf.MinPLogitsWarper: (0.02,),
+        hf.TypicalLogitsWarper: (0.9,),
+        hf.EpsilonLogitsWarper: (0.01,),
+        hf.EtaLogitsWarper: (0.01,),
+        hf.SuppressTokensLogitsProcessor: ([4, 5],),
+        hf.InfNanRemoveLogitsProcessor: (),
+        hf.LogitNormalization: (),
+    }
+    assert set(made) == set(PATH_FREE_PROCESSORS) and vocab == base.config.vocab_size
+    processors = LogitsProcessorList(kind(*arguments) for kind, arguments in made.items())
+    request = request_of(**{**SAMPLED, "processors": processors}, max_new_tokens=8)
+    answers = answers_of(base, request)
+    assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
+
+
+REFUSED = {
+    "a processor that reads the path": (
+        {"repetition_penalty": 1.3},
+        r"logits processors that read the tokens before each node .*: RepetitionPenaltyLogitsProcessor",
+    ),
+    "a stopping criterion": (
+        {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(1).bool()])},
+        "stopping criteria",
+    ),
+    "typical acceptance": ({"acceptance": "typical"}, "acceptance='typical'; use acceptance='exact', or"),
+    "another rule": (
+        {"acceptance": "token", "do_sample": True},
+        "acceptance='token'; use acceptance='exact', or",
+    ),
+    "another drafter": (
+        {"drafter": OracleDrafter([[1]], BUSHY, hit_rate=1.0)},
+        "OracleDrafter, which reads its drafts on the host; use drafter='heads', 'dynamic-heads', 'suffix', "
+        "unions of these or 'plain', or ",
+    ),
+    "a union with another drafter": (
+        {"drafter": UnionDrafter([SuffixDrafter(4), OracleDrafter([[1]], BUSHY, hit_rate=1.0)])},
+        "OracleDrafter, which .*; use drafter='heads', 'dynamic-heads', ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_static_step_cannot_decode_is_refused_by_name(what):
+    options, message = REFUSED[what]
+    model = MedusaModel(tiny_model("llama"))
+    call = {"max_new_tokens": 4, "do_sample": False, **options}
+    for method in (model.generate, model.stream):
+        with pytest.raises(ValueError, match=rf"step='static' cannot work with {message}.*step='general'$"):
+            method(random_prompts(1, 5), **call, step="static")
+
+
+def test_greedily_every_rule_is_the_exact_one_and_runs():
+    model = MedusaModel(tiny_model("llama"))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(random_prompts(1, 5), **options)
+    assert torch.equal(
+        model.generate(random_prompts(1, 5), **options, acceptance="block", step="static"), expected
+    )
+
+
+def tokens_of_one_row(results):
+    return [token for step in results for token in step.tokens[0]]
+
+
+def test_an_unknown_kind_of_step_is_refused():
+    with pytest.raises(ValueError, match=r"step must be one of \('general', .*'captured'\), got 'fast'"):
+        MedusaModel(tiny_model("llama"), step="fast")
+
+
+@pytest.mark.parametrize(
+    ("step", "engine", "message"),
+    [
+        (
+            "captured",
+            "eager",
+            "step='captured' needs a model on a CUDA device, got one on cpu; use step='static'",
+        ),
+        (
+            "compiled",
+            "eager",
+            "step='compiled' needs engine='packed' or 'int8', which compile their pass ahead on a CPU",
+        ),
+        (
+            "compiled",
+            "int8",
+            "step='compiled' needs widths that are multiples of 16 for engine='int8', got 8",
+        ),
+    ],
+)
+def test_steps_that_cannot_run_on_a_base_are_refused_at_once(step, engine, message):
+    with pytest.raises(ValueError, match=message):
+        MedusaModel(tiny_model("llama"), engine=engine, step=step)
+    model = MedusaModel(tiny_model("llama"), engine=engine)
+    with pytest.raises(ValueError, match=message):
+        model.stream(random_prompts(1, 4), max_new_tokens=3, do_sample=False, step=step)
+
+
+@pytest.mark.parametrize("step", ["compiled", "captured"])
+def test_on_a_sharded_model_only_static_steps_run(step, monkeypatch):
+    base = tiny_model("llama")
+    monkeypatch.setattr(base, "hf_device_map", {"model": "cpu", "lm_head": "disk"}, raising=False)
+    with pytest.raises(ValueError, match=r"this one is sharded.*\(device_map\); use step='static'"):
+        MedusaModel(base, step=step)
+    prompt, options = random_prompts(1, 4), {"max_new_tokens": 5, "do_sample": False}
+    expected = MedusaModel(base).generate(prompt, **options)
+    assert torch.equal(MedusaModel(base, step="static").generate(prompt, **options), expected)
+
+
+def test_a_model_that_layers_were_offloaded_from_runs_static_steps(tmp_path):
+    """accelerate's own hooks on every module, a layer's weights on disk."""
+    hooks = pytest.importorskip("accelerate")
+    base = ARCHITECTURES["llama"]().eval()
+    prompt, options = random_prompts(2, 4), {"max_new_tokens": 5, "do_sample": False}
+    expected = MedusaModel(base).generate(prompt, **options)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "cpu")
+    places |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    sharded = hooks.dispatch_model(base, places, main_device="cpu", offload_dir=tmp_path)
+    for step in ("general", "static"):
+        assert torch.equal(MedusaModel(sharded, step=step).generate(prompt, **options), expected)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["plain", "heads", "both", "dynamic+suffix"])
+def test_captured_steps_give_the_tokens_of_the_general_loop(kind, sampled, monkeypatch):
+    """With pretended graphs. The cache grows twice: its slots are other tensors after the second time."""
+    graphs = pretend_graphs(monkeypatch)
+    monkeypatch.setattr("medusa.decoding.static.SLOTS", 8)
+    base = tiny_model("llama")
+    runners, drafter = Steps(base), drafter_of(kind, base)
+    request = DecodeRequest(
+        random_prompts(2, 36), torch.tensor([36, 9]), 70, **(sampling(2) if sampled else {})
+    )
+    expected = tokens_of_one_row(decode(base, drafter, request))
+    setups = []
+    for _ in range(2):
+        statistics = DecodingStatistics()
+        results = list(decode(runners, drafter, request, statistics, None, "captured", 8))
+        assert tokens_of_one_row(results) == expected
+        setups.append(statistics.setup_seconds)
+    assert setups[0] > 0
+    assert len(graphs) > 1 and sum(graph.num_replays for graph in graphs) > len(graphs)
+
+
+def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own_and_both_are_kept(monkeypatch):
+    graphs = pretend_graphs(monkeypatch)
+    base = tiny_model("llama")
+    runners, drafter = Steps(base), drafter_of("heads", base)
+    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 60)
+    expected = tokens_of_one_row(decode(base, drafter, request))
+
+    def answered() -> float:
+        statistics = DecodingStatistics()
+        pausing = RandomPausing(1)
+        results = decode(runners, drafter, request, statistics, pausing, "captured", 4)
+        assert tokens_of_one_row(results) == expected
+        return statistics.setup_seconds
+
+    assert answered() > 0
+    assert answered() == 0 and len(graphs) == 2
+    base = runners.base
+    weight = base.lm_head.weight
+    try:
+        base.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
+        assert answered() > 0 and len(graphs) == 4, "a graph reads weights where they were"
+    finally:
+        base.lm_head.weight = weight
+
+
+def test_fewer_steps_than_a_warm_up_takes_capture_nothing(monkeypatch):
+    graphs = pretend_graphs(monkeypatch)
+    base = tiny_model("llama")
+    runners, drafter = Steps(base), drafter_of("plain", base)
+    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 3)
+    results = decode(runners, drafter, request, None, None, "captured", 8)
+    assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
+    assert graphs == []
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def model_on_a_card(request):
+    torch.manual_seed(0)
+    base = ARCHITECTURES[getattr(request, "param", "llama")]().to("cuda").eval()
+    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, reads_path=True))
+    return MedusaModel(base, heads, TREE)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("model_on_a_card", sorted(ARCHITECTURES), indirect=True)
+@pytest.mark.parametrize("step", ["static", "captured"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3}])
+def test_on_a_card_every_kind_of_step_gives_the_tokens_of_the_general_loop(model_on_a_card, step, options):
+    """Twice, so that what was captured is replayed; past 256 slots, so that the cache grows."""
+    batch = {name: each.to("cuda") for name, each in left_padded(random_prompts(3, 240), [240, 9, 1]).items()}
+    options = {"do_sample": False, "max_new_tokens": 60, **options}
+    expected = model_on_a_card.generate(**batch, **options)
+    assert torch.equal(expected, model_on_a_card.generate(**batch, **options, tree=CandidateTree.chain(0)))
+    for _ in range(2):
+        assert torch.equal(model_on_a_card.generate(**batch, **options, step=step), expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_what_was_captured_is_kept_for_the_next_answer_and_captured_anew_when_weights_move(model_on_a_card):
+    def answered() -> tuple[torch.Tensor, float]:
+        prompt = random_prompts(1, 9).to("cuda")
+        options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+        out = model_on_a_card.generate(prompt, **options, step="captured")
+        assert torch.equal(out.sequences, model_on_a_card.generate(prompt, **options).sequences)
+        return out.statistics.setup_seconds
+
+    assert answered() > 0
+    assert answered() == 0
+    with torch.no_grad():
+        lm_head = model_on_a_card.base.lm_head
+        lm_head.weight = torch.nn.Parameter(lm_head.weight.flip(0).contiguous())
+    assert answered() > 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_two_captured_streams_do_not_disturb_each_other(model_on_a_card):
+    one, two = (random_prompts(1, 9, seed=seed).to("cuda") for seed in range(2))
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [model_on_a_card.generate(prompt, **options)[0, 9:].tolist() for prompt in (one, two)]
+    streams = [model_on_a_card.stream(prompt, **options, step="captured") for prompt in (one, two)]
+    answers: list[list[int]] = [[], []]
+    while streams:
+        for stream, answer in zip(list(streams), answers, strict=False):
+            answer.extend(next(stream).tokens[0])
+        streams = [] if any(len(answer) >= 30 for answer in answers) else streams
+    for answer, full in zip(answers, expected, strict=True):
+        assert answer == full[: len(answer)]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
+    for depth in range(4):
+        for num_rows in range(1, 8):
+            model_on_a_card.generate(
+                random_prompts(num_rows, 4).to("cuda"),
+                tree=CandidateTree.chain(depth),
+                max_new_tokens=4,
+                do_sample=False,
+                step="captured",
+            )
+    assert len(model_on_a_card._steps.captured) == MAX_KEPT
