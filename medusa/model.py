@@ -138,8 +138,8 @@ class MedusaModel:
         Args:
             base: a path, a hub id, the name of the embedded base (:mod:`medusa.places`), or a model already
                 loaded (quantised, sharded, on any device).
-            heads: a heads directory, a hub id, or a loaded checkpoint. None decodes plainly. A hub id names a
-                revision as ``owner/name@revision``.
+            heads: a heads directory, a hub id, or a loaded checkpoint; "default" are those that ship for the
+                base. None decodes plainly. A hub id names a revision as ``owner/name@revision``.
             tree: the candidate tree of every call; by default those in the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
@@ -164,7 +164,7 @@ class MedusaModel:
         check_is_model(base)
         base.eval()
         if isinstance(heads, (str, Path)):
-            heads = load_heads(heads, **hub)
+            heads = load_heads(heads, base_name=source or base.name_or_path, **hub)
         if heads is None:
             model = cls(base, None, tree, tokenizer, engine, step=step)
         elif isinstance(heads, HeadsCheckpoint):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
+from conftest import REAL_BASE, VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -680,3 +680,11 @@ def test_loading_arguments_for_a_base_already_loaded_are_refused():
         ValueError, match=r"\['device_map', 'dtype'\] go with a path or a hub id; .* already loaded"
     ):
         MedusaModel.from_pretrained(tiny_model("llama"), dtype="float32", device_map="auto")
+
+
+def test_the_heads_that_ship_for_a_base_are_named_once(real_base):
+    named = MedusaModel.from_pretrained(str(REAL_BASE), "smollm2-135m-instruct")
+    with pytest.raises(ValueError, match=r"there for smollm2-135m-instruct, got base '.*models"):
+        MedusaModel.from_pretrained(str(REAL_BASE), heads="default")
+    default = MedusaModel.from_pretrained("smollm2-135m-instruct", heads="default")
+    assert default.heads.config == named.heads.config and default.tree == named.tree

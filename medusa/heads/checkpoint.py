@@ -38,7 +38,7 @@ from medusa.heads.fingerprint import READABLE_TYPES, BaseFingerprint, warn_of_an
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, check_heads_fit
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
-from medusa.pretrained import shipped_heads
+from medusa.pretrained import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 
@@ -152,19 +152,24 @@ def save_heads(
     return Path(directory)
 
 
-def load_heads(source: str | Path, device: str = "cpu", **hub: Any) -> HeadsCheckpoint:
+def load_heads(
+    source: str | Path, device: str = "cpu", base_name: str | None = None, **hub: Any
+) -> HeadsCheckpoint:
     """Read a heads directory; ``source`` may also name shipped heads, or a hub id to download, as
     ``owner/name`` or ``owner/name@revision``.
 
     Weights come back in float32, in whatever type they were written.
 
     Args:
+        base_name: what the base is called, for ``source="default"``: the heads that ship for it.
         hub: ``token``, ``cache_dir`` and ``local_files_only``, as in ``from_pretrained`` of ``transformers``.
 
     Raises:
         FileNotFoundError: no such directory, or it is not a heads directory.
         ValueError: the files contradict each other or are damaged; the message names the tensor or key.
     """
+    if source == DEFAULT_HEADS:
+        source = heads_for(base_name)
     directory = heads_directory(source, **hub)
     raw = _read_config(directory)
     heads = _read_module(directory, raw, device)
