@@ -276,7 +276,10 @@ class FusedLoss:
     def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:
         for start in range(0, len(self.columns), self._block_size):
             block = slice(start, start + self._block_size)
-            teacher_rows = self._teacher_rows(block)
+            teacher_rows = None  # the same at every depth
+            if self.teacher is not None and self.teacher_states is not None:
+                with torch.no_grad():
+                    teacher_rows = TeacherRows.of_logits(self.teacher(self.teacher_states(block)))
             for index in depths:
                 self._add_block(index, block, states, teacher_rows, gradients)
 
@@ -333,13 +336,6 @@ class FusedLoss:
         sums.top5[index] += (targets.is_scored & (num_better < 5)).sum()
         sums.num_scored[index] += targets.is_scored.sum()
         return gradient.mul_((targets.weights / self.num_scored[index].clamp(min=1))[:, None])
-
-    def _teacher_rows(self, block: slice) -> TeacherRows | None:
-        """The base's own distribution for a block of targets: the same at every depth."""
-        if self.teacher is None or self.teacher_states is None:
-            return None
-        with torch.no_grad():
-            return TeacherRows.of_logits(self.teacher(self.teacher_states(block)))
 
 
 class _Function(torch.autograd.Function):
