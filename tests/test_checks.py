@@ -18,7 +18,7 @@ from medusa.checks import check_above, check_at_least, check_within, differences
             [1, [0.1, 1]],
             [0, 1.1],
         ),
-        (lambda options: check_within(options, "[0, 1)", "number"), r"in \\[0, 1\\)", [0], [1, [0, 1]]),
+        (lambda options: check_within(options, "[0, 1)", "number"), r"in \[0, 1\)", [0], [1, [0, 1]]),
     ],
     ids=["at least", "above", "in (0, 1]", "in [0, 1)"],
 )
