@@ -268,10 +268,16 @@ class FusedLoss:
             self._add(depths, states, gradients)
         else:
             for index in depths:
-                with self.split.whole(index, gradients) as inside:  # nothing whole outlives the block
-                    self._add(range(index, index + 1), states, inside)
+                self._add_alone(self.split, index, states, gradients)
         self.sums.num_labels.copy_(self.sums.num_scored + self.num_unmapped)
         return self.sums.objective(self.num_scored)
+
+    def _add_alone(
+        self, split: SplitHeads, index: int, states: Tensor, gradients: dict[Tensor, Tensor]
+    ) -> None:
+        """What :meth:`_add` does, for one depth of heads that are split; nothing whole outlives the call."""
+        with split.whole(index, gradients) as inside:
+            self._add(range(index, index + 1), states, inside)
 
     def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:
         for start in range(0, len(self.columns), self._block_size):
