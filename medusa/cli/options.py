@@ -167,21 +167,17 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
                 _refuse(f"{key} in {where} must be true or false, got {value!r}")
             found[key] = value
             continue
-        words = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        values_given = value if isinstance(value, list) else [value]
         with _REGISTRY:
             spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(flags[key], set()))
-        is_plain = not any(
-            isinstance(each, list | dict) for each in (value if isinstance(value, list) else [value])
-        )
-        if (
-            not is_plain
-            or (len(words) != 1 and spec.nargs == 1)
-            or (value is None and not _optional(flags[key]))
-        ):
+        is_nested = any(isinstance(each, list | dict) for each in values_given)
+        is_missing = value is None and not _optional(flags[key])
+        if is_nested or is_missing or (spec.nargs == 1 and len(values_given) != 1):
             _refuse(f"{key} in {where} must have a plain value, got {value!r}")
+        words = [str(each) for each in values_given]
         if isinstance(value, bool) and _stands_alone(flags[key]):
             words = [_ALONE[str(value).lower()]]
-        if spec.choices and words[0].lower() not in (*spec.choices, "none"):
+        if spec.choices and any(word.lower() not in (*spec.choices, "none") for word in words):
             _refuse(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
         try:
             found[key] = spec.instance_from_str(words)
@@ -197,11 +193,8 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
     """
     made, types = object.__new__(options), get_type_hints(options)
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
-        kind, value = (
-            types[field.name],
-            _default(field) if defaults is None else getattr(defaults, field.name),
-        )
-        if dataclasses.is_dataclass(kind):
+        value = _default(field) if defaults is None else getattr(defaults, field.name)
+        if dataclasses.is_dataclass(kind := types[field.name]):
             value = _instance(kind, values, None if value is dataclasses.MISSING else value)  # type: ignore
         else:
             value = values.get(field.name, value)

@@ -114,7 +114,9 @@ def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
         ("a: [\n", "{path} is not valid YAML"),
         ("[" * 3000, "{path} is not valid YAML"),
         ("temperature: -1\n", "temperature must be at least 0, got -1.0"),
-        ("learning_rate: fast\n", "could not convert string to float: 'fast'"),
+        ("learning_rate: fast\n", "learning_rate in {path} cannot be 'fast': could not convert string"),
+        ("precision: fp8\n", "precision in {path} must be one of fp32, bf16, none, got 'fp8'"),
+        ("learning_rate: [1, 2]\n", "learning_rate in {path} must have a plain value, got [1, 2]"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, text, complaint):

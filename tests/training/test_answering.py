@@ -1,4 +1,4 @@
-"""Answers that repeat themselves are cut, unless that is turned off."""
+"""Answers of endpoints and of the base, and the file that keeps them: what is kept, cut and refused."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 from tiny_training import conversation, counting_rows, new_trainer
 
 from medusa.heads.calibration import AnsweredTokens, calibrate
+from medusa.training.data.dataset import Documents
 from medusa.training.run.metrics import NUM_NODES, draw_training, is_stale, replayed_metrics
 from medusa.training.run.trainer import Trainer
 
@@ -44,7 +45,7 @@ def test_replaying_reads_as_many_documents_as_asked_for_and_none_is_none(tmp_pat
     assert "held_out/tokens_per_step" not in trainer.train()
     assert not trainer.run.picture.exists(), "one evaluation makes no curve"
     everything = trainer.data.held_out
-    two = everything.subset([0, 1])
+    two = Documents.of(everything[index] for index in (0, 1))
     arguments = trainer.base, trainer.heads
     assert replayed_metrics(*arguments, everything, 2) == replayed_metrics(*arguments, two, 99) != {}
     assert replayed_metrics(*arguments, everything, 1) == {}, "nothing to judge a tree on"

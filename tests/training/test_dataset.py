@@ -243,8 +243,8 @@ def test_answers_to_one_prompt_lie_on_one_side():
     documents = many(100)
     chosen = held_out_indices(documents, 0.2, at_most=1000, seed=0)
     training, held_out = (
-        documents.subset(np.setdiff1d(range(len(documents)), chosen)),
-        documents.subset(chosen),
+        Documents.of(documents[i] for i in np.setdiff1d(range(len(documents)), chosen)),
+        Documents.of(documents[i] for i in chosen),
     )
     prompts = [{int(part[index].tokens[0]) for index in range(len(part))} for part in (training, held_out)]
     assert prompts[1]

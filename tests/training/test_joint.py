@@ -101,19 +101,6 @@ def test_the_base_s_loss_and_gradient_are_those_of_plain_autograd(objective, blo
     assert int(sums.num_targets) == int(sums.num_compared) == 7
 
 
-def test_no_block_of_the_base_s_logits_is_larger_than_asked():
-    embedding, hidden, reference, targets = base_problem()
-    seen = []
-
-    def project(states: Tensor) -> Tensor:
-        seen.append(len(states))
-        return embedding(states)
-
-    BaseLoss(project, 40, "kl", block_elements=100)(hidden, reference, targets, torch.tensor(7))
-    assert max(seen) == 2
-    assert sum(seen) == 2 * 7
-
-
 def test_self_distillation_asks_for_the_states_without_the_adapter():
     embedding, hidden, _, targets = base_problem()
     with pytest.raises(ValueError, match="'kl' needs the states without the adapter: pass reference"):

@@ -192,15 +192,6 @@ def test_tokens_that_are_no_labels_never_matter():
     torch.testing.assert_close(problem.fused()[0], before)
 
 
-def test_a_mask_that_calls_every_token_a_label_would_be_noticed():
-    problem = Problem()
-    before, sums = problem.fused()
-    problem.is_label[:] = True
-    after, all_sums = problem.fused()
-    assert all_sums.num_labels.sum() > sums.num_labels.sum()
-    assert not torch.isclose(before, after)
-
-
 def test_no_target_is_predicted_from_another_document():
     problem = Problem()
     problem.is_label[:] = True

@@ -44,7 +44,8 @@ def plan_epoch(
         rows_per_batch = max(1, options.tokens_per_batch // options.max_length)
         return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
     plan: list[MicroBatch] = []
-    for pool in _pools(order, lengths, POOL * options.tokens_per_batch):
+    number = np.cumsum(lengths[order]) // max(1, POOL * options.tokens_per_batch)
+    for pool in np.split(order, np.flatnonzero(np.diff(number)) + 1):
         by_length = pool[np.argsort(lengths[pool], kind="stable")]
         plan += _alike_in_length(by_length, lengths, options.tokens_per_batch, switch)
     return [plan[index] for index in random.permutation(len(plan))]
@@ -104,12 +105,6 @@ def one_token() -> PaddedBatch:
     """The micro-batch of a process that has nothing to do: no targets."""
     nothing = torch.zeros(1, 1, dtype=torch.long)
     return PaddedBatch(nothing, nothing, nothing.bool())
-
-
-def _pools(order: np.ndarray, lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """``order`` cut into runs of about ``tokens`` tokens."""
-    number = np.cumsum(lengths[order]) // max(1, tokens)
-    return np.split(order, np.flatnonzero(np.diff(number)) + 1)
 
 
 def _alike_in_length(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,10 +81,6 @@ class Documents:
             content.update(np.ascontiguousarray(part).data)
         return content.hexdigest()
 
-    def subset(self, indices: Sequence[int] | np.ndarray) -> Documents:
-        """The documents at ``indices``, in that order."""
-        return Documents.of(self[index] for index in indices)
-
     def spread(self, count: int) -> list[int]:
         """Indices of ``count`` documents, or of all if there are fewer, spread evenly."""
         last = len(self) - 1
@@ -94,10 +90,6 @@ class Documents:
         """The first ``at_most`` documents, or all, as rows to calibrate heads on."""
         rows = (self[index] for index in range(len(self))[:at_most])
         return [AnsweredTokens(row.tokens.tolist(), row.is_label.tolist()) for row in rows]
-
-    def labelled_everywhere(self) -> Documents:
-        """The same documents with every token a label."""
-        return Documents(self.tokens, np.ones_like(self.is_label), self.starts)
 
     def num_scored(self, num_heads: int, has_column: np.ndarray | None = None) -> np.ndarray:
         """(n, K) long: targets of each depth in each document.
@@ -123,7 +115,9 @@ class Documents:
 
 def trained_on(training: Documents, options: DataOptions) -> Documents:
     """The training documents with the labels that ``train_on`` asks for."""
-    return training.labelled_everywhere() if options.train_on == "everything" else training
+    if options.train_on == "answers":
+        return training
+    return Documents(training.tokens, np.ones_like(training.is_label), training.starts)
 
 
 ONLY_IN_TRAINING = ("train_on", "packing", "tokens_per_batch")

@@ -179,7 +179,14 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
         texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
         write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
         documents = read_documents(Path(spool, "all"))
-        _check_not_empty(options, documents, counts)
+        if not len(documents):
+            reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
+            raise ValueError(
+                f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message "
+                "that answers something, or text"
+                if counts["rows"]
+                else f"data {options.data} holds no rows"
+            )
         chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
         is_held_out = np.zeros(len(documents), dtype=bool)
         is_held_out[chosen] = True
@@ -195,18 +202,6 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
         )
         write_dataset(target, documents, is_held_out, dict(counts))
     return target
-
-
-def _check_not_empty(options: DataOptions, documents: Documents, counts: Counter[str]) -> None:
-    """Raise ValueError when there is nothing to train on."""
-    if not counts["rows"]:
-        raise ValueError(f"data {options.data} holds no rows")
-    if not len(documents):
-        reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise ValueError(
-            f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message that "
-            "answers something, or text"
-        )
 
 
 def coloured(document: Document, tokenizer: Any) -> Text:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from medusa.checks import differences
 from medusa.files import read_json, write_json
@@ -191,12 +191,19 @@ class AnswerFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         try:
-            _lock(self._file, self.path)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             _check_configuration(self.path, configuration)
-            _cut_torn_line(self.path)
+        except BlockingIOError as error:
+            self._file.close()
+            raise BlockingIOError(
+                f"output {str(path)!r} is being filled by another run, and two would write every answer "
+                "twice; wait until that has ended, or choose another output"
+            ) from error
         except BaseException:
             self._file.close()
             raise
+        with self.path.open("rb+") as file:
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -236,17 +243,6 @@ class AnswerFile:
                 yield row
 
 
-def _lock(file: TextIO, path: Path) -> None:
-    """Keep the file from all other runs, until it is closed."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BlockingIOError(
-            f"output {str(path)!r} is being filled by another run, and two would write every answer twice; "
-            "wait until that has ended, or choose another output"
-        ) from error
-
-
 def configuration_path(path: Path) -> Path:
     """Where the configuration of ``path`` is recorded."""
     return path.with_suffix(".config.json")
@@ -274,9 +270,3 @@ def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
 def _what_matters(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """All but the addresses of the servers that answer: they may change, the model may not."""
     return {**configuration, "endpoint": bool(configuration.get("endpoint"))}
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Drop what follows the last newline."""
-    with path.open("rb+") as file:
-        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

@@ -125,7 +125,8 @@ class ChatEndpoint:
                 continue
             if response.status_code in RETRIED_STATUS:
                 problem = f"HTTP {response.status_code}: {response.text[:300]}"
-                wait = _asked_wait(response, wait)
+                asked = response.headers.get("retry-after", "")  # in seconds
+                wait = float(asked) if re.fullmatch("[0-9]{1,9}", asked) else wait
                 continue
             if response.status_code in REFUSED_CLIENT:
                 raise PermissionError(
@@ -148,12 +149,6 @@ class ChatEndpoint:
             f"endpoint {self.url} gave no answer in {self.max_attempts} tries, last {problem}; "
             "is it running? The same command goes on where it stopped"
         )
-
-
-def _asked_wait(response: httpx.Response, default: float) -> float:
-    """Seconds the server asks to wait, ``default`` when it asks nothing."""
-    asked = response.headers.get("retry-after", "")
-    return float(asked) if re.fullmatch("[0-9]{1,9}", asked) else default
 
 
 def _reply(response: httpx.Response) -> Reply | None:

@@ -268,15 +268,24 @@ class FusedLoss:
             self._add(depths, states, gradients)
         else:
             for index in depths:
-                with self.split.whole(index, gradients) as inside:  # nothing whole outlives the block
-                    self._add(range(index, index + 1), states, inside)
+                self._add_alone(self.split, index, states, gradients)
         self.sums.num_labels.copy_(self.sums.num_scored + self.num_unmapped)
         return self.sums.objective(self.num_scored)
+
+    def _add_alone(
+        self, split: SplitHeads, index: int, states: Tensor, gradients: dict[Tensor, Tensor]
+    ) -> None:
+        """What :meth:`_add` does, for one depth of heads that are split; nothing whole outlives the call."""
+        with split.whole(index, gradients) as inside:
+            self._add(range(index, index + 1), states, inside)
 
     def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:
         for start in range(0, len(self.columns), self._block_size):
             block = slice(start, start + self._block_size)
-            teacher_rows = self._teacher_rows(block)
+            teacher_rows = None  # the same at every depth
+            if self.teacher is not None and self.teacher_states is not None:
+                with torch.no_grad():
+                    teacher_rows = TeacherRows.of_logits(self.teacher(self.teacher_states(block)))
             for index in depths:
                 self._add_block(index, block, states, teacher_rows, gradients)
 
@@ -333,13 +342,6 @@ class FusedLoss:
         sums.top5[index] += (targets.is_scored & (num_better < 5)).sum()
         sums.num_scored[index] += targets.is_scored.sum()
         return gradient.mul_((targets.weights / self.num_scored[index].clamp(min=1))[:, None])
-
-    def _teacher_rows(self, block: slice) -> TeacherRows | None:
-        """The base's own distribution for a block of targets: the same at every depth."""
-        if self.teacher is None or self.teacher_states is None:
-            return None
-        with torch.no_grad():
-            return TeacherRows.of_logits(self.teacher(self.teacher_states(block)))
 
 
 class _Function(torch.autograd.Function):

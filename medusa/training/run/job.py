@@ -52,9 +52,9 @@ def train(configuration: TrainingConfiguration) -> bool:
         SystemExit: SIGTERM came; the same command goes on with ``resume`` auto.
     """
     if configuration.run.inspect:
-        inspect(configuration)
+        _inspect(configuration)
         return True
-    check_libraries(configuration)
+    _check_libraries(configuration)
     accelerator = new_accelerator(configuration.optimisation, configuration.run)
     console = log_console()
     console.quiet = not accelerator.is_main_process
@@ -67,17 +67,17 @@ def train(configuration: TrainingConfiguration) -> bool:
                 soft_wrap=True,
             )
             return bool(accelerator.is_main_process)
-        start_tracker(configuration, accelerator, run)
+        _start_tracker(configuration, accelerator, run)
         trainer = prepared(configuration, accelerator, console)
         if trainer is not None:
             try:
-                finish(trainer, trainer.train())
+                _finish(trainer, trainer.train())
             finally:
                 trainer.close()
     return bool(accelerator.is_main_process)
 
 
-def check_libraries(configuration: TrainingConfiguration) -> None:
+def _check_libraries(configuration: TrainingConfiguration) -> None:
     """Raise ImportError when a library that the run needs is missing, before any work."""
     if configuration.joint.joint:
         peft_library()
@@ -115,7 +115,7 @@ def claimed(
         yield run, on_main_process(accelerator, claim)
 
 
-def start_tracker(configuration: TrainingConfiguration, accelerator: Accelerator, run: RunDirectory) -> None:
+def _start_tracker(configuration: TrainingConfiguration, accelerator: Accelerator, run: RunDirectory) -> None:
     """Start the tracker, which takes a resumed run for the one that it continues."""
     options: RunOptions = configuration.run
     if options.tracker == "none":
@@ -221,7 +221,7 @@ def stored_states(
     return found
 
 
-def finish(trainer: Trainer, measured: dict[str, float]) -> None:
+def _finish(trainer: Trainer, measured: dict[str, float]) -> None:
     """Give the heads, which are written, their tree and their metrics, and say what came out."""
     console, run, recipe = trainer.console, trainer.run, trainer.recipe
     tree, states = None, trainer.held_out_states()
@@ -237,7 +237,7 @@ def finish(trainer: Trainer, measured: dict[str, float]) -> None:
         console.print(f"picture: {run.picture}", soft_wrap=True)
 
 
-def inspect(configuration: TrainingConfiguration) -> None:
+def _inspect(configuration: TrainingConfiguration) -> None:
     """Show what became of the data, and some documents with the tokens trained on in colour."""
     tokenizer, console = load_tokenizer(configuration.base), log_console()
     data = load_data(configuration.data, tokenizer)

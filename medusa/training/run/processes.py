@@ -87,20 +87,20 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
 
     The error itself is raised on the main process; the others end with status 1 and leave the word to it.
     """
-    outcome: list[Any] = [None, None]
+    outcome: Any = None
+    failure: Exception | None = None
     if accelerator.is_main_process:
         try:
-            outcome[0] = work()
+            outcome = work()
         except (ValueError, OSError, ImportError) as error:
-            outcome[1] = error
+            failure = error
     if accelerator.num_processes > 1:
-        failed = broadcast_object_list([outcome[0], outcome[1] is not None])
-        if failed[1] and not accelerator.is_main_process:
+        outcome, has_failed = broadcast_object_list([outcome, failure is not None])
+        if has_failed and not accelerator.is_main_process:
             raise SystemExit(1)
-        outcome[0] = failed[0]
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    if failure is not None:
+        raise failure
+    return outcome
 
 
 class HostGroup:
@@ -238,11 +238,9 @@ def micro_batch(accelerator: Accelerator, module: nn.Module, is_last: bool) -> A
 
 def whole_number(number: Tensor | float | None, device: torch.device) -> Tensor:
     """A gradient norm as a scalar (), however the wrapper gives it."""
-    if number is None:
-        return torch.zeros((), device=device)
-    if isinstance(number, torch.Tensor):
-        return number.full_tensor() if hasattr(number, "full_tensor") else number
-    return torch.tensor(number, device=device)
+    if not isinstance(number, Tensor):
+        return torch.tensor(number or 0.0, device=device)
+    return number.full_tensor() if hasattr(number, "full_tensor") else number
 
 
 def gathered_heads(accelerator: Accelerator, module: nn.Module, heads: Heads) -> Heads | None:

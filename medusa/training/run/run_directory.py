@@ -246,7 +246,8 @@ class RunDirectory:
                 accelerator.save_state(str(partial))
                 accelerator.wait_for_everyone()
                 if accelerator.is_main_process:
-                    state.files = _digests(partial)
+                    files = sorted(path for path in partial.rglob("*") if path.is_file())
+                    state.files = {str(path.relative_to(partial)): digest_of(path) for path in files}
                     write_json(partial / STATE_FILE, asdict(state))
                     sync_tree(partial)
         except BaseException:
@@ -331,18 +332,11 @@ class RunDirectory:
         """Whether anything is here apart from hidden files and the data files with their companions."""
         if not self.path.is_dir():
             return self.path.exists()
-        stems = tuple(Path(each).name.split(".")[0] + "." for each in data if _is_inside(each, self.path))
+        # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
+        here = os.path.realpath(self.path)
+        inside = [Path(each).name for each in data if os.path.dirname(os.path.realpath(each)) == here]
+        stems = tuple(name.split(".")[0] + "." for name in inside)
         return any(not entry.name.startswith((".", *stems)) for entry in self.path.iterdir())
-
-
-def _is_inside(file: str, directory: Path) -> bool:
-    # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
-    return os.path.dirname(os.path.realpath(file)) == os.path.realpath(directory)
-
-
-def _digests(directory: Path) -> dict[str, str]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): digest_of(path) for path in files}
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -121,7 +121,7 @@ class Trainer:
         self.num_scored = recipe.count_targets(self.training)  # (n, K)
         self.schedule = Schedule.of(options, lambda epoch: len(self._plan(epoch)))
         self.window = recipe.no_sums(accelerator.device)
-        self.watch = FiniteWatch(accelerator.device, options.learning_rate)
+        self.watch = _FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)
         """Of the last step, before it was clipped."""
         self.seconds_waiting = 0.0
@@ -138,7 +138,7 @@ class Trainer:
             MemoryError: a batch does not fit; the message names what to lower.
         """
         self._begin()
-        with memory_advice(self.configuration):
+        with _memory_advice(self.configuration):
             held_out = self.recipe.feed(self.data.held_out, "held-out")
             with StopSignal() as stop, ProgressReporter("training", self.console, self._is_main) as line:
                 evaluated, metrics = self._loop(held_out, line, stop)
@@ -349,7 +349,7 @@ class Trainer:
             learning_rate=self.optimiser.param_groups[0]["lr"],
             gradient_norm=float(self.gradient_norm),
             tokens_per_second=tokens / seconds,
-            peak_gib=peak_memory(self.accelerator.device) / 2**30,
+            peak_gib=_peak_memory(self.accelerator.device) / 2**30,
             waiting_share=self.seconds_waiting / seconds,
         )
         self.seconds_waiting = 0.0
@@ -376,7 +376,7 @@ class Trainer:
         return self.accelerator.is_main_process
 
 
-def peak_memory(device: torch.device) -> int:
+def _peak_memory(device: torch.device) -> int:
     """The most bytes that were in use at a time: of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -384,7 +384,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
+def _memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
     """Turns running out of memory, of a device's or the machine's, into a MemoryError that names the settings
     to lower."""
     try:
@@ -399,7 +399,7 @@ def memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
         ) from error
 
 
-class FiniteWatch:
+class _FiniteWatch:
     """Remembers the first step whose numbers were not finite, without asking the device at every step."""
 
     def __init__(self, device: torch.device, learning_rate: float):

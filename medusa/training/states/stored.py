@@ -74,7 +74,7 @@ class StoredStates(StatesDirectory):
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
             "base_model": str(name.resolve()) if base.name_or_path and name.is_dir() else base.name_or_path,
-            **identity_of(base),
+            **_identity_of(base),
             "base_dtype": str(base.dtype),
             "arithmetic": str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
             "documents": digest_of_documents(documents.tokens, documents.is_label, needed, starts),
@@ -242,7 +242,7 @@ NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures"
 """Keys of a configuration that say nothing of what the model computes."""
 
 
-def identity_of(base: CausalLM) -> dict[str, str]:
+def _identity_of(base: CausalLM) -> dict[str, str]:
     """``weights`` and ``configuration`` of ``base``, which change when the model does.
 
     A hub id has its commit, of a directory blocks of the weight files are read, and of a model that was made
