@@ -18,13 +18,13 @@ import contextlib
 import itertools
 import json
 import random
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
 from medusa.base.loading import load_tokenizer
 from medusa.cli.loading import load_prompts
@@ -105,10 +105,11 @@ class Waits:
 
 def percentiles(values: list[float]) -> dict[str, float | None]:
     """Those of :data:`PERCENTILES`; None without values."""
-    if len(values) < 2:
-        return {f"p{each}": values[0] if values else None for each in PERCENTILES}
-    cut = statistics.quantiles(values, n=100, method="inclusive")
-    return {f"p{each}": cut[each - 1] for each in PERCENTILES}
+    found = np.percentile(values, PERCENTILES) if values else [None] * len(PERCENTILES)
+    return {
+        f"p{each}": None if value is None else float(value)
+        for each, value in zip(PERCENTILES, found, strict=True)
+    }
 
 
 async def ask(client: httpx.AsyncClient, number: int, body: dict[str, Any], waits: Waits) -> None:

@@ -39,8 +39,8 @@ from medusa.measurement.benchmark import (
 )
 from medusa.measurement.benchmark_report import add_tables, add_texts, plot_benchmark
 from medusa.measurement.contenders import (
+    ALL_DRAFTERS,
     ASSISTED,
-    DRAFTERS,
     EXACT,
     HEADS,
     PLAIN,
@@ -136,7 +136,7 @@ class BenchmarkOptions(ProgramOptions):
         for rule in self.acceptance:
             if rule not in known:
                 raise ValueError(f"acceptance must be of {', '.join(known)}; got {rule!r}")
-        if self.contenders is not None and DRAFTERS not in self.contenders:
+        if self.contenders is not None and ALL_DRAFTERS not in self.contenders:
             reads_draft_model = ["draft-model"] if ASSISTED in self.contenders else []
             self.drafters.check_read_by(*self.contenders, *reads_draft_model)
 
@@ -196,7 +196,7 @@ def wants_heads(options: BenchmarkOptions) -> bool:
         return True
     base = options.model.base
     fit = options.model.heads != EMBEDDED_HEADS or base is None or is_embedded_base(base)
-    return fit and DRAFTERS in (options.contenders or ())
+    return fit and ALL_DRAFTERS in (options.contenders or ())
 
 
 def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
