@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-import medusa
 from medusa.acceptance.rules import RULES
 from medusa.cli.answering import generation_arguments
-from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts
+from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -169,10 +168,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
             for name, seconds in lengths.items()
         },
         "device_rates": asdict(rates),
-        **asdict(model.runtime),
-        "num_threads": torch.get_num_threads(),
-        "base": model.base.name_or_path,
-        "medusa": medusa.__version__,
+        **measured_on(model),
         "temperature": options.answers.temperature,
         "max_new_tokens": options.answers.max_new_tokens,
         "repeats": options.repeats,

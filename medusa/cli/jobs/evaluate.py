@@ -12,10 +12,9 @@ import torch
 import tyro
 from torch import Tensor
 
-import medusa
 from medusa.base.causal_lm import vocab_size
 from medusa.cli.answering import answered_prompts, decode_prompt
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts
+from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
 from medusa.decoding.statistics import DecodingStatistics
@@ -264,9 +263,7 @@ def compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list
         "heads": comparison.comparison_report(sets, counts, asked.sizes, times),
         "num_answers": len(counts[0].ranks),
         "num_tokens": sum(len(ranks) for ranks in counts[0].ranks),
-        **machine(model),
-        "dtype": model.runtime.dtype,
-        "engine": model.runtime.engine,
+        **measured_on(model),
         "step_nodes": asked.step_nodes,
         "asked_about": "conversations held out in training" if asked.held_out else about,
     }
@@ -299,12 +296,6 @@ def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def machine(model: MedusaModel) -> dict[str, Any]:
-    """Where and with what it was measured."""
-    where = {"device": model.runtime.device, "num_threads": torch.get_num_threads()}
-    return where | {"medusa": medusa.__version__}
-
-
 # ------------------------------------------------------------------ an engine
 
 
@@ -330,8 +321,7 @@ def evaluate_engine(options: EvaluationOptions) -> list[str]:
             "num_tokens": next(iter(engines.values()))["num_tokens"],
             "tokens_per_pass": options.engines.tokens_per_pass,
             "max_new_tokens": options.answers.max_new_tokens,
-            "base": model.base.name_or_path,
-            **machine(model),
+            **measured_on(model),
         }
     )
     fidelity.add_table(report)
