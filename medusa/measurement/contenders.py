@@ -117,7 +117,9 @@ def check_names(names: Iterable[str]) -> None:
     """Raise ValueError when a name is no contender's, nor a drafter's, nor a union of drafters."""
     for name in names:
         label, equals, heads = name.partition("=")
-        if equals and (not label or not heads or label in (PLAIN, HEADS, DEFAULT) or " x " in label):
+        if equals and (
+            not label or not heads or label in (PLAIN, HEADS, DEFAULT) or not is_ours(label) or " x " in label
+        ):
             raise ValueError(
                 f"contenders must be names, or LABEL=HEADS with a label of its own, got {name!r}"
             )
@@ -356,7 +358,6 @@ def make_contenders(
     """
     files = llama_cpp_files(model, gguf_files)
     names = expanded(names, model, settings, files)
-    check_names(names)
     drafters = NamedDrafters(names, model, settings)
     choose_lengths(drafters)
     made: list[Contender] = []

@@ -38,7 +38,7 @@ class Report:
 
     def add_line(self, text: str, style: str | None = None) -> None:
         """``text`` as it stands."""
-        self._parts.append(lambda console: console.print(text, style=style, markup=False))
+        self._parts.append(lambda console: console.print(text, style=style, markup=False, soft_wrap=True))
 
     def add_picture(self, path: Path, draw: Callable[[Path], None]) -> None:
         """``draw`` writes the picture to ``path``."""
