@@ -8,14 +8,12 @@ from tiny_chat import chat_base, chat_model
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.hardware import DeviceRates
 from medusa.measurement.bounds import (
-    Divergence,
     best_expected_tokens,
     cache_bytes,
     divergence,
     heads_cost,
     read_weights,
     step_floor_seconds,
-    total_divergence,
 )
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import Runtime
@@ -86,20 +84,18 @@ def greedy(base, prompt, num_tokens=12):
 def test_a_greedy_answer_diverges_nowhere_and_a_changed_token_is_seen_with_its_gap():
     base, prompt = tiny_model("llama"), random_prompts(1, 9)[0].tolist()
     answer = greedy(base, prompt)
-    assert divergence(base, prompt, answer) == Divergence(12, 0, 0.0)
+    none = {"rate": 0.0, "num_tokens": 12, "num_diverging": 0, "largest_gap": 0.0}
+    assert divergence(base, [(prompt, answer)]) == none
     wrong = [*answer[:-1], (answer[-1] + 1) % 61]
-    found = divergence(base, prompt, wrong)
-    assert (found.num_tokens, found.num_diverging) == (12, 1)
+    found = divergence(base, [(prompt, wrong), (prompt, answer)])
+    assert (found["num_tokens"], found["num_diverging"], found["rate"]) == (24, 1, 1 / 24)
     with torch.no_grad():
         last = base(torch.tensor([prompt + answer[:-1]])).logits[0, -1]
-    assert found.largest_gap == pytest.approx(float(last.max() - last[wrong[-1]]), abs=1e-4)
+    assert found["largest_gap"] == pytest.approx(float(last.max() - last[wrong[-1]]), abs=1e-4)
 
 
-def test_answers_add_up_and_no_more_are_read_than_asked():
+def test_no_more_answers_are_read_than_asked_and_empty_ones_diverge_nowhere():
     base = tiny_model("llama")
-    prompts = random_prompts(3, 7).tolist()
-    pairs = [(prompt, greedy(base, prompt)) for prompt in prompts]
-    assert total_divergence(base, pairs, most=2).num_tokens == 24
-    both = Divergence(4, 1, 0.5) + Divergence(6, 2, 0.25)
-    assert (both, both.rate) == (Divergence(10, 3, 0.5), 0.3)
-    assert divergence(base, prompts[0], []).rate == 0.0
+    pairs = [(prompt, greedy(base, prompt)) for prompt in random_prompts(3, 7).tolist()]
+    assert divergence(base, pairs, most=2)["num_tokens"] == 24
+    assert divergence(base, [(pairs[0][0], [])])["rate"] == 0.0
