@@ -1,7 +1,6 @@
 """What a graphics card has to answer, each question in a process of its own; nothing needs the network.
 
-    python scripts/on_gpu.py                              # as many answers as 25 minutes hold
-    python scripts/on_gpu.py                              # the same command goes on where it stopped
+    python scripts/on_gpu.py                              # as many answers as 25 minutes hold; again, goes on
     python scripts/on_gpu.py --only "8B: steps" --again   # one of them, anew
     python scripts/on_gpu.py --dry-run --output /tmp/dry  # all of them, tiny, on a CPU
 

@@ -206,7 +206,7 @@ def measure(
 def choose_lengths(
     drafters: NamedDrafters, model: MedusaModel, setting: Setting, asking: Asking
 ) -> dict[str, dict[int, float]]:
-    """[drafter][draft length] = seconds per token; the fastest length is what it drafts from now on.
+    """Seconds per token, by drafter and draft length; the fastest length is what it drafts from now on.
 
     Measured as everything else is, under the exact rule; only drafters of chains take part.
     """
