@@ -150,6 +150,8 @@ class EvaluationOptions(ProgramOptions):
         asked = "several sets of heads" if self.compares else "one set of heads"
         if self.engines.fidelity:
             asked = "--fidelity"
+            if self.sets:
+                raise ValueError("fidelity is an engine's, and sets of heads are named; give one of them")
             if self.answers.temperature != 0:
                 raise ValueError(
                     "temperature must be 0: answers are greedy here, and distributions not sampled"
@@ -174,10 +176,10 @@ def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
     if options.engines.fidelity:
         return evaluate_engine(options)
-    named = options.sets or (options.model.heads,)
-    sets = read_named(named) if options.compares else []
-    model = replace(options.model, heads=split_label(named[0])[1])
-    options = replace(options, model=model, sets=())
+    sets = read_named(options.sets or [options.model.heads]) if options.compares else []
+    heads = split_label(options.sets[0])[1] if options.sets else options.model.heads
+    heads = sets[0].source if sets else heads
+    options = replace(options, model=replace(options.model, heads=heads), sets=())
     return compare_sets(sets, options) if sets else evaluate_set(options)
 
 
