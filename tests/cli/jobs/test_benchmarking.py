@@ -163,7 +163,7 @@ def test_a_text_that_differs_is_shown(setting, capsys):
 
 def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_refused(setting, capsys):
     base, _, flags = setting
-    own = ["--contenders", "drafters", "--exit-layer", 1, "--draft-model", base]
+    own = ["--limit", 1, "--contenders", "drafters", "--exit-layer", 1, "--draft-model", base]
     report, printed = measured(capsys, *flags, *own, "--acceptance", "exact", "typical", "block")
     names = ["heads", "dynamic-heads", "suffix", "draft-model", "early-exit", "low-precision", "heads+suffix"]
     names.append("dynamic-heads+suffix")
