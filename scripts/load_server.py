@@ -18,13 +18,14 @@ import contextlib
 import itertools
 import json
 import random
-import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
 from medusa.base.loading import load_tokenizer
 from medusa.cli.loading import load_prompts
@@ -105,10 +106,7 @@ class Waits:
 
 def percentiles(values: list[float]) -> dict[str, float | None]:
     """Those of :data:`PERCENTILES`; None without values."""
-    if len(values) < 2:
-        return {f"p{each}": values[0] if values else None for each in PERCENTILES}
-    cut = statistics.quantiles(values, n=100, method="inclusive")
-    return {f"p{each}": cut[each - 1] for each in PERCENTILES}
+    return {f"p{each}": float(np.percentile(values, each)) if values else None for each in PERCENTILES}
 
 
 async def ask(client: httpx.AsyncClient, number: int, body: dict[str, Any], waits: Waits) -> None:
@@ -138,46 +136,44 @@ async def ask(client: httpx.AsyncClient, number: int, body: dict[str, Any], wait
     waits.num_answers += 1
 
 
-def numbered(messages: list[dict[str, str]], numbers: list[int]) -> list[dict[str, str]]:
-    """``messages``, the last of which begins with ``numbers``."""
-    last = messages[-1]
-    return [*messages[:-1], {**last, "content": f"{'.'.join(map(str, numbers))}: {last['content']}"}]
-
-
 async def run(options: LoadTestOptions, url: str, num_clients: int, messages: list[Any], model: str) -> Waits:
     """``num_clients`` at once until the time is over."""
-    chance, waits, numbers = random.Random(options.seed), Waits(), itertools.count()
+    chance, waits, beside = random.Random(options.seed), Waits(), Waits()
 
-    async def visitor(client: httpx.AsyncClient) -> None:
-        while True:
-            number = next(numbers)
-            body = {
-                "model": model,
-                "messages": numbered(messages[number % len(messages)], [options.seed, num_clients, number]),
+    def questions() -> Iterator[dict[str, Any]]:
+        """No two are alike, so that no server has read one before."""
+        for number in itertools.count():
+            *earlier, last = messages[number % len(messages)]
+            content = f"{options.seed}.{num_clients}.{number}: {last['content']}"
+            yield {
+                "messages": [*earlier, {**last, "content": content}],
                 "max_tokens": chance.randint(*sorted(options.max_new_tokens)),
                 "temperature": options.temperature,
                 "seed": options.seed + number,
-                "stream": True,
             }
-            await ask(client, number, body, waits)
-            if options.pause:
-                await asyncio.sleep(chance.expovariate(1 / options.pause))
 
-    async def reader(client: httpx.AsyncClient) -> None:
+    def long_prompts() -> Iterator[dict[str, Any]]:
         for number in itertools.count():
             prompt = f"{options.seed}.{num_clients}.{number}:" + " word" * options.long_prompt
-            body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
-            await ask(client, number, {**body, "stream": True}, others)
+            yield {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
 
-    others = Waits()
+    async def talk(asked: Iterator[tuple[int, dict[str, Any]]], seen: Waits, pause: float = 0.0) -> None:
+        for number, body in asked:
+            await ask(client, number, {**body, "model": model, "stream": True}, seen)
+            if pause:
+                await asyncio.sleep(chance.expovariate(1 / pause))
+
     limits = httpx.Limits(max_connections=None)
     headers = {"Authorization": f"Bearer {options.api_key}"}
     async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers, limits=limits) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.seconds):
-                readers = [reader(client)] if options.long_prompt else []
-                await asyncio.gather(*(visitor(client) for _ in range(num_clients)), *readers)
-    waits.num_long = others.num_answers
+                asked = enumerate(questions())  # one for all clients
+                readers = [talk(enumerate(long_prompts()), beside)] if options.long_prompt else []
+                await asyncio.gather(
+                    *(talk(asked, waits, options.pause) for _ in range(num_clients)), *readers
+                )
+    waits.num_long = beside.num_answers
     return waits
 
 
@@ -217,10 +213,8 @@ def load_server(options: LoadTestOptions) -> None:
             rows.append({"clients": num_clients, "server": name, **found[name]})
 
     def milliseconds(key: str) -> Column:
-        def found(row: dict[str, Any]) -> list[float | None]:
-            return [None if each is None else 1000 * each for each in row[key].values()]
-
-        return found, " / ".join(["{:.0f}"] * len(PERCENTILES))
+        form = " / ".join("{:.0f}" for _ in PERCENTILES)
+        return lambda row: [each and 1000 * each for each in row[key].values()], form
 
     columns: dict[str, Column] = {
         "clients": ("clients", "{}"),

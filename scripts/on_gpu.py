@@ -1,7 +1,6 @@
 """What a graphics card has to answer, each question in a process of its own; nothing needs the network.
 
-    python scripts/on_gpu.py                              # as many answers as 25 minutes hold
-    python scripts/on_gpu.py                              # the same command goes on where it stopped
+    python scripts/on_gpu.py                              # as many answers as 25 minutes hold; again, goes on
     python scripts/on_gpu.py --only "8B: steps" --again   # one of them, anew
     python scripts/on_gpu.py --dry-run --output /tmp/dry  # all of them, tiny, on a CPU
 
@@ -46,20 +45,11 @@ from medusa.places import shipped_files
 from medusa.progress import log_console
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-    },
-    "8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    "tiny": dict(zip(SIZES, (64, 128, 2, 4), strict=True)),
+    "1B": dict(zip(SIZES, (2048, 8192, 16, 32), strict=True)),
+    "8B": dict(zip(SIZES, (4096, 14336, 32, 32), strict=True)),
 }
 """Llama models with the embedded base's tokenizer, by name."""
 NUM_HEADS, KEY_VALUE_HEADS, CONTEXT = 4, 8, 8192

@@ -38,7 +38,7 @@ from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_p
 from medusa.tables import counted
 from medusa.text_stream import TextStream
 
-COMMANDS = {
+SLASH_COMMANDS = {
     "/reset": "forget the conversation and start afresh",
     "/stats": "what this session's answers cost, and how often guesses were right, by depth",
     "/help": "this list",
@@ -144,7 +144,7 @@ class ChatTerminal:
         else:
             if command != "/help":
                 self._note(f"There is no command {command}. A space before it asks the model.")
-            for name, meaning in COMMANDS.items():
+            for name, meaning in SLASH_COMMANDS.items():
                 self._note(f"  {name:<7} {meaning}")
 
     def ask(self, question: str | Message) -> None:
@@ -167,8 +167,8 @@ class ChatTerminal:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
             text = WrappedText(self.console)
             try:
-                for piece in pieces:
-                    text.write(piece.text.translate(VISIBLE_CONTROLS), self._style(piece.depth))
+                for piece, depth in pieces:
+                    text.write(piece.translate(VISIBLE_CONTROLS), self._style(depth))
                     if stopped.is_set():
                         break
             finally:

@@ -27,16 +27,7 @@ class ContextFullError(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of an answer's text, as soon as it is certain."""
-
-    text: str
-    depth: int
-    """The depth of the guess behind its last token; 0 for the base model's own."""
-
-
-@dataclass(frozen=True)
-class Answer:
+class Reply:
     """What one reply said and cost."""
 
     text: str
@@ -44,10 +35,6 @@ class Answer:
     seconds: float
     """From the call to the last token, prefill included."""
     statistics: DecodingStatistics
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.statistics.num_tokens / self.seconds
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ class ChatSession:
         self.model = model
         self.settings = settings
         self.drafter = drafter
-        self.answers: list[Answer] = []
+        self.answers: list[Reply] = []
         """Of the whole session, resets included."""
         self.messages: list[Message] = []
         self.template_options: Mapping[str, Any] = {}
@@ -113,8 +100,9 @@ class ChatSession:
         """Of all answers of the session."""
         return sum((answer.statistics for answer in self.answers), DecodingStatistics())
 
-    def reply(self, question: str | Message) -> Generator[Piece, None, None]:
-        """The answer, piece by piece; afterwards it stands in ``answers`` and in the history.
+    def reply(self, question: str | Message) -> Generator[tuple[str, int], None, None]:
+        """The answer in pieces, as soon as they are certain, each with the depth of the guess behind its last
+        token, 0 for the base model's own; afterwards it stands in ``answers`` and in the history.
 
         Closing the iterator early stops the answer: what was said so far stays in the history, or,
         when nothing was said yet, neither question nor answer does.
@@ -144,14 +132,14 @@ class ChatSession:
         said: list[str] = []
         ended_by: EndedBy = "interrupt"
         try:
-            for piece in self._pieces(steps, tokens):
-                said.append(piece.text)
-                yield piece
+            for text, depth in self._pieces(steps, tokens):
+                said.append(text)
+                yield text, depth
             ended_by = self._reason(tokens, limit)
         finally:
             text, seconds = "".join(said), time.perf_counter() - began
             if text or ended_by != "interrupt":
-                self.answers.append(Answer(text, ended_by, seconds, statistics))
+                self.answers.append(Reply(text, ended_by, seconds, statistics))
                 self.messages = [*asked, {"role": "assistant", "content": text}]
 
     def _encoded(self, messages: list[Message]) -> tuple[dict[str, Any], int]:
@@ -166,14 +154,16 @@ class ChatSession:
             )
         return encoded, room
 
-    def _pieces(self, steps: Iterator[StepResult], tokens: list[int]) -> Generator[Piece, None, None]:
+    def _pieces(
+        self, steps: Iterator[StepResult], tokens: list[int]
+    ) -> Generator[tuple[str, int], None, None]:
         """The text of ``steps``; their tokens are added to ``tokens``."""
         stream = TextStream(self.model.tokenizer)
         for step in steps:
             for token, depth in zip(step.tokens[0], step.depths[0], strict=True):
                 tokens.append(token)
-                yield Piece(stream.feed(token), depth)
-        yield Piece(stream.finish(), 0)
+                yield stream.feed(token), depth
+        yield stream.finish(), 0
 
     def _reason(self, tokens: list[int], limit: int) -> EndedBy:
         """Why a finished answer ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,16 @@ def heads_of(model: MedusaModel) -> Heads:
     if model.heads is None:
         raise ValueError("this program measures heads, and the model was loaded without; give --heads")
     return model.heads
+
+
+def measured_on(model: MedusaModel) -> dict[str, Any]:
+    """Where and with what something was measured, for its report."""
+    return {
+        **asdict(model.runtime),
+        "num_threads": torch.get_num_threads(),
+        "base": model.base.name_or_path,
+        "medusa": medusa.__version__,
+    }
 
 
 def drafter_settings(options: DrafterOptions) -> DrafterSettings:

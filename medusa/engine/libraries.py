@@ -10,6 +10,7 @@ that they depend on.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -20,7 +21,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import transformers
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from medusa import files
@@ -131,28 +131,26 @@ def compile_library(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     console, made = log_console(), path.with_suffix(".partial")
-    lock = FileLock(path.with_suffix(".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        console.print(f"another process compiles {path.name}; waiting for it", style="dim", soft_wrap=True)
-        lock.acquire()
-    try:
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", soft_wrap=True)
+
+    with files.locked(path, math.inf, say, path.with_suffix(".lock")):
         if path.exists():
             return
-        console.print(text, style="dim", soft_wrap=True)
+        say(text)
         shutil.rmtree(made, ignore_errors=True)  # what a process that was killed has left
         made.mkdir()
-        with console.status("compiling", spinner="dots"), files.disk_errors(path):
-            library = _compiled(program, made)
-            check(_runner(library))
-            files.write_json(_seal(path), _sealed(library))
-            library.chmod(0o755)
-            files.sync(library)
-            os.replace(library, path)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        lock.release()
+        try:
+            with console.status("compiling", spinner="dots"), files.disk_errors(path):
+                library = _compiled(program, made)
+                check(_runner(library))
+                files.write_json(_seal(path), _sealed(library))
+                library.chmod(0o755)
+                files.sync(library)
+                os.replace(library, path)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _compiled(program: Callable[[], torch.export.ExportedProgram], directory: Path) -> Path:

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.base.causal_lm import CausalLM, end_ids
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.measurement.bounds import best_expected_tokens, f_hw, total_divergence
+from medusa.measurement.bounds import best_expected_tokens, divergence, f_hw
 from medusa.measurement.contenders import (
     EXACT,
     HEADS,
@@ -206,7 +206,7 @@ def measure(
 def choose_lengths(
     drafters: NamedDrafters, model: MedusaModel, setting: Setting, asking: Asking
 ) -> dict[str, dict[int, float]]:
-    """[drafter][draft length] = seconds per token; the fastest length is what it drafts from now on.
+    """Seconds per token, by drafter and draft length; the fastest length is what it drafts from now on.
 
     Measured as everything else is, under the exact rule; only drafters of chains take part.
     """
@@ -425,6 +425,6 @@ def bounds(
 def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting) -> dict[str, dict[str, Any]]:
     """How far each contender's greedy answers stray from the base's likeliest tokens."""
     return {
-        name: total_divergence(model.base, said_to(setting, each).values()).as_dict()
+        name: divergence(model.base, said_to(setting, each).values())
         for name, each in by_contender(answers).items()
     }

@@ -35,7 +35,7 @@ def add_texts(
     said = {name: said_to(setting, each) for name, each in given.items()}
     for number, (_, expected) in said[PLAIN].items():
         report.add_line(f"─── {prompts[number].messages[-1]['content']}", "bold")
-        report.add_line(tokenizer.decode(expected, skip_special_tokens=True) + "\n")
+        report.add_line(tokenizer.decode(expected, skip_special_tokens=True) + "\n", soft_wrap=True)
         for name, answered in said.items():
             tokens = answered[number][1]
             first = next(each for each in given[name] if number in setting.prompt_numbers(each.question))
@@ -44,7 +44,7 @@ def add_texts(
                 price += f", {first.statistics.tokens_per_step:.2f} per step"
             report.add_line(price + ("" if tokens == expected else ", ANOTHER TEXT:"), "dim")
             if tokens != expected:
-                report.add_line(tokenizer.decode(tokens, skip_special_tokens=True) + "\n")
+                report.add_line(tokenizer.decode(tokens, skip_special_tokens=True) + "\n", soft_wrap=True)
         report.add_line("")
 
 

@@ -12,7 +12,6 @@ with what the base finds likeliest there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -116,37 +115,11 @@ def best_expected_tokens(counts: RankCounts, num_nodes: int) -> float:
 # ------------------------------------------------------------------ the base's own choices
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """Tokens of greedy answers that are not the base's likeliest one; ``a + b`` is both answers together."""
-
-    num_tokens: int = 0
-    num_diverging: int = 0
-    largest_gap: float = 0.0
-    """The most that a token's logit lies below the largest one."""
-
-    @property
-    def rate(self) -> float:
-        """Share of diverging tokens; 0.0 without tokens."""
-        return self.num_diverging / self.num_tokens if self.num_tokens else 0.0
-
-    def __add__(self, other: Divergence) -> Divergence:
-        return Divergence(
-            self.num_tokens + other.num_tokens,
-            self.num_diverging + other.num_diverging,
-            max(self.largest_gap, other.largest_gap),
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"rate": self.rate, **asdict(self)}
-
-
 @torch.no_grad()
-def divergence(base: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> Divergence:
-    """How a greedy ``answer`` to ``prompt`` compares with the base's likeliest tokens, given all before."""
+def gaps_to_likeliest(base: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """(T,): how far the logit of each token of ``answer`` lies below the largest one, given all before it."""
     if not answer:
-        return Divergence()
+        return torch.zeros(0)
     ids = torch.tensor([[*prompt, *answer]], device=base.device)
     states = hidden_states(base, ids)[0, len(prompt) - 1 : -1]
     embedding = output_embedding(base)
@@ -154,12 +127,21 @@ def divergence(base: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> 
     for part, tokens in zip(states.split(256), ids[0, len(prompt) :].split(256), strict=True):
         logits = embedding(part).float()  # (T', V)
         gaps.append(logits.max(dim=-1).values - logits.gather(1, tokens[:, None]).squeeze(1))
-    gap = torch.cat(gaps)
-    return Divergence(len(answer), int((gap > 0).sum()), float(gap.max()))
+    return torch.cat(gaps).cpu()
 
 
-def total_divergence(
+def divergence(
     base: CausalLM, answers: Iterable[tuple[Sequence[int], Sequence[int]]], most: int = 16
-) -> Divergence:
-    """That of the first ``most`` of ``answers``, pairs of prompt and answer."""
-    return sum((divergence(base, *pair) for pair in islice(answers, most)), Divergence())
+) -> dict[str, Any]:
+    """How many tokens of greedy answers are not the base's likeliest one, and by how much at most.
+
+    Read are the first ``most`` of ``answers``, pairs of prompt and answer.
+    """
+    gaps = torch.cat([torch.zeros(0), *(gaps_to_likeliest(base, *pair) for pair in islice(answers, most))])
+    num_diverging = int((gaps > 0).sum())
+    return {
+        "rate": num_diverging / max(1, len(gaps)),
+        "num_tokens": len(gaps),
+        "num_diverging": num_diverging,
+        "largest_gap": float(gaps.max()) if len(gaps) else 0.0,
+    }

@@ -47,7 +47,7 @@ LLAMA_CPP = "llama.cpp"
 """Every GGUF file of the base; with a dash and what one of them is called after, only that file."""
 PLAIN, HEADS, DEFAULT = "plain", "heads", "default"
 """The heads in their tuned tree; "default" is ``generate`` with neither a tree nor a drafter named."""
-DRAFTERS = "drafters"
+ALL_DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
 """The rules that compare a candidate with the base alone, so that any drafter will do."""
@@ -108,14 +108,16 @@ def drafter_and_rule(name: str) -> tuple[str, str]:
 
 def is_drafter(name: str) -> bool:
     """Whether ``name`` is a drafter's, or a union's; not a group's, plain decoding's or other heads'."""
-    return is_ours(name) and name not in (PLAIN, DEFAULT, DRAFTERS) and "=" not in name
+    return is_ours(name) and name not in (PLAIN, DEFAULT, ALL_DRAFTERS) and "=" not in name
 
 
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError when a name is no contender's, nor a drafter's, nor a union of drafters."""
     for name in names:
         label, equals, heads = name.partition("=")
-        if equals and (not label or not heads or label in (PLAIN, HEADS, DEFAULT) or " x " in label):
+        if equals and (
+            not label or not heads or label in (PLAIN, HEADS, DEFAULT) or not is_ours(label) or " x " in label
+        ):
             raise ValueError(
                 f"contenders must be names, or LABEL=HEADS with a label of its own, got {name!r}"
             )
@@ -123,7 +125,7 @@ def check_names(names: Iterable[str]) -> None:
             try:
                 part_names(name)
             except ValueError as error:
-                others = ", ".join((*THEIRS, LLAMA_CPP, DEFAULT, PLAIN, DRAFTERS, "LABEL=HEADS"))
+                others = ", ".join((*THEIRS, LLAMA_CPP, DEFAULT, PLAIN, ALL_DRAFTERS, "LABEL=HEADS"))
                 raise ValueError(f"contender {name!r} is not one of {others}, and {error}") from error
 
 
@@ -146,11 +148,11 @@ def needs_heads(names: Iterable[str] | None) -> bool:
 def expanded(
     names: Iterable[str], model: MedusaModel, settings: DrafterSettings, files: Iterable[str]
 ) -> list[str]:
-    """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`DRAFTERS` stand for."""
+    """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`ALL_DRAFTERS` stand for."""
     drafters = Drafters(model, settings).available()
     drafters += ["heads+suffix"] if HEADS in drafters else []
     drafters += [DEFAULT_DRAFTER] if model.heads is not None else []
-    groups = {DRAFTERS: drafters, LLAMA_CPP: [*files] or [LLAMA_CPP]}
+    groups = {ALL_DRAFTERS: drafters, LLAMA_CPP: [*files] or [LLAMA_CPP]}
     return list(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
 
@@ -354,7 +356,6 @@ def make_contenders(
     """
     files = llama_cpp_files(model, gguf_files)
     names = expanded(names, model, settings, files)
-    check_names(names)
     drafters = NamedDrafters(names, model, settings)
     choose_lengths(drafters)
     made: list[Contender] = []

@@ -18,12 +18,11 @@ from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.calibration import AnsweredTokens
+from medusa.measurement.llama_cpp import MOST_LOGITS
 from medusa.measurement.report import Report
 from medusa.measurement.timing import with_interval
 from medusa.tables import PERCENT, Column
 
-MOST_LOGITS = 256
-"""Positions whose logits are held at a time."""
 CLEAR_LEAD = 0.5
 """Nats by which float32's likeliest token leads where its choice is called clear."""
 

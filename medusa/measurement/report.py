@@ -36,9 +36,11 @@ class Report:
         """``columns`` and ``layout`` are those of :func:`medusa.tables.print_table`."""
         self._parts.append(partial(print_table, title=title, columns=columns, rows=rows, **layout))
 
-    def add_line(self, text: str, style: str | None = None) -> None:
-        """``text`` as it stands."""
-        self._parts.append(lambda console: console.print(text, style=style, markup=False))
+    def add_line(self, text: str, style: str | None = None, soft_wrap: bool = False) -> None:
+        """``text``, with ``soft_wrap`` in lines as long as they are, else as wide as the console."""
+        self._parts.append(
+            lambda console: console.print(text, style=style, markup=False, soft_wrap=soft_wrap)
+        )
 
     def add_picture(self, path: Path, draw: Callable[[Path], None]) -> None:
         """``draw`` writes the picture to ``path``."""

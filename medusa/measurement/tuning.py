@@ -65,25 +65,6 @@ def trees_by_size(
     return {size: tree for size, tree in trees.items() if tree.num_nodes == size}
 
 
-def measured_sizes(
-    model: MedusaModel,
-    trees: Mapping[int, CandidateTree],
-    tokens_per_step: Mapping[int, float],
-    inputs: Sequence[Mapping[str, Any]],
-    batch_size: int = 1,
-    label: str | None = None,
-) -> list[TreeSize]:
-    """What each size of ``trees`` gives and costs for the batches ``inputs``, hopeless sizes left out.
-
-    ``tokens_per_step`` is what a tree of each size is expected to give; ``label`` shows progress under it.
-    """
-    seconds = measure_step_seconds(model, trees, inputs, tokens_per_step=tokens_per_step, label=label)
-    return [
-        TreeSize(size, trees[size].depth, tokens_per_step[size], taken, batch_size)
-        for size, taken in seconds.items()
-    ]
-
-
 def measure_step_seconds(
     model: MedusaModel,
     trees: Mapping[int, CandidateTree],

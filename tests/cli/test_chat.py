@@ -331,7 +331,7 @@ def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
     for is_plain in (False, True):
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
             session = ChatSession(chat_model(), ChatSettings(30, 5, sampling, is_plain=is_plain))
-            texts.append(["".join(piece.text for piece in session.reply(text)) for text in ("Hello", "More")])
+            texts.append(["".join(said for said, _ in session.reply(text)) for text in ("Hello", "More")])
             assert session.messages[1]["content"] == texts[-1][0]
             assert bool(session.statistics.acceptance_rate) is not is_plain
     assert texts[:2] == texts[2:]
@@ -351,7 +351,7 @@ def test_repeated_answers_of_a_session_draw_other_samples():
 def test_statistics_of_a_stopped_answer_still_count():
     session = ChatSession(chat_model(), ChatSettings(50))
     reply = session.reply("Hello")
-    while not next(reply).text:
+    while not next(reply)[0]:
         pass
     reply.close()
     assert session.answers[0].ended_by == "interrupt"
@@ -369,11 +369,11 @@ def test_a_model_without_a_chat_template_is_refused_with_the_way_out():
 def test_the_interrupted_model_is_as_good_as_new():
     model = chat_model()
     session = ChatSession(model, ChatSettings(40))
-    whole = "".join(piece.text for piece in session.reply("Hello"))
+    whole = "".join(text for text, _ in session.reply("Hello"))
     session.reset()
     stopped = session.reply("Hello")
     next(stopped)
     stopped.close()
     session.reset()
-    assert "".join(piece.text for piece in session.reply("Hello")) == whole
+    assert "".join(text for text, _ in session.reply("Hello")) == whole
     assert not torch.is_inference_mode_enabled()

@@ -11,12 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
-from filelock import FileLock
 from torch import nn
 
 from medusa.engine import libraries
 from medusa.engine.libraries import code_of, compile_library, digest_of, open_library
-from medusa.files import write_json
+from medusa.files import locked, write_json
 
 
 def program():
@@ -80,7 +79,7 @@ def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp
 
 def test_who_finds_another_compiling_waits_and_compiles_nothing(tmp_path, compiler, capsys):
     path, waits = tmp_path / "pass.so", threading.Event()
-    with FileLock(path.with_suffix(".lock")):
+    with locked(path, lock=path.with_suffix(".lock")):
         waiting = threading.Thread(target=lambda: (waits.set(), compiled(path)))
         waiting.start()
         waits.wait()

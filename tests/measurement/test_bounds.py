@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import random_prompts, tiny_model
 from tiny_chat import chat_base, chat_model
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
@@ -9,6 +10,7 @@ from medusa.hardware import DeviceRates
 from medusa.measurement.bounds import (
     best_expected_tokens,
     cache_bytes,
+    divergence,
     heads_cost,
     read_weights,
     step_floor_seconds,
@@ -69,3 +71,31 @@ def test_the_most_a_tree_should_give_is_the_sum_of_the_largest_path_products():
     assert best_expected_tokens(counts, 2) == pytest.approx(1.5, abs=0.01)
     values = sorted(counts.path_values().values(), reverse=True)
     assert best_expected_tokens(counts, 4) == pytest.approx(1 + sum(values[:3]))
+
+
+# ------------------------------------------------------------------ the base's own choices
+
+
+def greedy(base, prompt, num_tokens=12):
+    ids = torch.tensor([prompt])
+    return base.generate(ids, max_new_tokens=num_tokens, do_sample=False)[0, len(prompt) :].tolist()
+
+
+def test_a_greedy_answer_diverges_nowhere_and_a_changed_token_is_seen_with_its_gap():
+    base, prompt = tiny_model("llama"), random_prompts(1, 9)[0].tolist()
+    answer = greedy(base, prompt)
+    none = {"rate": 0.0, "num_tokens": 12, "num_diverging": 0, "largest_gap": 0.0}
+    assert divergence(base, [(prompt, answer)]) == none
+    wrong = [*answer[:-1], (answer[-1] + 1) % 61]
+    found = divergence(base, [(prompt, wrong), (prompt, answer)])
+    assert (found["num_tokens"], found["num_diverging"], found["rate"]) == (24, 1, 1 / 24)
+    with torch.no_grad():
+        last = base(torch.tensor([prompt + answer[:-1]])).logits[0, -1]
+    assert found["largest_gap"] == pytest.approx(float(last.max() - last[wrong[-1]]), abs=1e-4)
+
+
+def test_no_more_answers_are_read_than_asked_and_empty_ones_diverge_nowhere():
+    base = tiny_model("llama")
+    pairs = [(prompt, greedy(base, prompt)) for prompt in random_prompts(3, 7).tolist()]
+    assert divergence(base, pairs, most=2)["num_tokens"] == 24
+    assert divergence(base, [(pairs[0][0], [])])["rate"] == 0.0

@@ -1,17 +1,19 @@
 import pytest
 import torch
-from tiny_chat import chat_model, wide_tree
+from tiny_chat import chat_heads, chat_model, wide_tree
 
-from medusa import CandidateTree
+from medusa import CandidateTree, HeadsCheckpoint, load_heads, save_heads, save_tree
 from medusa.measurement.tuning import (
     TreeSize,
     fastest,
+    file_asked_for,
+    file_tuned,
     measure_step_seconds,
-    measured_sizes,
     trees_by_size,
 )
 from medusa.prompts import padded_batch
 from medusa.trees.rank_counts import RankCounts
+from medusa.trees.tuned_trees import Runtime, TunedTree
 
 
 def test_step_times_are_taken_for_every_tree_in_every_round():
@@ -57,9 +59,8 @@ def test_batches_are_timed_too_and_a_hopeless_size_is_not_timed(monkeypatch):
     ]
     trees = {1: CandidateTree.chain(0), 2: CandidateTree.chain(1), 13: wide_tree()}
     worth = {1: 1.0, 2: 0.9, 13: 1e-9}
-    table = measured_sizes(model, trees, worth, [padded_batch(rows)] * 3, batch_size=3)
-    assert [row.num_nodes for row in table] == [1, 2]
-    assert [(row.depth, row.tokens_per_step, row.batch_size) for row in table] == [(0, 1.0, 3), (1, 0.9, 3)]
+    seconds = measure_step_seconds(model, trees, [padded_batch(rows)] * 3, tokens_per_step=worth)
+    assert list(seconds) == [1, 2]
 
 
 def test_what_a_first_run_sets_up_makes_no_later_size_hopeless(monkeypatch):
@@ -121,3 +122,75 @@ def test_steps_that_come_in_bursts_are_timed_from_burst_to_burst():
         patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
         found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2, num_steps=4)
     assert found == {1: 3.0}
+
+
+# ------------------------------------------------------------------ what is written
+
+HERE, ELSEWHERE = Runtime("this processor", "float32", "packed"), Runtime("a card", "bfloat16", "eager")
+CHAIN = CandidateTree.chain
+TIMED_HERE = {"device": "this processor", "dtype": "float32", "engine": "packed", "num_positions": 9}
+
+
+@pytest.fixture
+def heads(tmp_path):
+    """A heads directory as training leaves it: a tree that nobody timed."""
+    return save_heads(HeadsCheckpoint(chat_heads(), "tiny", wide_tree()), tmp_path / "heads")
+
+
+def test_the_tree_of_batch_size_1_replaces_a_default_that_nobody_timed(heads):
+    tuned = [TunedTree(HERE, 1, CHAIN(1)), TunedTree(HERE, 4, CHAIN(0))]
+    said = file_tuned(heads, tuned, TIMED_HERE)
+    loaded = load_heads(heads)
+    assert (loaded.tree, loaded.tuned, loaded.tree_origin) == (CHAIN(1), tuple(tuned), TIMED_HERE)
+    assert "2 nodes for batch size 1 on this processor, float32, packed, general steps" in said[0]
+    assert "the root alone for batch size 4" in said[0]
+    assert said[1] == "default tree: now that of batch size 1 (2 nodes; before, 13 nodes)"
+
+
+def test_without_batch_size_1_the_default_tree_stays_with_its_origin(heads):
+    save_tree(heads, CHAIN(3), [TunedTree(ELSEWHERE, 1, CHAIN(2))], **TIMED_HERE)
+    said = file_tuned(heads, [TunedTree(HERE, 4, CHAIN(1))], {"device": "none of it"})
+    loaded = load_heads(heads)
+    assert (loaded.tree, loaded.tree_origin) == (CHAIN(3), TIMED_HERE)
+    assert [entry.tree for entry in loaded.tuned] == [CHAIN(2), CHAIN(1)]
+    assert said[1:] == [
+        "default tree: left as it was (4 nodes): batch size 1 was not tuned",
+        "tuned trees for anything else, left as they were: 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "entry", [TunedTree(ELSEWHERE, 1, CHAIN(1)), TunedTree(HERE, 1, CHAIN(1), step="static")], ids=str
+)
+def test_a_default_tuned_on_another_runtime_stays(heads, entry):
+    save_tree(heads, CHAIN(3), **TIMED_HERE)
+    said = file_tuned(heads, [entry], {"device": "none of it"})
+    loaded = load_heads(heads)
+    assert (loaded.tree, loaded.tuned, loaded.tree_origin) == (CHAIN(3), (entry,), TIMED_HERE)
+    assert said[1].endswith("it was tuned on this processor, float32, packed, general steps")
+
+
+def test_a_default_tuned_on_the_same_runtime_is_replaced(heads):
+    save_tree(heads, CHAIN(3), [TunedTree(HERE, 1, CHAIN(3))], **TIMED_HERE)
+    file_tuned(heads, [TunedTree(HERE, 1, CHAIN(2))], TIMED_HERE)
+    loaded = load_heads(heads)
+    assert (loaded.tree, loaded.tuned) == (CHAIN(2), (TunedTree(HERE, 1, CHAIN(2)),))
+
+
+def test_where_there_was_no_tree_the_default_stays_the_chain_it_stood_for(heads):
+    (heads / "tree.json").unlink()
+    file_tuned(heads, [TunedTree(HERE, 4, CHAIN(1))], TIMED_HERE)
+    assert load_heads(heads).tree == CHAIN(3)
+
+
+def test_a_tree_asked_for_becomes_the_default_and_what_would_hide_it_goes(heads):
+    tuned = [
+        TunedTree(ELSEWHERE, 1, CHAIN(2)),
+        TunedTree(HERE, 1, CHAIN(2)),
+        TunedTree(HERE, 4, CHAIN(2), step="static"),
+    ]
+    save_tree(heads, CHAIN(3), tuned, device="another", dtype="float32", engine="eager")
+    said = file_asked_for(heads, CHAIN(1), HERE, TIMED_HERE)
+    loaded = load_heads(heads)
+    assert (loaded.tree, loaded.tuned, loaded.tree_origin) == (CHAIN(1), tuple(tuned[:1]), TIMED_HERE)
+    assert said[1].endswith("on this processor, float32, packed: 2")

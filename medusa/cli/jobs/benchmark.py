@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-import medusa
 from medusa.acceptance.rules import RULES
 from medusa.cli.answering import generation_arguments
-from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts
+from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -39,8 +38,8 @@ from medusa.measurement.benchmark import (
 )
 from medusa.measurement.benchmark_report import add_tables, add_texts, plot_benchmark
 from medusa.measurement.contenders import (
+    ALL_DRAFTERS,
     ASSISTED,
-    DRAFTERS,
     EXACT,
     HEADS,
     PLAIN,
@@ -136,7 +135,7 @@ class BenchmarkOptions(ProgramOptions):
         for rule in self.acceptance:
             if rule not in known:
                 raise ValueError(f"acceptance must be of {', '.join(known)}; got {rule!r}")
-        if self.contenders is not None and DRAFTERS not in self.contenders:
+        if self.contenders is not None and ALL_DRAFTERS not in self.contenders:
             reads_draft_model = ["draft-model"] if ASSISTED in self.contenders else []
             self.drafters.check_read_by(*self.contenders, *reads_draft_model)
 
@@ -169,10 +168,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
             for name, seconds in lengths.items()
         },
         "device_rates": asdict(rates),
-        **asdict(model.runtime),
-        "num_threads": torch.get_num_threads(),
-        "base": model.base.name_or_path,
-        "medusa": medusa.__version__,
+        **measured_on(model),
         "temperature": options.answers.temperature,
         "max_new_tokens": options.answers.max_new_tokens,
         "repeats": options.repeats,
@@ -196,7 +192,7 @@ def wants_heads(options: BenchmarkOptions) -> bool:
         return True
     base = options.model.base
     fit = options.model.heads != EMBEDDED_HEADS or base is None or is_embedded_base(base)
-    return fit and DRAFTERS in (options.contenders or ())
+    return fit and ALL_DRAFTERS in (options.contenders or ())
 
 
 def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:

@@ -12,18 +12,17 @@ import torch
 import tyro
 from torch import Tensor
 
-import medusa
 from medusa.base.causal_lm import vocab_size
 from medusa.cli.answering import answered_prompts, decode_prompt
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts
+from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import command
-from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
+from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, check_at_least, words_of
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.registry import Drafters
 from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation, fidelity
-from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named
+from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label
 from medusa.measurement.contenders import llama_cpp_files
 from medusa.measurement.evaluation import TOP_KS, Evaluated
 from medusa.measurement.fidelity import Reader, reader_of
@@ -133,9 +132,8 @@ class EvaluationOptions(ProgramOptions):
         medusa evaluate --fidelity --engine int8 --prompts ANSWERS.jsonl --llama-cpp MODEL-q8_0.gguf
     """
 
-    others: tyro.conf.Positional[tuple[str, ...]] = ()
-    """[LABEL=]HEADS ...: sets of heads, directories, hub ids or names of heads that ship; --heads, which may
-    have a label too, comes before them where it is given. One set is as --heads."""
+    sets: tyro.conf.Positional[tuple[str, ...]] = ()
+    """[LABEL=]HEADS ...: sets of heads, directories, hub ids or names of heads that ship; none is --heads."""
     decoding: DecodingOptions = DecodingOptions()
     comparison: ComparisonOptions = ComparisonOptions()
     engines: FidelityOptions = FidelityOptions()
@@ -145,9 +143,15 @@ class EvaluationOptions(ProgramOptions):
     def __post_init__(self) -> None:
         if self.comparison.held_out and self.prompts.prompts is not None:
             raise ValueError("held_out and prompts both say what to ask about; give one of them")
+        if self.sets and self.model.heads != ModelOptions.heads:
+            raise ValueError(
+                "heads are named one after the other, or one set with --heads, not both; leave --heads out"
+            )
         asked = "several sets of heads" if self.compares else "one set of heads"
         if self.engines.fidelity:
             asked = "--fidelity"
+            if self.sets:
+                raise ValueError("fidelity is an engine's, and sets of heads are named; give one of them")
             if self.answers.temperature != 0:
                 raise ValueError(
                     "temperature must be 0: answers are greedy here, and distributions not sampled"
@@ -163,14 +167,8 @@ class EvaluationOptions(ProgramOptions):
                     raise ValueError(f"{each.name} goes with other questions than {asked}; leave it out")
 
     @property
-    def sets(self) -> list[str]:
-        """The sets of heads that are asked for, with their labels."""
-        is_named = self.model.heads != type(self.model).heads
-        return [*([self.model.heads] if is_named or not self.others else []), *self.others]
-
-    @property
     def compares(self) -> bool:
-        """Whether sets of heads are asked about the same answers, and none of them decodes."""
+        """Whether sets of heads are asked about the same answers, and none of them decodes live."""
         return len(self.sets) > 1 or self.comparison != ComparisonOptions()
 
 
@@ -178,9 +176,10 @@ def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
     if options.engines.fidelity:
         return evaluate_engine(options)
-    sets = read_named(options.sets) if options.compares else []
-    heads = sets[0].source if sets else options.sets[0].rpartition("=")[2]
-    options = replace(options, model=replace(options.model, heads=heads), others=())
+    sets = read_named(options.sets or [options.model.heads]) if options.compares else []
+    heads = split_label(options.sets[0])[1] if options.sets else options.model.heads
+    heads = sets[0].source if sets else heads
+    options = replace(options, model=replace(options.model, heads=heads), sets=())
     return compare_sets(sets, options) if sets else evaluate_set(options)
 
 
@@ -264,9 +263,7 @@ def compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list
         "heads": comparison.comparison_report(sets, counts, asked.sizes, times),
         "num_answers": len(counts[0].ranks),
         "num_tokens": sum(len(ranks) for ranks in counts[0].ranks),
-        **machine(model),
-        "dtype": model.runtime.dtype,
-        "engine": model.runtime.engine,
+        **measured_on(model),
         "step_nodes": asked.step_nodes,
         "asked_about": "conversations held out in training" if asked.held_out else about,
     }
@@ -299,12 +296,6 @@ def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def machine(model: MedusaModel) -> dict[str, Any]:
-    """Where and with what it was measured."""
-    where = {"device": model.runtime.device, "num_threads": torch.get_num_threads()}
-    return where | {"medusa": medusa.__version__}
-
-
 # ------------------------------------------------------------------ an engine
 
 
@@ -330,8 +321,7 @@ def evaluate_engine(options: EvaluationOptions) -> list[str]:
             "num_tokens": next(iter(engines.values()))["num_tokens"],
             "tokens_per_pass": options.engines.tokens_per_pass,
             "max_new_tokens": options.answers.max_new_tokens,
-            "base": model.base.name_or_path,
-            **machine(model),
+            **measured_on(model),
         }
     )
     fidelity.add_table(report)

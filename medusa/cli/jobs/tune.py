@@ -9,11 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import medusa
 from medusa.cli.answering import answered_prompts
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts
+from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
 from medusa.heads.calibration import AnsweredTokens
@@ -25,7 +22,7 @@ from medusa.measurement.tuning import (
     fastest,
     file_asked_for,
     file_tuned,
-    measured_sizes,
+    measure_step_seconds,
     plot_tuning,
     trees_by_size,
 )
@@ -160,7 +157,11 @@ def measure_sizes(
         ordered = [encoded[by_length[place % len(by_length)]] for place in places]
         batches = [padded_batch(ordered[start : start + batch_size]) for start in places[::batch_size]]
         label = "timing steps" if len(options.batch_sizes) == 1 else f"timing steps, {batch_size} rows"
-        tables[batch_size] = measured_sizes(model, trees, gains, batches, batch_size, label)
+        seconds = measure_step_seconds(model, trees, batches, tokens_per_step=gains, label=label)
+        tables[batch_size] = [
+            TreeSize(size, trees[size].depth, gains[size], taken, batch_size)
+            for size, taken in seconds.items()
+        ]
     return tables
 
 
@@ -187,14 +188,9 @@ def tuning_values(
         "by_batch_size": by_batch,
         "num_prompts": len(counts.ranks),
         "num_positions": counts.num_positions,
-        "device": model.runtime.device,
-        "dtype": model.runtime.dtype,
-        "engine": model.runtime.engine,
+        **measured_on(model),
         "step": model.step,
-        "num_threads": torch.get_num_threads(),
         "batch_size": options.batch_sizes[0],
-        "base": model.base.name_or_path,
-        "medusa": medusa.__version__,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

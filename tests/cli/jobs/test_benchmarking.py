@@ -163,7 +163,7 @@ def test_a_text_that_differs_is_shown(setting, capsys):
 
 def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_refused(setting, capsys):
     base, _, flags = setting
-    own = ["--contenders", "drafters", "--exit-layer", 1, "--draft-model", base]
+    own = ["--limit", 1, "--contenders", "drafters", "--exit-layer", 1, "--draft-model", base]
     report, printed = measured(capsys, *flags, *own, "--acceptance", "exact", "typical", "block")
     names = ["heads", "dynamic-heads", "suffix", "draft-model", "early-exit", "low-precision", "heads+suffix"]
     names.append("dynamic-heads+suffix")
@@ -175,7 +175,7 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     assert report["skipped"] == {f"{name} x block": reason for name in names}
     for name in names:
         assert report["tokens_per_step_of"][name] == pytest.approx(1 + sum(report["acceptance_rate"][name]))
-    assert report["tokens_per_step_of"]["draft-model"] > 2, "it is the base itself"
+    assert report["acceptance_rate"]["draft-model"][0] > 0.6, "it is the base itself, but answers end"
     tuned = ["suffix", "draft-model", "early-exit", "low-precision"]
     assert list(report["draft_lengths"]) == tuned
     chosen = report["draft_lengths"]["early-exit"]

@@ -9,6 +9,7 @@ from tiny_training import chat_tokenizer, counting_rows, write_rows
 import medusa
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.main import main
+from medusa.cli.options import EMBEDDED_HEADS
 from medusa.engine.int8 import has_int8_products
 from medusa.heads.checkpoint import weights_digest
 from medusa.training.config import DataOptions
@@ -152,22 +153,22 @@ def test_all_sets_are_asked_about_the_same_answers_and_held_against_the_first(se
     assert "optimisation" in printed.out
 
 
-def test_the_heads_of_the_flag_come_first_and_without_rounds_nothing_is_timed(setting, capsys):
-    folder, flags = setting
-    other = str(folder / "other" / "heads")
-    assert main(["evaluate", other, *flags, "--rounds", "0", "--sizes", "3"]) == 0
-    rows = closing_json(capsys.readouterr().out)["heads"]
-    assert [row["heads"] for row in rows] == [flags[3], other]
-    assert rows[0]["step_milliseconds"] is None
+def test_without_rounds_nothing_is_timed_and_sizes_ask_one_set_too(setting, capsys):
+    _, flags = setting
+    assert main(["evaluate", *flags, "--rounds", "0", "--sizes", "3"]) == 0
+    (row,) = closing_json(capsys.readouterr().out)["heads"]
+    assert (row["heads"], row["step_milliseconds"]) == (flags[3], None)
 
 
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
         (["--held-out"], "held_out and prompts both say what to ask about"),
-        (["other", "--also-at", "1"], "also_at goes with other questions than several sets of heads"),
+        (["--sizes", "2", "--also-at", "1"], "also_at goes with other questions than several sets of heads"),
         (["--fidelity", "--sizes", "4"], "sizes goes with other questions than --fidelity"),
         (["--tokens-per-pass", "1"], "tokens_per_pass goes with other questions than one set of heads"),
+        (["other"], "named one after the other, or one set with --heads, not both"),
+        (["--fidelity", "--heads", EMBEDDED_HEADS, "one"], "fidelity is an engine's, and sets of heads are"),
         (["--tree-nodes", "7"], "tree_nodes and calibrate_on go together"),
         (["--fidelity", "--temperature", "0.5"], "temperature must be 0"),
     ],
