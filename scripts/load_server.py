@@ -28,9 +28,10 @@ import httpx
 import numpy as np
 
 from medusa.base.loading import load_tokenizer
+from medusa.checks import check_above, check_at_least
 from medusa.cli.loading import load_prompts
 from medusa.cli.main import exit_status
-from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, check_above, check_at_least, parse
+from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, parse
 from medusa.measurement.report import Report
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console

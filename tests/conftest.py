@@ -245,15 +245,15 @@ class RandomPausing:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.drafts = self.random.random() < 0.5
-        self.resting = SuffixDrafter(length=3, min_match=1) if seed % 2 else PlainDrafter()
+        self.stand_in = SuffixDrafter(length=3, min_match=1) if seed % 2 else PlainDrafter()
 
     def chosen(self, drafter):
-        return drafter if self.drafts else self.resting
+        return drafter if self.drafts else self.stand_in
 
     def num_nodes(self, worth) -> int:
         return self.random.randint(1, worth.shape[1])
 
-    def record(self, tokens_per_row, seconds, num_steps=1, rested=False, num_nodes=1) -> None:
+    def record(self, tokens_per_row, seconds, num_steps=1, by_stand_in=False, num_nodes=1) -> None:
         self.drafts = self.random.random() < 0.5
 
 

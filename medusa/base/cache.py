@@ -91,7 +91,7 @@ class TreeCache(Cache):
         self.lengths = self.lengths + num_kept
         self.longest = int(self.lengths.max())
 
-    def forget_last(self) -> None:
+    def uncommit_last(self) -> None:
         """Make each row's last committed token node 0 of the tree to come, as if it were not committed."""
         self.lengths = self.lengths - 1
         self.longest -= 1

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from medusa.checks import check_above, check_at_least
 from medusa.choices import Dtype, ForeignName
 from medusa.cli.options import (
     AnswerOptions,
@@ -17,8 +18,6 @@ from medusa.cli.options import (
     ModelOptions,
     PromptOptions,
     ReportOptions,
-    check_above,
-    check_at_least,
 )
 from medusa.places import EMBEDDED_BASE
 

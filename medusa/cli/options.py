@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origi
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine, StepKind
 from medusa.files import read_yaml
 from medusa.places import named_file
@@ -317,26 +317,6 @@ GrowingInts = Annotated[
     ),
 ]
 """Whole numbers of at least 1 with commas or spaces between; read sorted, each once."""
-
-
-def check_at_least(options: Any, lowest: float, *names: str) -> None:
-    """Raise ValueError for the first of the fields ``names`` that is given and below ``lowest``, or infinite.
-
-    A list passes when each of its values does.
-    """
-    for name in names:
-        given = getattr(options, name)
-        for value in given if isinstance(given, list | tuple) else [given]:
-            if value is not None and not lowest <= value < math.inf:
-                raise ValueError(f"{name} must be at least {lowest}, got {value}")
-
-
-def check_above(options: Any, lowest: float, *names: str) -> None:
-    """Raise ValueError for the first of the fields ``names`` that is given and not above ``lowest``."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not lowest < value < math.inf:
-            raise ValueError(f"{name} must be above {lowest}, got {value}")
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from medusa.acceptance.sampling import TokenLogprobs
 from medusa.base.cache import GROWTH_STEP
 from medusa.base.causal_lm import new_cache, vocab_size
 from medusa.base.position_limits import common_context
-from medusa.decoding.forward import Forward
+from medusa.checks import check_at_least
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.prefix_cache import PrefixCache, num_shared
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
-from medusa.decoding.step import Advance, RowsFailed, advanced, begin, sampled_kind
+from medusa.decoding.step import Advance, Forward, RowsFailed, advanced, begin, sampled_kind
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.validation import DraftValidator
 
@@ -60,12 +60,8 @@ class BatchLimits:
     """Keys and values of texts that have ended, for requests that begin in the same way."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_slots", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_waiting", "prefix_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_at_least(self, 1, "max_rows", "max_slots", "chunk")
+        check_at_least(self, 0, "max_waiting", "prefix_bytes")
 
 
 ALONE = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, prefix_bytes=0)
@@ -488,9 +484,11 @@ class Batch:
             self.num_drafted += advance.num_drafted * len(kept)
             tokens_per_row += 1 + sum(kept) / len(kept)
         if pausing is not None:
-            rested = not drafts and first.max_depth > 0
+            by_stand_in = not drafts and first.max_depth > 0
             num_nodes = 1 + first.num_drafted
-            pausing.record(tokens_per_row, seconds, len(advances), rested=rested, num_nodes=num_nodes)
+            pausing.record(
+                tokens_per_row, seconds, len(advances), by_stand_in=by_stand_in, num_nodes=num_nodes
+            )
 
     def _emit(self, rows: Sequence[Row], advance: Advance) -> list[Progress]:
         progress = []
@@ -553,7 +551,7 @@ class Batch:
         if not self._rows:
             self._state = self._last_drafter = None
             return
-        kept = _with_holes_filled(len(state.rows), gone)
+        kept = _moved_up(len(state.rows), gone)
         state.keep_rows(kept)
         if self._last_drafter is not None:
             self._last_drafter.keep_rows(torch.tensor(kept, device=state.lengths.device))
@@ -574,7 +572,7 @@ def _cause(error: Exception) -> Exception:
     return error.__cause__ if is_wrapped else error  # type: ignore[return-value]
 
 
-def _with_holes_filled(num_rows: int, gone: set[int]) -> list[int]:
+def _moved_up(num_rows: int, gone: set[int]) -> list[int]:
     """The rows but those in ``gone``, the last ones in the holes: few rows have to move."""
     num_kept = num_rows - len(gone)
     last = [row for row in range(num_kept, num_rows) if row not in gone]

@@ -3,7 +3,7 @@
 A drafted step takes longer than a plain one and gives more tokens. Whether that pays depends on the text: a
 translation is guessed badly, a repetition well, and one answer may hold both. So the time that guessing has
 saved is kept as a balance, in plain steps: a drafted step adds its tokens and takes away what it costs. When
-the balance has fallen by :data:`STAKE`, guessing pauses, and one drafted step in a while probes whether it
+the balance has fallen by :data:`MAX_DEBT`, guessing pauses, and one drafted step in a while probes whether it
 pays again; while probes lose, that while gets longer. So guessing costs at most its stake and its probes.
 
 What a drafted step costs is learnt from neighbours: where a plain step follows a drafted one, both are timed.
@@ -17,7 +17,7 @@ elsewhere: its cost times the tokens that come in the time of a pass. So an easy
 hard one none, and the same rule serves long texts and full batches, where nodes are dear.
 
 A suffix match costs next to nothing to look for. So in the general loop a pause goes on guessing what
-followed the last tokens, where at least :data:`RESTING_MATCH` of them occurred before: a text that begins to
+followed the last tokens, where at least :data:`PAUSED_MATCH` of them occurred before: a text that begins to
 repeat itself ends the pause at once.
 
 A batch pauses as a whole; its tokens are counted per row that still decodes. The tokens are the same whatever
@@ -35,14 +35,14 @@ from medusa.choices import StepKind
 from medusa.drafters.protocol import Drafter, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 
-STAKE = 1.0
+MAX_DEBT = 1.0
 """What guessing may lose before it pauses, in plain steps."""
-RESERVE = 4.0
+MAX_CREDIT = 4.0
 """What it may put by while it wins, in plain steps: text that is hard for a few words does not stop it."""
 FIRST_INTERVAL, LAST_INTERVAL = 16, 256
 """Plain steps before the first probe of a pause, for each plain step that a probe would lose; each that loses
 doubles them, up to the second. So the probes of a long pause cost 0.4 %, whatever a draft costs."""
-RESTING_MATCH = 4
+PAUSED_MATCH = 4
 """Tokens of a suffix match that is drafted in a pause."""
 NUM_RATIOS, ENOUGH_RATIOS = 15, 3
 """Ratios that are kept, and without which nothing is paused."""
@@ -88,7 +88,7 @@ class DraftCost:
         """The time of a drafted step of so many nodes over that of one with the root alone."""
         return 1 + (self.node or 0.0) * (num_nodes - 1)
 
-    def is_due(self, is_certain: bool) -> bool:
+    def wants_plain_step(self, is_certain: bool) -> bool:
         """Whether to take a plain step now; ``is_certain`` says that another ratio would change nothing."""
         known = len(self._ratios)
         if known < ENOUGH_RATIOS:
@@ -134,7 +134,7 @@ class DraftCosts:
         if dtype != torch.float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())
-        return Pausing(cost, SuffixDrafter(min_match=RESTING_MATCH) if step == "general" else None)
+        return Pausing(cost, SuffixDrafter(min_match=PAUSED_MATCH) if step == "general" else None)
 
 
 class Pausing:
@@ -142,16 +142,16 @@ class Pausing:
 
     Args:
         cost: what is known from other requests; it learns from this one.
-        resting: who drafts in the place of the drafter in a pause, if it has anything; at next to no cost.
+        stand_in: who drafts in the place of the drafter in a pause, if it has anything; at next to no cost.
     """
 
-    def __init__(self, cost: DraftCost, resting: Drafter | None = None):
-        self.cost, self.resting = cost, resting or PlainDrafter()
+    def __init__(self, cost: DraftCost, stand_in: Drafter | None = None):
+        self.cost, self.stand_in = cost, stand_in or PlainDrafter()
         self._nobody = PlainDrafter()
         self._balance = 0.0
         self._interval = FIRST_INTERVAL
         self._num_plain = 0  # steps to come that do not draft
-        self._rests = True  # until a match was wrong, and again after the next probe
+        self._asks_stand_in = True  # until a match was wrong, and again after the next probe
         self._is_learning = False  # what a node costs
         self._is_first = True  # the first draft has the prompt to catch up with: its time tells nothing
         self._drafted_step: tuple[int, float] | None = None  # nodes and seconds of the last, if it drafted
@@ -162,10 +162,10 @@ class Pausing:
         return self._num_plain == 0
 
     def chosen(self, drafter: Drafter) -> Drafter:
-        """Who drafts the next step: ``drafter``, or in a pause :attr:`resting`, or nobody."""
+        """Who drafts the next step: ``drafter``, or in a pause :attr:`stand_in`, or nobody."""
         if self.drafts:
             return drafter
-        return self.resting if self._rests else self._nobody
+        return self.stand_in if self._asks_stand_in else self._nobody
 
     def num_nodes(self, worth: Tensor) -> int:
         """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
@@ -186,21 +186,21 @@ class Pausing:
         tokens_per_row: float,
         seconds: float | None,
         num_steps: int = 1,
-        rested: bool = False,
+        by_stand_in: bool = False,
         num_nodes: int = 1,
     ) -> None:
         """What the step that :attr:`drafts` spoke of gave; or ``num_steps`` of them at once, in all.
 
         ``seconds`` is None where something else than stepping took part, such as compiling. Steps at once
-        count as one where steps are counted here, as every decision is then about as many. ``rested`` says
-        that :attr:`resting` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root among
-        them; where all steps verify as many, any number will do.
+        count as one where steps are counted here, as every decision is then about as many. ``by_stand_in``
+        says that :attr:`stand_in` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root
+        among them; where all steps verify as many, any number will do.
         """
         before, self._drafted_step = self._drafted_step, None
-        if rested:
+        if by_stand_in:
             self._settle(tokens_per_row, num_steps, self.cost.plain_steps(num_nodes))
-            self._rests = self._balance > -STAKE
-            if self._rests:
+            self._asks_stand_in = self._balance > -MAX_DEBT
+            if self._asks_stand_in:
                 self._num_plain = 0
         elif self.drafts:
             self._drafted(tokens_per_row, num_steps, num_nodes)
@@ -218,17 +218,21 @@ class Pausing:
         """Add the tokens of ``num_steps`` steps that drafted to the balance, and take away what they cost."""
         if price is not None and not self._is_learning:
             balance = self._balance + tokens_per_row - price * num_steps
-            self._balance = min(max(balance, -STAKE), RESERVE)
+            self._balance = min(max(balance, -MAX_DEBT), MAX_CREDIT)
             if self._balance > 0:
                 self._interval = FIRST_INTERVAL
 
     def _drafted(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
-        cost, price, self._rests = self.cost, self.cost.plain_steps(num_nodes), True
+        cost, price, self._asks_stand_in = self.cost, self.cost.plain_steps(num_nodes), True
         cost.count(tokens_per_row / num_steps, num_nodes)
         if price is not None:
             self._settle(tokens_per_row, num_steps, price)
-            if self._balance == -STAKE:
+            if self._balance == -MAX_DEBT:
                 self._num_plain = max(1, round(self._interval * (price - 1)))
                 self._interval = min(2 * self._interval, LAST_INTERVAL)
-        if self.drafts and not self._is_first and cost.is_due(is_certain=self._balance == RESERVE):
+        if (
+            self.drafts
+            and not self._is_first
+            and cost.wants_plain_step(is_certain=self._balance == MAX_CREDIT)
+        ):
             self._num_plain = 1

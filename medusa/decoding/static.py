@@ -13,6 +13,7 @@ import pickle
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from medusa.base.causal_lm import (
     tree_inputs,
     vocab_size,
 )
-from medusa.decoding.forward import keep_newest
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.step import Advance, acceptance_of, depths_of, draft_context
 from medusa.drafters.protocol import (
@@ -58,6 +58,16 @@ SLOTS, MANY_SLOTS = 256, 1024
 """A cache is read in whole multiples of the first; beyond the second, in multiples of that."""
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
+T = TypeVar("T")
+MAX_KEPT = 16
+"""Settings whose libraries, graphs or compiled steps a model keeps, of each kind."""
+
+
+def keep_newest(kept: dict[Hashable, T], key: Hashable, value: T) -> None:
+    """Add ``value`` as the newest; the oldest beyond :data:`MAX_KEPT` go."""
+    kept[key] = value
+    for oldest in list(kept)[:-MAX_KEPT]:
+        kept.pop(oldest, None)  # another thread may have dropped it
 
 
 @dataclass

@@ -22,15 +22,37 @@ from medusa.acceptance.sampling import (
     process_node_logits,
     token_logprobs,
 )
-from medusa.base.causal_lm import CausalLM, vocab_size
-from medusa.decoding.forward import Forward
+from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.decoding.lockstep import accept_in_lockstep
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.validation import DraftValidator
+from medusa.engine.compiled import CompiledPass
 from medusa.trees.candidate_tree import TreeTopology
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The only place that knows what runs a pass of ``base``: its modules or a library. With the states of
+    ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
+
+    base: CausalLM
+    layers: tuple[int, ...] = ()
+    compiled: CompiledPass | None = None
+    """A library for ``base``, run in the place of its modules."""
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+        """As :func:`medusa.base.causal_lm.prefill`."""
+        run = self.compiled.prefill if self.compiled else prefill
+        return run(self.base, tokens, lengths, cache, layers=self.layers)
+
+    def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
+        """As :func:`medusa.base.causal_lm.verify`."""
+        run = self.compiled.verify if self.compiled else verify
+        return run(self.base, tokens, topology, cache, layers=self.layers)
 
 
 @dataclass(frozen=True)

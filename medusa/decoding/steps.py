@@ -22,18 +22,77 @@ writes to the tensors it was captured with.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from medusa.base.causal_lm import CausalLM
 from medusa.choices import StepKind
-from medusa.decoding.forward import Forward, Libraries
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import StaticRows, StepRunner, static_drafter
+from medusa.decoding.static import StaticRows, StepRunner, keep_newest, static_drafter
+from medusa.decoding.step import Forward
+from medusa.drafters.compiled import CompiledDrafter
+from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
-from medusa.engine.compiled import missing_for_compiled_pass
+from medusa.engine.compiled import CompiledPass, compiled_pass, library_path, missing_for_compiled_pass
 from medusa.engine.views import holds_packed_weights
+
+
+class Libraries:
+    """What is compiled ahead for one base, its pass and the drafts of heads; kept for the calls to come."""
+
+    def __init__(self, base: CausalLM, layers: Sequence[int] = ()):
+        self.base = base
+        self.layers = frozenset(layers)
+        """Decoder layers that a compiled pass gives the states of, whatever else a drafter reads."""
+        self._lock = threading.Lock()
+        self._pass: CompiledPass | None = None
+        self._drafters: dict[Hashable, CompiledDrafter] = {}
+        self._paths: dict[tuple[int, ...], Path] = {}
+
+    def compiled_pass(self, layers: Sequence[int] = ()) -> tuple[CompiledPass, float]:
+        """The base's pass with the states of ``layers``, and the seconds that getting it took."""
+        with self._lock:
+            if self._pass is not None and self._pass.gives(layers):
+                return self._pass, 0.0
+            given = tuple(sorted(self.layers.union(layers)))
+            self._pass = compiled_pass(self.base, given, self._library_path(given))
+            return self._pass, self._pass.setup_seconds
+
+    def compiled_drafter(self, drafter: Drafter, *are_sampled: bool) -> tuple[Drafter, float]:
+        """``drafter``, and the seconds that this took: one of Medusa heads with compiled drafts for rows that
+        are sampled, or not."""
+        if not isinstance(drafter, HeadsDrafter):
+            return drafter, 0.0
+        with self._lock:
+            made = self._drafter_to_compile(drafter)
+            return made.over(drafter), sum(map(made.prepare, are_sampled))
+
+    def make(self, drafters: Sequence[Drafter]) -> float:
+        """Have the libraries of the pass and of ``drafters`` on disk and loaded; the seconds that it took."""
+        seconds = self.compiled_pass()[1]
+        return seconds + sum(self.compiled_drafter(each, False, True)[1] for each in drafters)
+
+    def paths(self, drafters: Sequence[Drafter]) -> list[Path]:
+        """Where the libraries of the pass and of ``drafters`` are, or will be."""
+        heads = [self._drafter_to_compile(each) for each in drafters if isinstance(each, HeadsDrafter)]
+        drafts = [each.path(is_sampled) for each in heads for is_sampled in (False, True)]
+        return [self._library_path(tuple(sorted(self.layers))), *drafts]
+
+    def _drafter_to_compile(self, drafter: HeadsDrafter) -> CompiledDrafter:
+        key = drafter.static_key
+        base_digest = self._library_path(tuple(sorted(self.layers))).stem
+        made = self._drafters.pop(key, None) or CompiledDrafter(drafter, base_digest)
+        keep_newest(self._drafters, key, made)
+        return made
+
+    def _library_path(self, layers: tuple[int, ...]) -> Path:
+        """See :func:`medusa.engine.compiled.library_path`, which reads all weights for it."""
+        if layers not in self._paths:
+            self._paths[layers] = library_path(self.base, layers)
+        return self._paths[layers]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class DraftModelDrafter(LevelDrafter):
         assert self.cache is not None, "begin comes first"
         if nodes.start == 0:
             _, logits = prefill(self.draft_model, self._known(context.tokens), context.lengths, self.cache)
-            self.cache.forget_last()  # the root is node 0 of this tree
+            self.cache.uncommit_last()  # the root is node 0 of this tree
             logits = logits[:, None]
         else:
             level = self._known(tokens[:, nodes])

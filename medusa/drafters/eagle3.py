@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
+from medusa.drafters.layer_cache import LayerCache
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.drafters.text_entries import TextEntries
 from medusa.heads.eagle3 import Drafted, Eagle3Head
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -16,7 +16,7 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 class Eagle3Drafter(LevelDrafter):
     """Fills ``tree`` with an EAGLE-3 head over ``base``'s layers and embeddings.
 
-    Entries of the text stand on states of the base (:mod:`medusa.drafters.text_entries`); below the root, a
+    Entries of the text stand on states of the base (:mod:`medusa.drafters.layer_cache`); below the root, a
     node's entry joins what its parent's entry gave with its own token.
     """
 
@@ -30,7 +30,7 @@ class Eagle3Drafter(LevelDrafter):
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
-        self._entries = TextEntries(self._device)
+        self._entries = LayerCache(self._device)
         self._features = torch.empty(0)
         """(B, M, D): what the entries run in this step gave, the root's first."""
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import CausalLM, embedding_weight
 from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.layer_cache import LayerCache
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.text_entries import TextEntries
 from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import MedusaHeads
@@ -49,7 +49,7 @@ class HeadsDrafter(LevelDrafter):
     def _shape(self, tree: CandidateTree) -> None:
         check_tree_fits(tree, self.heads)
         super()._shape(tree)
-        self._entries = TextEntries(self._device)
+        self._entries = LayerCache(self._device)
         levels = self.levels if self.heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)

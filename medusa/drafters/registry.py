@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from medusa.acceptance.distributions import independent_chains
 from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
+from medusa.checks import check_at_least
 from medusa.choices import StepKind
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
 from medusa.drafters.dynamic import DynamicDrafter, DynamicEagle3Drafter, DynamicHeadsDrafter
@@ -55,10 +56,7 @@ class DrafterSettings:
     """The head of "eagle3": a heads directory, a hub id, or a loaded checkpoint."""
 
     def __post_init__(self) -> None:
-        for name in ("draft_length", "draft_width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(self, 1, "draft_length", "draft_width")
 
     def tree(self, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
         """The tree of a drafter that has none of its own: a chain, or as many chains as it is wide."""

@@ -212,7 +212,7 @@ def test_with_room_a_row_joins_and_leaves_without_a_copy_of_the_others():
 
 def test_the_last_token_can_be_made_the_root_of_the_tree_to_come():
     cache, tokens = filled("gemma3", [34, 3])
-    cache.forget_last()
+    cache.uncommit_last()
     assert cache.lengths.tolist() == [33, 2] and cache.longest == 33
     roots = torch.tensor([[row[-1]] for row in tokens])
     with torch.no_grad():

@@ -8,7 +8,7 @@ from conftest import REAL_BASE, tiny_model
 from medusa import MedusaModel
 from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.main import main
-from medusa.decoding.forward import Libraries
+from medusa.decoding.steps import Libraries
 from medusa.drafters.compiled import CompiledDrafter
 
 

@@ -22,10 +22,10 @@ from conftest import (
 import medusa.decoding.batch
 import medusa.decoding.static
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.decoding.forward import Forward
-from medusa.decoding.pausing import FIRST_INTERVAL, LAST_INTERVAL, STAKE, DraftCost, Pausing
+from medusa.decoding.pausing import FIRST_INTERVAL, LAST_INTERVAL, MAX_DEBT, DraftCost, Pausing
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
+from medusa.decoding.step import Forward
 from medusa.decoding.steps import Steps
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
@@ -107,7 +107,7 @@ def test_a_pause_ends_soon_after_the_text_has_become_easy():
 
 
 def test_probes_become_rarer_while_they_lose():
-    drafted = Answer(lambda _: 1, 700, 1 + STAKE, known(1 + STAKE)).is_drafted
+    drafted = Answer(lambda _: 1, 700, 1 + MAX_DEBT, known(1 + MAX_DEBT)).is_drafted
     at = [step for step, is_drafted in enumerate(drafted) if is_drafted]
     gaps = [later - earlier - 1 for earlier, later in pairwise(at)]
     assert gaps[:4] == [FIRST_INTERVAL * 2**n for n in range(4)]
@@ -197,18 +197,18 @@ def test_steps_that_come_several_at_a_time_are_priced_one_by_one():
 
 
 def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_probes():
-    drafter, resting = SuffixDrafter(), SuffixDrafter()
-    pausing = Pausing(known(2.0), resting)
+    drafter, stand_in = SuffixDrafter(), SuffixDrafter()
+    pausing = Pausing(known(2.0), stand_in)
     assert pausing.chosen(drafter) is drafter
     pausing.record(1, 2.0)
-    assert pausing.chosen(drafter) is resting
-    pausing.record(1, 2.0, rested=True)
+    assert pausing.chosen(drafter) is stand_in
+    pausing.record(1, 2.0, by_stand_in=True)
     for _ in range(FIRST_INTERVAL):
         assert pausing.chosen(drafter).max_depth == 0
         pausing.record(1, 1.0)
     pausing.record(1, 2.0)
-    assert pausing.chosen(drafter) is resting
-    pausing.record(9, 2.0, rested=True)
+    assert pausing.chosen(drafter) is stand_in
+    pausing.record(9, 2.0, by_stand_in=True)
     assert pausing.chosen(drafter) is drafter
 
 

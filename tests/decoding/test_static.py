@@ -30,10 +30,9 @@ from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, 
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import home_device, new_cache, output_embedding, seen_hidden
 from medusa.decoding.batch import StepResult
-from medusa.decoding.forward import MAX_KEPT, Forward
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
-from medusa.decoding.static import StaticState, rounded_slots, static_step
-from medusa.decoding.step import begin
+from medusa.decoding.static import MAX_KEPT, StaticState, rounded_slots, static_step
+from medusa.decoding.step import Forward, begin
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
-from medusa.decoding.forward import Libraries
+from medusa.decoding.steps import Libraries
 from medusa.engine import prepared_base
 from medusa.engine.compiled import (
     compiled_pass,

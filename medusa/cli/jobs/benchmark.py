@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from medusa.acceptance.rules import RULES
+from medusa.checks import check_above, check_at_least
 from medusa.cli.answering import generation_arguments
 from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import chat_with
@@ -20,8 +21,6 @@ from medusa.cli.options import (
     DrafterOptions,
     GrowingInts,
     ProgramOptions,
-    check_above,
-    check_at_least,
 )
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates

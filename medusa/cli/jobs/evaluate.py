@@ -13,10 +13,11 @@ import tyro
 from torch import Tensor
 
 from medusa.base.causal_lm import vocab_size
+from medusa.checks import check_at_least
 from medusa.cli.answering import answered_prompts, decode_prompt
 from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import command
-from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, check_at_least, words_of
+from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, words_of
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.registry import Drafters
 from medusa.engine import resolved_engine

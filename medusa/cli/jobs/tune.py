@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medusa.checks import check_at_least
 from medusa.cli.answering import answered_prompts
 from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import command
-from medusa.cli.options import GrowingInts, ProgramOptions, check_at_least, words_of
+from medusa.cli.options import GrowingInts, ProgramOptions, words_of
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.comparison import ranked
 from medusa.measurement.report import Report

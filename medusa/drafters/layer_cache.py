@@ -22,20 +22,20 @@ FULL_ATTENTION: dict[str, int | None] = {"full_attention": None}
 MOST_ENTRIES = 512
 """Entries of each row that are read at once: what a long prompt may take of memory."""
 
-RunEntries = Callable[[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
+RunLayer = Callable[[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
 """(states (B, E, (1 + L) * D), the token after each (B, E) long, mask (B, 1, E, S) bool, positions (B, E)
 long) -> what the layer gives at these entries, one or more of (B, E, D). It runs over
-:attr:`TextEntries.cache`."""
+:attr:`LayerCache.cache`."""
 
 
-class TextEntries:
+class LayerCache:
     """The entries of one layer on ``device``."""
 
     def __init__(self, device: torch.device | str):
         self._device = device
         self.begin(0)
 
-    def begin(self, num_rows: int, after: TextEntries | None = None) -> None:
+    def begin(self, num_rows: int, after: LayerCache | None = None) -> None:
         """``num_rows`` rows follow: those that ``after`` has read, and behind them others, which are read one
         by one. Without ``after`` all are new, and are read together."""
         self.cache = TreeCache(num_rows, 1, self._device)
@@ -51,7 +51,7 @@ class TextEntries:
         else:  # a row that nothing was read of has moved between the others
             self.begin(0)
 
-    def read(self, context: DraftContext, run: RunEntries) -> list[Tensor]:
+    def read(self, context: DraftContext, run: RunLayer) -> list[Tensor]:
         """What ``run`` gives at each row's newest entry, (B, 1, D) each; it is run on the entries that are
         missing.
 
@@ -69,8 +69,8 @@ class TextEntries:
         self.cache = known
         return self._read(context, run)
 
-    def _read(self, context: DraftContext, run: RunEntries) -> list[Tensor]:
-        assert context.features is not None, "a drafter with TextEntries needs_features"
+    def _read(self, context: DraftContext, run: RunLayer) -> list[Tensor]:
+        assert context.features is not None, "a drafter with LayerCache needs_features"
         missing = context.lengths - 1 - self.cache.lengths
         newest: list[Tensor] = []
         while (longest := int(missing.max())) > 0:
@@ -90,7 +90,7 @@ class TextEntries:
             newest = found
             self.cache.commit_prefix(num_new)
             missing = missing - num_new
-        self.cache.forget_last()
+        self.cache.uncommit_last()
         return newest
 
     def announce(self, topology: TreeTopology, nodes: slice) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class TextEntries:
 
 def _of_row(context: DraftContext, row: int) -> DraftContext:
     """The text of one row."""
-    assert context.features is not None, "a drafter with TextEntries needs_features"
+    assert context.features is not None, "a drafter with LayerCache needs_features"
     tokens, lengths, features = (
         each[row : row + 1] for each in (context.tokens, context.lengths, context.features)
     )
