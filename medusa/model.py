@@ -63,11 +63,11 @@ class MedusaModel:
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
-        self._tokenizer = tokenizer
-        self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {})
         self.tuned = tuple(tuned)
         """The trees that were timed on this very runtime, by batch size, for every kind of step."""
         self.refresh()
+        self._tokenizer = tokenizer
+        self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {})
         self._default_tree = self._checked_tree(tree)
         for entry in self.tuned:
             self._checked_tree(entry.tree)

@@ -105,7 +105,7 @@ class TreeCache(Cache):
             if in_place:
                 layer.move_rows(sources, self.longest)
             else:
-                layer.hold([entries[rows.to(entries.device)] for entries in layer.entries])
+                layer.set_buffers([entries[rows.to(entries.device)] for entries in layer.entries])
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if sources else 0
 
@@ -129,7 +129,7 @@ class TreeCache(Cache):
         for layer, source in zip(copied.tree_layers, self.tree_layers, strict=True):
             if source.is_initialized:
                 layer.is_initialized = True
-                layer.hold([entries[row : row + 1, :, :length].clone() for entries in source.entries])
+                layer.set_buffers([entries[row : row + 1, :, :length].clone() for entries in source.entries])
         return copied
 
     def clear_uncommitted(self) -> None:
@@ -145,7 +145,7 @@ class TreeCache(Cache):
     def trim(self) -> None:
         """Give back the slots that no committed token needs, and the room for further rows."""
         for layer in self.tree_layers:
-            layer.hold([entries[:, :, : self.longest].clone() for entries in layer.entries])
+            layer.set_buffers([entries[:, :, : self.longest].clone() for entries in layer.entries])
 
 
 class FixedTreeCache(TreeCache):
@@ -202,13 +202,13 @@ class TreeCacheLayer(CacheLayerMixin):
     def capacity(self) -> int:
         return self.entries[0].shape[2] if self.entries else 0
 
-    def hold(self, buffers: list[Tensor], num_rows: int | None = None) -> None:
+    def set_buffers(self, buffers: list[Tensor], num_rows: int | None = None) -> None:
         """Have keys and values in ``buffers``, of which ``num_rows`` are in use; all by default."""
         self.buffers = buffers
         self.entries = [buffer[:num_rows] if num_rows is not None else buffer for buffer in buffers]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.hold([states[:, :, :0].contiguous() for states in (key_states, value_states)])
+        self.set_buffers([states[:, :, :0].contiguous() for states in (key_states, value_states)])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -229,7 +229,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def reserve(self, num_slots: int) -> None:
         """Make room for ``num_slots`` slots, keeping what is stored. Growing gives up room for more rows."""
         if self.entries and num_slots > self.capacity:
-            self.hold([_grown(entries, num_slots) for entries in self.entries])
+            self.set_buffers([_grown(entries, num_slots) for entries in self.entries])
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
@@ -247,7 +247,7 @@ class TreeCacheLayer(CacheLayerMixin):
             if source != row:
                 for buffer in self.buffers:
                     buffer[row, :, :num_slots] = buffer[source, :, :num_slots]
-        self.hold(self.buffers, len(sources))
+        self.set_buffers(self.buffers, len(sources))
 
     def join(self, other: TreeCacheLayer, their_slots: int, num_slots: int, most_rows: int) -> None:
         """Take in the rows of ``other``, ``their_slots`` slots each, behind one's own."""
@@ -260,7 +260,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self.buffers = [_with_rows(entries, wanted) for entries in self.entries]
         for buffer, entries in zip(self.buffers, other.entries, strict=True):
             buffer[ours : ours + theirs, :, :their_slots] = entries[:, :, :their_slots]
-        self.hold(self.buffers, ours + theirs)
+        self.set_buffers(self.buffers, ours + theirs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.longest + query_length, 0

@@ -68,7 +68,7 @@ class Libraries:
             return drafter, 0.0
         with self._lock:
             made = self._drafter_to_compile(drafter)
-            return made.over(drafter), sum(map(made.prepare, are_sampled))
+            return made.for_drafter(drafter), sum(map(made.prepare, are_sampled))
 
     def make(self, drafters: Sequence[Drafter]) -> float:
         """Have the libraries of the pass and of ``drafters`` on disk and loaded; the seconds that it took."""

@@ -60,7 +60,7 @@ class CompiledDrafter(StatelessDrafter):
         self._libraries: dict[bool, Any] = {}  # by whether rows are sampled
         self._paths: dict[bool, Path] = {}
 
-    def over(self, drafter: HeadsDrafter) -> CompiledDrafter:
+    def for_drafter(self, drafter: HeadsDrafter) -> CompiledDrafter:
         """The same libraries for ``drafter``, made as this one's own, which keeps to itself what it reads."""
         other = copy.copy(self)
         other.drafter = drafter

@@ -105,7 +105,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Asking:
+class Request:
     """How every contender is asked."""
 
     arguments: Mapping[str, Any]
@@ -117,27 +117,27 @@ class Asking:
     """Of the first row; others count on from it, and so do repeats when tokens are sampled."""
 
     @classmethod
-    def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int, seed: int) -> Asking:
+    def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int, seed: int) -> Request:
         """With the tokens that end an answer of ``base``."""
         eos_ids, pad_id = end_ids(base), base.generation_config.pad_token_id
         pad_id = pad_id if pad_id is not None else min(eos_ids, default=0)
         return cls(arguments, eos_ids, pad_id, repeats, seed)
 
 
-def able(
-    contenders: Mapping[str, Contender], setting: Setting, asking: Asking
+def runnable(
+    contenders: Mapping[str, Contender], setting: Setting, request: Request
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders that can answer in this setting, warmed up, and why the others cannot.
 
     Only those of others may fail; an error of ours is raised.
     """
-    longest = max(setting.batches(asking.pad_id), key=lambda batch: batch["input_ids"].shape[1])
+    longest = max(setting.batches(request.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
     for name, contender in contenders.items():
         reason = contender.refusal(setting.batch_size * setting.num_seeds)
         try:
             if reason is None:
-                _warm_up(contender, longest, asking)
+                _warm_up(contender, longest, request)
         # What others cannot do here must not cost the others their figures; the report says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if contender.is_ours:
@@ -166,45 +166,45 @@ class FirstTokenClock(BaseStreamer):
         pass
 
 
-def _warm_up(contender: Contender, inputs: Encoded, asking: Asking) -> None:
-    short = {**asking.arguments, "max_new_tokens": min(WARM_UP_TOKENS, asking.arguments["max_new_tokens"])}
-    for arguments in [asking.arguments] if contender.is_compiled else [short] * NUM_WARM_UPS:
+def _warm_up(contender: Contender, inputs: Encoded, request: Request) -> None:
+    short = {**request.arguments, "max_new_tokens": min(WARM_UP_TOKENS, request.arguments["max_new_tokens"])}
+    for arguments in [request.arguments] if contender.is_compiled else [short] * NUM_WARM_UPS:
         contender.answer(**inputs, **arguments)
 
 
 def measure(
     contenders: Mapping[str, Contender],
     setting: Setting,
-    asking: Asking,
+    request: Request,
     seconds: float | None = None,
     label: str | None = None,
 ) -> list[Answer]:
-    """Every contender's answers to every batch, ``asking.repeats`` times, for about ``seconds``."""
-    batches = setting.batches(asking.pad_id)
+    """Every contender's answers to every batch, ``request.repeats`` times, for about ``seconds``."""
+    batches = setting.batches(request.pad_id)
     takes_streamer = setting.batch_size * setting.num_seeds == 1
 
     def run(name: str, batch: int, repeat: int) -> Answer:
         inputs = batches[batch]
         prompt = inputs["input_ids"]
-        seed = asking.seed + (repeat * len(prompt) if asking.arguments["do_sample"] else 0)
+        seed = request.seed + (repeat * len(prompt) if request.arguments["do_sample"] else 0)
         extra: dict[str, Any] = {"seed": seed} if contenders[name].is_ours else {}
         wait_for(prompt.device)
         clock = FirstTokenClock()
         extra |= {"streamer": clock} if takes_streamer else {}
-        output = contenders[name].answer(**inputs, **asking.arguments, **extra, return_dict_in_generate=True)
+        output = contenders[name].answer(**inputs, **request.arguments, **extra, return_dict_in_generate=True)
         wait_for(prompt.device)
         taken = time.perf_counter() - clock.began
-        tokens = new_tokens(output.sequences.tolist(), prompt.shape[1], asking.eos_ids)
+        tokens = new_tokens(output.sequences.tolist(), prompt.shape[1], request.eos_ids)
         statistics, first = getattr(output, "statistics", None), clock.first_token_seconds
         return Answer(name, batch, tokens, taken, statistics, setting.category(batch), seed, first)
 
     return take_turns(
-        list(contenders), len(batches), run, repeats=asking.repeats, seconds=seconds, label=label
+        list(contenders), len(batches), run, repeats=request.repeats, seconds=seconds, label=label
     )
 
 
 def choose_lengths(
-    drafters: NamedDrafters, model: MedusaModel, setting: Setting, asking: Asking
+    drafters: NamedDrafters, model: MedusaModel, setting: Setting, request: Request
 ) -> dict[str, dict[int, float]]:
     """Seconds per token, by drafter and draft length; the fastest length is what it drafts from now on.
 
@@ -219,8 +219,8 @@ def choose_lengths(
     }
     if not trials:
         return {}
-    _warm_up(next(iter(trials.values())), setting.batches(asking.pad_id)[0], asking)
-    answers = by_contender(measure(trials, setting, asking, label="choosing draft lengths"))
+    _warm_up(next(iter(trials.values())), setting.batches(request.pad_id)[0], request)
+    answers = by_contender(measure(trials, setting, request, label="choosing draft lengths"))
     found = {
         name: {length: seconds_per_token(answers[f"{name} {length}"]) for length in lengths}
         for name, lengths in drafters.free_in_length.items()
@@ -383,7 +383,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 # ------------------------------------------------------------------ what they are held against
 
 
-def said_to(setting: Setting, answers: Sequence[Answer]) -> dict[int, tuple[list[int], list[int]]]:
+def conversations(setting: Setting, answers: Sequence[Answer]) -> dict[int, tuple[list[int], list[int]]]:
     """[prompt] = its tokens, and one contender's answer."""
     pairs = {}
     for (batch, _, row), tokens in rows_said(answers).items():
@@ -395,7 +395,7 @@ def said_to(setting: Setting, answers: Sequence[Answer]) -> dict[int, tuple[list
 def calibrated_counts(model: MedusaModel, answers: Sequence[Answer], setting: Setting) -> RankCounts | None:
     """Which guesses of the heads would have been right on the plain answers; None when they are too short."""
     assert model.heads is not None, "asked only with heads"
-    pairs = list(said_to(setting, by_contender(answers)[PLAIN]).values())[:MOST_CALIBRATED]
+    pairs = list(conversations(setting, by_contender(answers)[PLAIN]).values())[:MOST_CALIBRATED]
     rows = [AnsweredTokens.after_prompt(prompt + answer, len(prompt)) for prompt, answer in pairs]
     counts = calibrate(model.base, model.heads, rows, batch_size=1)
     return counts if counts.num_positions else None
@@ -425,6 +425,6 @@ def bounds(
 def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting) -> dict[str, dict[str, Any]]:
     """How far each contender's greedy answers stray from the base's likeliest tokens."""
     return {
-        name: divergence(model.base, said_to(setting, each).values())
+        name: divergence(model.base, conversations(setting, each).values())
         for name, each in by_contender(answers).items()
     }

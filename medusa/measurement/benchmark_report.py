@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.decoding.statistics import PHASES
-from medusa.measurement.benchmark import Setting, said_to
+from medusa.measurement.benchmark import Setting, conversations
 from medusa.measurement.contenders import EXACT, HEADS, PLAIN, TYPICAL, drafter_and_rule, is_ours
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer, by_contender
@@ -32,7 +32,7 @@ def add_texts(
 ) -> None:
     """Each prompt with plain decoding's text; of all the price, and the text where it is another."""
     given = by_contender(answers)
-    said = {name: said_to(setting, each) for name, each in given.items()}
+    said = {name: conversations(setting, each) for name, each in given.items()}
     for number, (_, expected) in said[PLAIN].items():
         report.add_line(f"─── {prompts[number].messages[-1]['content']}", "bold")
         report.add_line(tokenizer.decode(expected, skip_special_tokens=True) + "\n", soft_wrap=True)

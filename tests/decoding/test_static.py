@@ -181,7 +181,7 @@ def test_a_step_runs_on_a_model_sharded_over_devices(kind, last):
         drafter.begin(2)
         state = on_a_card(base, drafter, last)
         for layer, device in zip(state.cache.tree_layers, ("cpu", CARD), strict=True):
-            layer.hold([entries.to(device) for entries in layer.entries])
+            layer.set_buffers([entries.to(device) for entries in layer.entries])
         with seen_hidden(base, layers=drafter.reads_layers) as seen:
             for _ in range(2):
                 static_step(base, drafter, state, seen)

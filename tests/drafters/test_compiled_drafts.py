@@ -130,7 +130,7 @@ def test_drawn_candidates_are_drafted_as_before():
 def test_two_calls_that_read_the_text_keep_apart_what_they_have_read():
     first, second = (heads_drafter("dynamic", context=LayerConfig.of_base(BASE)) for _ in range(2))
     made = CompiledDrafter(first, "a base")
-    mine, theirs = made.over(first), made.over(second)
+    mine, theirs = made.for_drafter(first), made.for_drafter(second)
     mine.begin(3)
     theirs.begin(1)
     assert mine.draft(context([9, 4, 7], False, first)).tokens.shape[0] == 3

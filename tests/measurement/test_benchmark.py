@@ -9,13 +9,13 @@ import torch
 from rich.console import Console
 
 from medusa import DecodingStatistics
-from medusa.measurement.benchmark import Asking, Setting, able, measure, paired_ratio, setting_report
+from medusa.measurement.benchmark import Request, Setting, measure, paired_ratio, runnable, setting_report
 from medusa.measurement.benchmark_report import add_tables
 from medusa.measurement.contenders import Contender
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer, new_tokens
 
-ASKING = Asking({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)
+ASKING = Request({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)
 
 
 def encoded(*lengths):
@@ -89,7 +89,7 @@ def test_everyone_warms_up_on_the_longest_prompts_three_short_times_or_one_full_
         "plain": contender("plain", calls),
         "transformers-static": contender("transformers-static", calls, is_compiled=True),
     }
-    working, reasons = able(names, Setting(1, None, encoded(3, 9, 4), ["a"] * 3), ASKING)
+    working, reasons = runnable(names, Setting(1, None, encoded(3, 9, 4), ["a"] * 3), ASKING)
     assert (list(working), reasons) == (["plain", "transformers-static"], {})
     assert calls == [("plain", (1, 9), 8)] * 3 + [("transformers-static", (1, 9), 20)]
 
@@ -98,14 +98,14 @@ def test_a_mode_of_transformers_that_fails_is_left_out_with_its_reason_and_ours_
     setting = Setting(2, None, encoded(3, 4), ["a"] * 2)
     broken = contender("transformers", [], failing=RuntimeError("no luck\nand details"))
     lookup = contender("prompt-lookup", [])
-    working, reasons = able({"transformers": broken, "prompt-lookup": lookup}, setting, ASKING)
+    working, reasons = runnable({"transformers": broken, "prompt-lookup": lookup}, setting, ASKING)
     assert working == {}
     assert reasons == {
         "transformers": "RuntimeError: no luck (at 2 rows)",
         "prompt-lookup": "transformers offers it for one row at a time (at 2 rows)",
     }
     with pytest.raises(RuntimeError, match="no luck"):
-        able({"heads": contender("heads", [], failing=RuntimeError("no luck"))}, setting, ASKING)
+        runnable({"heads": contender("heads", [], failing=RuntimeError("no luck"))}, setting, ASKING)
 
 
 # ------------------------------------------------------------------ what answers add up to

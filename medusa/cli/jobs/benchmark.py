@@ -25,14 +25,14 @@ from medusa.cli.options import (
 from medusa.engine import QUANTISED_BYTES
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
-    Asking,
+    Request,
     Setting,
-    able,
     bounds,
     calibrated_counts,
     choose_lengths,
     divergences,
     measure,
+    runnable,
     setting_report,
 )
 from medusa.measurement.benchmark_report import add_tables, add_texts, plot_benchmark
@@ -224,8 +224,8 @@ def chosen_contenders(
             arguments["max_new_tokens"] = min(TRIAL_TOKENS, options.answers.max_new_tokens)
             some = setting.prompts[:: -(-len(setting.prompts) // TRIAL_PROMPTS)]
             trial = Setting(1, setting.context_length, some, [""] * len(some))
-            asking = Asking.for_base(model.base, arguments, 1, options.answers.seed)
-            lengths.update(choose_lengths(drafters, model, trial, asking))
+            request = Request.for_base(model.base, arguments, 1, options.answers.seed)
+            lengths.update(choose_lengths(drafters, model, trial, request))
 
     contenders, skipped = make_contenders(
         names if PLAIN in names else [PLAIN, *names],
@@ -251,12 +251,12 @@ def answers_in(
     setting: Setting, model: MedusaModel, contenders: Mapping[str, Contender], options: BenchmarkOptions
 ) -> tuple[list[Answer], dict[str, str]]:
     """What all said in one setting, and why some could not answer."""
-    asking = Asking.for_base(model.base, answer_arguments(options), options.repeats, options.answers.seed)
+    request = Request.for_base(model.base, answer_arguments(options), options.repeats, options.answers.seed)
     log_console().print(f"warming up, {setting.label}", style="dim")
-    working, reasons = able(contenders, setting, asking)
+    working, reasons = runnable(contenders, setting, request)
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
     seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
-    return measure(working, setting, asking, seconds, f"measuring, {setting.label}"), reasons
+    return measure(working, setting, request, seconds, f"measuring, {setting.label}"), reasons
 
 
 def measured_setting(
