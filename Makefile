@@ -77,7 +77,7 @@ bench: | $(DEMO)/.tuned
 
 test: .venv/.installed | $(BASE)/config.json
 	$(BIN)/ruff check --quiet .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 check: .venv/.installed
 	$(BIN)/ruff check .
