@@ -471,12 +471,14 @@ class MedusaModel:
             return drafter if tree is None else drafter.fill(tree)
         if drafter is None and tree is None and (request.is_exact or self.heads is None):
             return self._drafters.default(num_rows, kind)
+        only_chain = request.rule is not None and request.rule.only_chains and tree is None
         if drafter is None:
             self._checked_tree(tree)
             drafter = "heads"
+            if only_chain:
+                tree = CandidateTree.chain(self.tree_for(num_rows, kind).depth)
         if tree is None and self._drafters.is_idle(drafter, num_rows, kind):
             drafter = "plain"
-        only_chain = request.rule is not None and request.rule.only_chains and tree is None
         return self._drafters.make(drafter, tree, num_rows=num_rows, step=kind, only_chain=only_chain)
 
     def _pausing(self, options: _Options, request: DecodeRequest, drafter: Drafter) -> Pausing | None:

@@ -404,6 +404,12 @@ def test_where_drafts_decide_the_text_the_heads_alone_draft(model, monkeypatch, 
     assert type(drafter) is HeadsDrafter and drafter.tree == tree
 
 
+def test_a_rule_for_chains_gets_one_as_deep_as_the_models_tree(model, monkeypatch):
+    model.use_tree(TREE.subtree(2))
+    (drafter,) = drafters_of(model, monkeypatch, **SAMPLED, acceptance="block")
+    assert drafter.tree == CandidateTree.chain(2)
+
+
 def test_a_tree_tuned_to_be_the_root_alone_decodes_plainly(model, monkeypatch):
     tuned = [TunedTree(model.runtime, 1, CandidateTree.chain(0))]
     idle = MedusaModel(model.base, random_heads(), TREE, tuned=tuned)
@@ -414,6 +420,8 @@ def test_a_tree_tuned_to_be_the_root_alone_decodes_plainly(model, monkeypatch):
 
 def test_without_heads_decoding_is_plain_and_without_a_tree_it_is_a_chain():
     base = tiny_model("llama")
+    with pytest.raises(ValueError, match="drafter 'heads' needs heads, and the model was loaded without"):
+        MedusaModel(base).generate(PROMPT, **GREEDY, drafter="heads")
     assert MedusaModel(base).tree == CandidateTree.chain(0)
     assert MedusaModel(base, random_heads()).tree == CandidateTree.chain(3)
     assert MedusaModel(base).device == base.device

@@ -150,7 +150,7 @@ class Batch:
         guide_for: the drafter for so many rows, and what pauses it (None: nothing). Called once for each
             number.
         check_base: raises ValueError where base or heads are no longer those that the batch was made for.
-            Called with True for each new request, with False after each pass.
+            Called with True for each new request, with False once a turn.
         static: what runs whole steps in the place of the general one, for a request alone.
         needs_features: whether drafters want the states of the whole text.
         max_nodes: of a draft.
@@ -277,7 +277,7 @@ class Batch:
         each row got.
 
         Raises:
-            ValueError: the weights have changed since the batch was made.
+            ValueError: the weights have changed since the batch was made; rows are as they were.
         """
         return [progress for each in self.passes() for progress in each]
 
@@ -285,13 +285,17 @@ class Batch:
     @torch.no_grad()
     def passes(self) -> list[list[Progress]]:
         """As :meth:`step`, by passes: static steps run several in a turn."""
+        is_alone = self.limits is ALONE
+        if not is_alone:  # whose rows stay as they were
+            self._check_base(False)
         reads = bool(self.waiting or self._readings) and not (self._rows and self._has_read)
         self._has_read = reads
         if reads:
             passes = [self._read_prompts()]
         else:
             passes = self._decode() if self._rows else []
-        self._check_base(False)
+        if is_alone:  # no token of other weights is handed out
+            self._check_base(False)
         return passes
 
     def _read_prompts(self) -> list[Progress]:
@@ -445,12 +449,12 @@ class Batch:
             self._last_drafter, self._has_joined = drafter, False
         self._clock.start()
         guessing = drafter if pausing is None else pausing.chosen(drafter)
-        rows, setup_seconds = [self._rows[number] for number in state.rows], 0.0
+        rows, num_run, setup_seconds = [self._rows[number] for number in state.rows], 1, 0.0
         try:
             if self._static is None:
                 advances = [advanced(self._forward, guessing, state, self._clock, self._validator, pausing)]
             else:
-                advances, setup_seconds = self._static.advance(state, guessing is drafter)
+                advances, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
                 self._clock.lap_whole(setup_seconds)
         except RowsFailed as failed:
             progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
@@ -460,7 +464,7 @@ class Batch:
         except Exception as error:
             return [self._all_failed(error)]
         seconds = None if has_changed or setup_seconds else self._clock.step_seconds
-        self._record(advances, guessing is drafter, pausing, seconds)
+        self._record(advances, guessing is drafter, pausing, num_run, seconds)
         passes = [self._emit(rows, advance) for advance in advances]
         self._drop_ended()
         return passes
@@ -471,11 +475,17 @@ class Batch:
         return self._guides[num_rows]
 
     def _record(
-        self, advances: list[Advance], drafts: bool, pausing: Pausing | None, seconds: float | None
+        self,
+        advances: list[Advance],
+        drafts: bool,
+        pausing: Pausing | None,
+        num_run: int,
+        seconds: float | None,
     ) -> None:
         """Count steps, and tell ``pausing`` of them; ``drafts`` unless someone stood in for the drafter.
 
-        ``seconds`` as for :meth:`medusa.decoding.pausing.Pausing.record`.
+        ``num_run`` steps took ``seconds``, those behind the end of the text included, which gave nothing;
+        both as for :meth:`medusa.decoding.pausing.Pausing.record`.
         """
         tokens_per_row, first = 0.0, advances[0]
         for advance in advances:
@@ -486,9 +496,8 @@ class Batch:
         if pausing is not None:
             by_stand_in = not drafts and first.max_depth > 0
             num_nodes = 1 + first.num_drafted
-            pausing.record(
-                tokens_per_row, seconds, len(advances), by_stand_in=by_stand_in, num_nodes=num_nodes
-            )
+            given = tokens_per_row, seconds, num_run
+            pausing.record(*given, by_stand_in=by_stand_in, num_nodes=num_nodes)
 
     def _emit(self, rows: Sequence[Row], advance: Advance) -> list[Progress]:
         progress = []

@@ -303,11 +303,11 @@ class StaticRows:
         self._lengths: list[int] = []  # of the rows, when the host last read them
         self._ends: list[int] = []  # what each row can reach at most; the length it has, once it has ended
 
-    def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[Advance], float]:
-        """What the next steps gave, which draft or do not, and the seconds that setting them up took.
+    def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[Advance], int, float]:
+        """What the next steps gave, which draft or do not, but for those that gave nothing; how many these
+        were, the one that mends a broken draft not counted; and the seconds that setting them up took.
 
-        ``rows`` is read at the first call alone, and stays as it is. One step or more; those that gave
-        nothing are left out.
+        ``rows`` is read at the first call alone, which takes its keys and values over.
         """
         runner = self._runner or self._begin(rows)
         state, drafter = runner.state, self.drafter
@@ -322,7 +322,7 @@ class StaticRows:
             state.is_broken.fill_(False)
             seconds += runner.run(1, False)
             advances += self._read(state, 1, False)
-        return advances, seconds
+        return advances, num_steps, seconds
 
     @property
     def has_begun(self) -> bool:
@@ -345,6 +345,7 @@ class StaticRows:
         self._ends = [length + num_left for length in self._lengths]
         runner.state.reserve(self._slots_needed(1))
         runner.state.load(rows, num_left)
+        rows.cache = runner.state.cache  # those of the prompt are let go: long texts would be held twice
         return runner
 
     @property

@@ -305,9 +305,10 @@ class Drafters:
         self._made[name] = self._drafter(name).fill(CandidateTree.chain(draft_length))
 
     def is_idle(self, name: str, num_rows: int, step: StepKind | None = None) -> bool:
-        """Whether nothing in ``name`` pays: only heads, whose tree for so many rows is the root alone."""
+        """Whether nothing in ``name`` pays: only heads, which are there, and whose tree for so many rows is
+        the root alone."""
         only_heads = all(DRAFTERS[part].needs_heads for part in part_names(name))
-        return only_heads and not self._host.tree_for(num_rows, step).depth
+        return only_heads and self._host.heads is not None and not self._host.tree_for(num_rows, step).depth
 
     def default(self, num_rows: int, step: StepKind | None = None) -> Drafter:
         """The one measured fastest for the model's heads, :data:`DEFAULT_DRAFTER`; where steps of fixed shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -366,6 +367,20 @@ def test_a_pass_that_fails_loses_its_rows_and_not_the_batch(monkeypatch):
     answer_all(batch, kept)
     for row in kept:
         assert row.tokens == alone(model, row.prompt, options)
+
+
+def test_a_step_that_is_refused_has_changed_no_row():
+    model = MedusaModel(copy.deepcopy(tiny_model("llama")), random_heads(0, num_heads=4), BUSHY)
+    batch, row = model.continuous_batch(), row_of(model, [4, 5], max_new_tokens=10, do_sample=False)
+    batch.add(row)
+    told = [token for progress in batch.step() for token in progress.tokens]
+    model.base.train()
+    with pytest.raises(ValueError, match="set to training mode"):
+        batch.step()
+    model.base.eval()
+    while batch.is_busy:
+        told += [token for progress in batch.step() for token in progress.tokens]
+    assert told == row.tokens == alone(model, [4, 5], {"max_new_tokens": 10, "do_sample": False})
 
 
 def test_logprobs_are_those_of_plain_decoding():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 
@@ -31,6 +32,7 @@ from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
@@ -286,6 +288,17 @@ def test_static_steps_that_pause_give_the_text_and_count_the_pauses(interval, se
     assert rows_of(steps) == expected
     assert 0 < counted.num_paused < counted.num_steps
     assert counted.num_tokens == 3 * 30
+
+
+def test_steps_behind_the_end_of_the_text_took_time_too(monkeypatch):
+    base, request = tiny_model("llama"), request_of(random_prompts(1, 7), 30)
+    text = rows_of(decode(base, PlainDrafter(), request))[0]
+    ending = replace(request, eos_ids=frozenset({text[3]}))
+    pausing, counts = RandomPausing(0), []
+    monkeypatch.setattr(pausing, "record", lambda tokens, seconds, num_steps, **_: counts.append(num_steps))
+    steps = list(decode(Steps(base), PlainDrafter(), ending, None, pausing, "static", 8))
+    assert len(steps) == 1 + text.index(text[3]) < 8
+    assert counts == [8]
 
 
 class FakeClock:

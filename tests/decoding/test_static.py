@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from conftest import (
@@ -662,3 +665,18 @@ def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
                 step="captured",
             )
     assert len(model_on_a_card._steps.captured) == MAX_KEPT
+
+
+def test_the_keys_and_values_of_the_prompt_are_held_once(monkeypatch):
+    base, caches = tiny_model("llama"), []
+
+    def noting(*given):
+        cache = new_cache(*given)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr("medusa.decoding.batch.new_cache", noting)
+    steps = decode(base, PlainDrafter(), request_of(), step="static")
+    next(steps), next(steps)
+    gc.collect()
+    assert [cache() for cache in caches] == [None]
