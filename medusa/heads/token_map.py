@@ -60,10 +60,13 @@ class TokenMapped(nn.Module):
         return columns if self.token_map is None else self.token_map[columns]
 
     def copy_weights(self, other: TokenMapped) -> None:
-        """Take the weights of ``other``, all but its token map: the rows that it scores are the base's."""
-        weights = other.state_dict()
-        kept = {name: weight for name, weight in weights.items() if name != "token_map"}
-        self.load_state_dict(kept, strict=False)
+        """Take the weights of ``other``, of this kind, but keep the token map: its rows are the base's.
+
+        Raises:
+            RuntimeError: the two are not of one configuration.
+        """
+        own = {} if self.token_map is None else {"token_map": self.token_map}
+        self.load_state_dict({**other.state_dict(), **own})
 
     def unembedded(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
         """Features (..., D) as the base's own output embedding scores them: logits (..., V')."""

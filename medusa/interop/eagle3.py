@@ -36,7 +36,8 @@ from medusa.files import read_json
 from medusa.heads.causal_layer import DEFAULT_THETA
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE
-from medusa.heads.limits import MAX_DEPTH
+from medusa.heads.medusa_heads import MAX_DEPTH
+from medusa.heads.tensor_files import read_model_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes, vllm_command
@@ -50,7 +51,6 @@ from medusa.interop.protocol import (
     checked_against_config,
     listed,
 )
-from medusa.interop.tensor_files import read_model_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 CONSUMER = "vLLM"

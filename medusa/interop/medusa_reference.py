@@ -18,6 +18,7 @@ from torch import Tensor
 from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.files import read_json
 from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.tensor_files import model_files, names_in, read_model_tensors, read_tensors
 from medusa.interop.plain_heads import (
     TensorNames,
     as_medusa_heads,
@@ -25,7 +26,6 @@ from medusa.interop.plain_heads import (
     distance_of_rows,
 )
 from medusa.interop.protocol import ForeignFormat, ForeignHeads, ReadRequest, checked_against_config
-from medusa.interop.tensor_files import model_files, names_in, read_model_tensors, read_tensors
 
 CONFIG_FILE = "config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -25,9 +25,9 @@ from medusa.base.causal_lm import (
     output_embedding,
     vocab_size,
 )
+from medusa.heads.causal_layer import MAX_LAYERS
 from medusa.heads.fingerprint import TOLERANCE
-from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
+from medusa.heads.medusa_heads import MAX_DEPTH, HeadsConfig, MedusaHeads, Unembedding
 from medusa.interop.protocol import check_fits, listed
 
 PARTS = ("weight", "bias")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.files import read_json
+from medusa.heads.tensor_files import names_in, read_tensors
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
 from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes, vllm_command
@@ -41,7 +42,6 @@ from medusa.interop.protocol import (
     ToExport,
     checked_against_config,
 )
-from medusa.interop.tensor_files import names_in, read_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "MedusaModel"

@@ -137,9 +137,9 @@ def test_what_is_saved_is_what_is_loaded(saved):
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         (
             {"fused_layers": [2, 1]},
-            r"fused_layers of an EAGLE-3 head must be .* in ascending order, got \[2, 1\]",
+            r"fused_layers must be .* in ascending order, at least 1, got \[2, 1\]",
         ),
-        ({"fused_layers": []}, "fused_layers of an EAGLE-3 head must be at least one int"),
+        ({"fused_layers": []}, "fused_layers must be .*, at least 1, got"),
         ({"fused_layers": [1, 2, 3]}, r"tensor 'fc.weight' must have shape \(32, 96\), got \(32, 64\)"),
         (
             {"rope_parameters": {"rope_type": "dynamic"}},
