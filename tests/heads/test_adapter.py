@@ -342,7 +342,7 @@ def test_the_benchmark_compares_with_the_adapted_model(saved, capsys):
     flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--prompts", str(prompts)]
     assert main(["benchmark", *flags, "--max-new-tokens", "12", "--plot", str(picture)]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["compared"] == ["heads", "plain", "transformers"]
+    assert report["compared"] == ["default", "heads", "plain", "transformers"]
     assert report["identical"]
 
 
