@@ -92,13 +92,13 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
-def check_keepable(value: Any, origin: str) -> None:
-    """Raise ValueError unless ``value``, of JSON, can be rendered and written again.
+def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
+    """Raise ValueError unless ``value``, of JSON, can be rendered and written again: ``most`` levels deep.
 
     Half of a surrogate pair, which JSON can spell, is no text in UTF-8.
     """
     level = [value]
-    for _ in range(MAX_NESTING):
+    for _ in range(most):
         try:
             "".join(each for each in level if isinstance(each, str)).encode()
         except UnicodeEncodeError as error:
@@ -112,7 +112,7 @@ def check_keepable(value: Any, origin: str) -> None:
         level += [item for each in objects for pair in each.items() for item in pair]
         if not level:
             return
-    raise ValueError(f"{origin} is nested deeper than {MAX_NESTING} levels; flatten it")
+    raise ValueError(f"{origin} is nested deeper than {most} levels; flatten it")
 
 
 def parsed_json(raw: str | bytes, origin: str) -> Any:

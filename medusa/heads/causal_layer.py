@@ -130,9 +130,9 @@ class CausalLayer(nn.Module):
         size, self.norm_before_residual = config.hidden_size, norm_before_residual
         self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.self_attn = CausalAttention(config)
+        self.self_attn = _CausalAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.mlp = GatedMlp(size, config.intermediate_size)
+        self.mlp = _GatedMlp(size, config.intermediate_size)
 
     def forward(
         self,
@@ -157,7 +157,7 @@ class CausalLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-class CausalAttention(nn.Module):
+class _CausalAttention(nn.Module):
     """Grouped-query attention with rotary positions over inputs of twice the hidden size."""
 
     def __init__(self, config: LayerConfig):
@@ -197,7 +197,7 @@ class CausalAttention(nn.Module):
         return self.o_proj(seen.transpose(1, 2).flatten(2))
 
 
-class GatedMlp(nn.Module):
+class _GatedMlp(nn.Module):
     """Llama's feed-forward part."""
 
     def __init__(self, size: int, wide: int):

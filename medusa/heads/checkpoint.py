@@ -28,12 +28,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads, check_heads_fit
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, check_heads_fit
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.tensor_files import check_finite, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
@@ -106,7 +106,7 @@ class HeadsCheckpoint:
         if self.adapter is None:
             warn_of_another_base(self.fingerprint, base, self.base_model)
         else:
-            check_heads_fit(self.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            check_heads_fit(self.heads, base)
             (check_carries if is_shared else apply_adapter)(base, self.adapter)
 
 

@@ -201,6 +201,16 @@ Heads = MedusaHeads | Eagle3Head
 """What a heads directory can hold."""
 
 
+def check_heads_fit(heads: Heads, base: CausalLM) -> None:
+    """Raise ValueError unless ``heads`` can sit on a base of these sizes."""
+    for name, ours in (("hidden_size", hidden_size(base)), ("vocab_size", vocab_size(base))):
+        if (theirs := getattr(heads.config, name)) != ours:
+            raise ValueError(
+                f"heads were trained for {name}={theirs}, base model {base.name_or_path!r} has {ours}; load "
+                "the base model that the heads were trained on"
+            )
+
+
 def drafted_states(
     head: Eagle3Head, hidden: Tensor, next_embeddings: Tensor, positions: Tensor
 ) -> list[Tensor]:

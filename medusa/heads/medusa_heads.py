@@ -17,7 +17,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -292,26 +292,3 @@ class MedusaHeads(TokenMapped):
         """The parameters that :meth:`logits_of` reads."""
         lists = [getattr(self, name) for name in ("unembed", "paths") if hasattr(self, name)]
         return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
-
-
-class BaseSizes(Protocol):
-    """A configuration of heads that says what base they are for."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check_heads_fit(config: BaseSizes, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
-    """Raise ValueError unless heads of ``config`` can sit on a base of these sizes."""
-    for name, theirs, ours in (
-        ("hidden_size", config.hidden_size, hidden_size),
-        ("vocab_size", config.vocab_size, vocab_size),
-    ):
-        if theirs != ours:
-            raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; "
-                "load the base model that the heads were trained on"
-            )

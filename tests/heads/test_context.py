@@ -19,8 +19,8 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.causal_layer import LayerConfig
-from medusa.interop.plain_export import checked_plain
 from medusa.interop.protocol import ToExport
+from medusa.interop.vllm_medusa import checked_plain
 from medusa.training.config import LossOptions
 from medusa.training.losses.targets import align
 from medusa.training.recipes.medusa_heads import HeadsLoss
@@ -273,4 +273,4 @@ def test_steps_of_one_shape_and_foreign_formats_refuse_them(tmp_path):
         configuration_of(**run, context_layers=2)
     checkpoint = HeadsCheckpoint(new_heads(reads_path=False, fused_layers=()), "some/base")
     with pytest.raises(ValueError, match="context is set: the heads read the text"):
-        checked_plain(ToExport("heads", checkpoint, lambda: None, "base", torch.float32), "vLLM")
+        checked_plain(ToExport("heads", checkpoint, lambda: None, "base", torch.float32))

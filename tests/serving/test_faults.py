@@ -31,9 +31,10 @@ from tiny_server import Running, expected, running, wait_until
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch, BatchLimits
-from medusa.serving import application
+from medusa.serving import application, gate
 from medusa.serving import server as connections
-from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.application import create_application
+from medusa.serving.gate import AccessSettings
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.service import Service, ServiceSettings
 
@@ -251,7 +252,7 @@ def test_idle_connections_lock_nobody_out(text):
 def test_where_too_many_requests_are_under_way_health_is_answered_and_others_come_back_later(
     server, monkeypatch
 ):
-    monkeypatch.setattr(application, "MAX_REQUESTS", 0)
+    monkeypatch.setattr(gate, "MAX_REQUESTS", 0)
     assert httpx.get(f"{server.url}/health").status_code == 200
     refused = httpx.get(f"{server.url}/v1/models")
     assert refused.status_code == 503 and refused.headers["retry-after"]

@@ -23,8 +23,7 @@ from tiny_server import TOKENIZER, Running, expected, running, wait_until
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.forward import Forward
-from medusa.serving.application import AccessSettings
-from medusa.serving.origins import refusal_of_host, refusal_of_origin
+from medusa.serving.gate import AccessSettings, refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.server import log, log_to_standard_error
