@@ -391,7 +391,7 @@ def in_process():
     started.close()
 
 
-NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "300"))
+NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "150"))
 
 
 @settings(
