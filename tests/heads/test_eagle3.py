@@ -193,20 +193,6 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
             assert result.statistics.accepted_histogram == by_name.statistics.accepted_histogram
 
 
-def test_another_base_is_refused(saved):
-    head = new_head(hidden_size=16)
-    with pytest.raises(ValueError, match=r"heads were trained for hidden_size=16, base model .* has 32"):
-        MedusaModel(tiny_model("llama"), head)
-    head = new_head(vocab_size=VOCAB_SIZE + 1)
-    with pytest.raises(ValueError, match=rf"trained for vocab_size={VOCAB_SIZE + 1}, base model .* has"):
-        MedusaModel(tiny_model("llama"), head)
-
-
-def test_a_tree_deeper_than_it_is_made_for_is_refused(saved):
-    with pytest.raises(ValueError, match=r"tree has depth 4, the heads are 3: .*use tree.subtree\(3\)"):
-        MedusaModel(tiny_model("llama"), new_head(), CandidateTree.chain(4))
-
-
 def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
     base = tiny_model("llama")
     model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2)))

@@ -115,26 +115,23 @@ def test_a_processor_that_raises_loses_its_own_request(server, text, monkeypatch
     assert_lost_alone(server, text, presence_penalty=1)
 
 
-def test_a_prompt_that_runs_out_of_memory_loses_its_own_request(server, text, monkeypatch):
-    fill = decoding_batch.begin
-
-    def begin(base, request, *given, **options):
-        if int(request.lengths[0]) > 100:
-            raise torch.OutOfMemoryError("no memory for the prompt")
-        return fill(base, request, *given, **options)
-
-    monkeypatch.setattr(decoding_batch, "begin", begin)
-    assert_lost_alone(server, text, messages=LONG)
+def out_of_memory(state):
+    raise torch.OutOfMemoryError("no memory for the prompt")
 
 
-def test_logits_that_are_no_numbers_lose_their_own_request(server, text, monkeypatch):
+def no_numbers(state):
+    for layer in state.cache.tree_layers:
+        layer.entries[1][0, :, 0] = float("nan")
+
+
+@pytest.mark.parametrize("harm", [out_of_memory, no_numbers])
+def test_a_prompt_that_fails_or_gives_no_numbers_loses_its_own_request(server, text, monkeypatch, harm):
     fill = decoding_batch.begin
 
     def begin(base, request, *given, **options):
         state, advance = fill(base, request, *given, **options)
         if int(request.lengths[0]) > 100:
-            for layer in state.cache.tree_layers:
-                layer.entries[1][0, :, 0] = float("nan")
+            harm(state)
         return state, advance
 
     monkeypatch.setattr(decoding_batch, "begin", begin)

@@ -332,11 +332,29 @@ WRONG = [
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({}, "messages"),
 ]
+WRONG_PROMPTS = [
+    ([], "prompt"),
+    ([""], "prompt"),
+    (["a", ""], "prompt"),
+    ([[]], "prompt"),
+    ([[5], []], "prompt"),
+    (["a", 5], "prompt[1]"),
+    ([5, "a"], "prompt[1]"),
+    ([[5], ["a"]], "prompt[1][0]"),
+    ([[5], [99999]], "prompt"),
+    (["a"] * 65, "prompt"),
+    (None, "prompt"),
+    ({}, "prompt"),
+]
+WRONG_FIELDS = [("chat/completions", *each) for each in WRONG]
+WRONG_FIELDS += [
+    ("completions", {"prompt": prompt, "max_tokens": 1}, field) for prompt, field in WRONG_PROMPTS
+]
 
 
-@pytest.mark.parametrize(("body", "field"), WRONG, ids=[f"{field} {i}" for i, (_, field) in enumerate(WRONG)])
-def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, body, field):
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "tiny", **body})
+@pytest.mark.parametrize(("path", "body", "field"), WRONG_FIELDS, ids=lambda each: str(each)[:40])
+def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, path, body, field):
+    reply = httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", **body})
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == field and error["type"] == "invalid_request_error" and error["message"]
@@ -405,28 +423,6 @@ def test_each_of_several_prompts_gets_the_answers_that_it_gets_alone(server, num
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
     assert [*streamed.values()] == texts
-
-
-WRONG_PROMPTS = [
-    ([], "prompt"),
-    ([""], "prompt"),
-    (["a", ""], "prompt"),
-    ([[]], "prompt"),
-    ([[5], []], "prompt"),
-    (["a", 5], "prompt[1]"),
-    ([5, "a"], "prompt[1]"),
-    ([[5], ["a"]], "prompt[1][0]"),
-    ([[5], [99999]], "prompt"),
-    (["a"] * 65, "prompt"),
-    (None, "prompt"),
-    ({}, "prompt"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "field"), WRONG_PROMPTS)
-def test_a_wrong_prompt_is_refused_with_its_place(server, prompt, field):
-    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 1})
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
 
 
 def test_more_answers_than_ever_fit_are_refused_for_good():
