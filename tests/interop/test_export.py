@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from foreign_heads import VllmMedusa
+from foreign_heads import VllmMedusa, refused
 from safetensors.torch import load_file
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, save_chat_model, wide_tree
 from transformers import GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
@@ -172,42 +172,37 @@ def test_the_type_of_the_tensors_is_chosen(base, tmp_path):
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
 
 
-def refused(heads: str, tmp_path: Path, capsys, message: str, *words: str) -> None:
-    before = sorted(tmp_path.iterdir())
-    assert main(["export", heads, "--to", VLLM, "--output", str(tmp_path / "out"), *words]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(message, error), error
-    assert sorted(tmp_path.iterdir()) == before
+def refuses(heads: str, tmp_path: Path, capsys, message: str, *words: str) -> None:
+    refused(["export", heads, "--to", VLLM, *words], tmp_path, capsys, message)
 
 
-def test_the_heads_that_ship_are_refused_with_what_to_train(tmp_path, capsys):
-    message = r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads .* with --reads-path false"
-    words = ("--base", "no/such/base")  # which is not asked for
-    refused("smollm2-135m-instruct", tmp_path, capsys, message, *words)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"reads_path": True}, "reads_path is true"), ({"fused_layers": (1,)}, r"fused_layers is \[1\]")],
-)
-def test_heads_that_read_more_than_the_last_state_are_refused(config, message, base, tmp_path, capsys):
-    heads = saved(tmp_path, base, plain_heads(**config))
-    refused(heads, tmp_path, capsys, f"{message}: .*Train heads for vLLM with --reads-path false")
+def test_heads_that_read_more_than_the_last_state_are_refused_with_what_to_train(base, tmp_path, capsys):
+    message = (
+        r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads for vLLM with --reads-path false"
+    )
+    refuses("smollm2-135m-instruct", tmp_path, capsys, message, "--base", "no/such/base")  # is not asked for
+    for changes, message in (
+        ({"reads_path": True}, "reads_path is true"),
+        ({"fused_layers": (1,)}, r"is \[1\]"),
+    ):
+        heads = HeadsCheckpoint(plain_heads(**changes), base)
+        path = str(save_heads(heads, tmp_path / "heads", overwrite=True))
+        refuses(path, tmp_path, capsys, f"{message}: .*Train heads for vLLM with --reads-path false")
 
 
 def test_an_eagle3_head_and_an_adapter_are_refused(base, tmp_path, capsys):
     eagle3 = saved(tmp_path, base, Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=(1,))))
-    refused(eagle3, tmp_path, capsys, "is an EAGLE-3 head, .*--to vllm-eagle3, .*--head-kind medusa")
+    refuses(eagle3, tmp_path, capsys, "is an EAGLE-3 head, .*--to vllm-eagle3, .*--head-kind medusa")
     adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
     joint = str(save_heads(HeadsCheckpoint(plain_heads(), base, adapter=adapter), tmp_path / "joint"))
-    refused(joint, tmp_path, capsys, "was trained with a LoRA adapter.*vLLM would run the base without it")
+    refuses(joint, tmp_path, capsys, "was trained with a LoRA adapter.*vLLM would run the base without it")
 
 
 def test_another_base_is_refused(base, tmp_path, capsys):
     chat_base(seed=9).save_pretrained(tmp_path / "other")
     heads = saved(tmp_path, base, plain_heads())
     message = "was trained on another model .* than the base .*other': its output embedding is .* away"
-    refused(heads, tmp_path, capsys, message, "--base", str(tmp_path / "other"))
+    refuses(heads, tmp_path, capsys, message, "--base", str(tmp_path / "other"))
 
 
 def test_a_base_whose_output_embedding_has_a_bias_takes_full_heads_only(tmp_path, capsys):
@@ -215,7 +210,7 @@ def test_a_base_whose_output_embedding_has_a_bias_takes_full_heads_only(tmp_path
     phi = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1, num_attention_heads=4))
     phi.save_pretrained(tmp_path / "phi")
     shared = saved(tmp_path, str(tmp_path / "phi"), plain_heads(), fingerprint=None)
-    refused(shared, tmp_path, capsys, "the output embedding of .*phi' has a bias.*--unembedding full")
+    refuses(shared, tmp_path, capsys, "the output embedding of .*phi' has a bias.*--unembedding full")
     full = save_heads(HeadsCheckpoint(plain_heads("full"), str(tmp_path / "phi")), tmp_path / "full")
     exported(str(full), tmp_path)
 
@@ -224,7 +219,7 @@ def test_weights_too_large_for_the_type_are_refused(base, tmp_path, capsys):
     heads = plain_heads()
     heads.blocks[0][0].linear.weight.data.fill_(1e6)
     message = r"tensor 'blocks.0.layers.0.weight' must hold finite numbers"
-    refused(saved(tmp_path, base, heads), tmp_path, capsys, message, "--dtype", "float16")
+    refuses(saved(tmp_path, base, heads), tmp_path, capsys, message, "--dtype", "float16")
 
 
 def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
