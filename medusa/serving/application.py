@@ -77,7 +77,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @readable("/")
     async def chat_page() -> HTMLResponse:
-        return HTMLResponse(page, headers=page_headers(page))
+        return HTMLResponse(page, headers=_page_headers(page))
 
     @readable("/vendor/{name}")
     async def page_script(name: str) -> Response:
@@ -115,7 +115,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     return app
 
 
-def page_headers(page: str) -> dict[str, str]:
+def _page_headers(page: str) -> dict[str, str]:
     """What the browser must hold ``page`` to: its own scripts and style alone, HTML from DOMPurify alone, and
     nothing asked of another host."""
     allowed = {
@@ -244,7 +244,7 @@ async def _reply(
     replies = Replies(asked, service.settings.model_name, service.tokenizer)
     if asked.stream:
         events = _events(asked, len(answers), queue, replies, record)
-        return EventStream(events, end)
+        return _EventStream(events, end)
     try:
         updates = await _unless_disconnected(request, _collected(queue, len(answers)))
     finally:
@@ -273,7 +273,7 @@ def _answers(
     return answers
 
 
-class EventStream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Server-sent events; ``at_end`` is called however the stream ends, also when it never began."""
 
     def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object]):
