@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,19 @@ def check_within(options: Any, interval: str, *names: str) -> None:
         return lowest < value < highest or is_end
 
     _check(options, f"in {interval}", is_inside, names)
+
+
+def check_counts(options: Any, largest: int, *names: str) -> None:
+    """Raise ValueError for the first of ``names`` that is no int from 1 to ``largest``: of whatever type, so
+    for what comes from a file too."""
+    for name in names:
+        if not is_count(given := getattr(options, name), largest):
+            raise ValueError(f"{name} must be an int from 1 to {largest}, got {reprlib.repr(given)}")
+
+
+def is_count(value: Any, largest: int) -> bool:
+    """Whether ``value`` is an int from 1 to ``largest``."""
+    return type(value) is int and 1 <= value <= largest
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,8 @@ models; a tokenizer renders what it reads.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,28 +28,6 @@ from medusa.places import named_file
 Message = dict[str, Any]
 NO_CATEGORY = "uncategorised"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RESERVED = frozenset(
-    {
-        "self",
-        "conversation",
-        "conversations",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "sanitize_control_tokens",
-    }
-)
-"""Arguments of ``apply_chat_template`` and of the rendering behind it that no row may give."""
 MAX_NESTING = 64
 """Levels of a value in a row; Python's JSON breaks at some hundreds."""
 CONTENT_KEYS = ("prompt", "turns", "messages")
@@ -70,6 +50,17 @@ class Prompt:
     """What the chat template gets beside the messages."""
 
 
+@functools.cache
+def reserved_names() -> frozenset[str]:
+    """Arguments of ``apply_chat_template`` and of the rendering behind it that no row may give."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    names = {name for each in given for name in inspect.signature(each).parameters}
+    return frozenset(names | {"messages"}) - {"documents", "kwargs"}
+
+
 def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """What a chat template gets beside the messages of ``row``: ``tools``, and its ``chat_template_kwargs``.
 
@@ -84,7 +75,7 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
         is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         if value is not None and not is_list:
             raise ValueError(f"{origin}: {name} must be a list of objects, got {value!r:.80}")
-    if taken := sorted(RESERVED & set(kwargs or ())):
+    if taken := sorted(reserved_names() & set(kwargs or ())):
         raise ValueError(
             f"{origin}: chat_template_kwargs are variables of the model's chat template, got {taken}, which "
             "say how it is rendered; leave them out"
@@ -92,13 +83,13 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
-def check_keepable(value: Any, origin: str) -> None:
-    """Raise ValueError unless ``value``, of JSON, can be rendered and written again.
+def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
+    """Raise ValueError unless ``value``, of JSON, can be rendered and written again: ``most`` levels deep.
 
     Half of a surrogate pair, which JSON can spell, is no text in UTF-8.
     """
     level = [value]
-    for _ in range(MAX_NESTING):
+    for _ in range(most):
         try:
             "".join(each for each in level if isinstance(each, str)).encode()
         except UnicodeEncodeError as error:
@@ -112,7 +103,7 @@ def check_keepable(value: Any, origin: str) -> None:
         level += [item for each in objects for pair in each.items() for item in pair]
         if not level:
             return
-    raise ValueError(f"{origin} is nested deeper than {MAX_NESTING} levels; flatten it")
+    raise ValueError(f"{origin} is nested deeper than {most} levels; flatten it")
 
 
 def parsed_json(raw: str | bytes, origin: str) -> Any:

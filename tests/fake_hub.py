@@ -96,25 +96,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._respond("GET")
-
-    def do_HEAD(self) -> None:
-        self._respond("HEAD")
-
-    def do_POST(self) -> None:
-        self._respond("POST")
-
-    def do_PUT(self) -> None:
-        self._respond("PUT")
-
-    def _respond(self, method: str) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = b"".join(iter(self._chunk, b""))
         else:
             body = self.rfile.read(size)
         path = unquote(urlparse(self.path).path)
-        request = f"{method} {path}"
+        request = f"{self.command} {path}"
         self.hub.requests.append(request)
         if self.hub.fails_at is not None and re.search(self.hub.fails_at, request):
             if self.hub.failure is None:
@@ -132,6 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {"X-Error-Code": error.code, "X-Error-Message": error.message}
             payload = json.dumps({"error": error.message}).encode()
             self._send(error.status, payload, {key: value for key, value in headers.items() if value})
+
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _chunk(self) -> bytes:
         size = int(self.rfile.readline(), 16)
@@ -293,15 +283,11 @@ def _commit(request: _Handler, body: bytes, name: str, revision: str) -> Answer:
     return 200, {"commitUrl": f"{request.hub.url}/{name}/commit/{commit}", "commitOid": commit}, {}
 
 
-def _validate_yaml(request: _Handler, body: bytes) -> Answer:
-    return 200, {"errors": [], "warnings": []}, {}
-
-
 REPOSITORY = r"([\w.-]+/[\w.-]+)"
 ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (r"GET /api/whoami-v2", _whoami),
     (r"POST /api/repos/create", _create),
-    (r"POST /api/validate-yaml", _validate_yaml),
+    (r"POST /api/validate-yaml", lambda request, body: (200, {"errors": [], "warnings": []}, {})),
     (rf"GET /api/models/{REPOSITORY}(?:/revision/(.+))?", _info),
     (rf"GET /api/models/{REPOSITORY}/tree/([^/]+)", _tree),
     (rf"POST /api/models/{REPOSITORY}/preupload/([^/]+)", _preupload),

@@ -1,14 +1,11 @@
 import codecs
-import inspect
 import json
 
 import pytest
 import torch
 from tiny_chat import chat_tokenizer
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from medusa.prompts import RESERVED, Prompt, encode_messages, encode_prompt, padded_batch, read_prompts
+from medusa.prompts import Prompt, encode_messages, encode_prompt, padded_batch, read_prompts
 from medusa.training.data.reading import read_examples
 
 
@@ -156,12 +153,6 @@ def test_a_row_that_the_chat_template_refuses_is_named(template):
     prompt = Prompt(({"role": "user", "content": "hi"},), origin="a row 1", template_options={"level": "x"})
     with pytest.raises(ValueError, match="a row 1: the chat template refuses the conversation"):
         encode_prompt(tokenizer, prompt)
-
-
-def test_every_argument_of_the_rendering_is_reserved():
-    given = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    given = given | inspect.signature(render_jinja_template).parameters
-    assert set(given) - {"documents", "kwargs"} == RESERVED & set(given)
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_a_prompt(tmp_path):

@@ -12,7 +12,8 @@ from tiny_chat import chat_tokenizer
 
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.batch import BatchLimits
-from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.application import create_application
+from medusa.serving.gate import AccessSettings
 from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket, bounded_protocol
 from medusa.serving.service import Service, ServiceSettings
 

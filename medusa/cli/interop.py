@@ -24,10 +24,11 @@ from medusa.files import Layout, check_writable_target, replaceable_files
 from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.hub import split_revision
-from medusa.interop.checking import ChainCheck, check_chain
 from medusa.interop.conversion import (
     EXPORT_LAYOUT,
     FORMATS,
+    ChainCheck,
+    check_chain,
     export_heads,
     foreign_directory,
     format_of,

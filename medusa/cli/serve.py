@@ -26,8 +26,7 @@ def serve(options: ServeOptions) -> list[str]:
         ValueError: the model cannot be served in this way, or a key is none.
         OSError: the address cannot be listened on.
     """
-    from medusa.serving.application import AccessSettings
-    from medusa.serving.origins import is_loopback
+    from medusa.serving.gate import AccessSettings, is_loopback
     from medusa.serving.server import bound_socket, run_server
     from medusa.serving.service import Service, ServiceSettings
 

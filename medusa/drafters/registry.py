@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from medusa.acceptance.distributions import independent_chains
-from medusa.base.causal_lm import CausalLM, hidden_size, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.checks import check_at_least
 from medusa.choices import StepKind
@@ -32,9 +32,8 @@ from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
 from medusa.engine.int8 import missing_for_int8_layers
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle3 import Eagle3Head, Heads
+from medusa.heads.eagle3 import Eagle3Head, Heads, check_heads_fit
 from medusa.heads.fingerprint import warn_of_another_base
-from medusa.heads.medusa_heads import check_heads_fit
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -139,7 +138,7 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> Eagle3Drafter:
         raise ValueError(
             f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
         )
-    check_heads_fit(head.config, hidden_size(base), vocab_size(base), base.name_or_path)
+    check_heads_fit(head, base)
     warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
     head.to(base.device).eval()
     tree = checkpoint.tree

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 
 from medusa.base.architecture_check import check_base
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
-from medusa.heads.eagle3 import Heads
-from medusa.heads.medusa_heads import check_heads_fit
+from medusa.heads.eagle3 import Heads, check_heads_fit
 from medusa.trees.tuned_trees import Runtime
 
 
@@ -35,7 +34,7 @@ class Prepared:
         self.drafting_heads = heads
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         if heads is not None:
-            check_heads_fit(heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            check_heads_fit(heads, base)
             heads.to(device=embedding_weight(output_embedding(base)).device).eval()
             self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
         self.runtime = Runtime(device_name(base.device), str(base.dtype).removeprefix("torch."), name)

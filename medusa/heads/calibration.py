@@ -39,25 +39,10 @@ class AnsweredTokens(NamedTuple):
         return cls(token_ids, [place >= prompt_length for place in range(len(token_ids))])
 
 
-@torch.no_grad()
 def calibrate(
-    base: PreTrainedModel,
-    heads: Heads,
-    rows: Iterable[AnsweredTokens],
-    *,
-    max_rank: int = 16,
-    batch_size: int = 4,
-    states: Sequence[Tensor] | None = None,
+    base: PreTrainedModel, heads: Heads, rows: Iterable[AnsweredTokens], **options: Any
 ) -> RankCounts:
-    """Ranks of the true tokens of ``rows`` among each head's ``max_rank`` best guesses.
-
-    Rows of similar length share a forward pass; logits exist for a few positions at a time. ``states`` are
-    those of each row, (T, (1 + L) * D), where they are known: the base is then not run.
-
-    Raises:
-        ValueError: no row has a labelled token after its first.
-    """
-    options: dict[str, Any] = {"max_rank": max_rank, "batch_size": batch_size, "known": states}
+    """:func:`calibrate_each` for one set of heads."""
     return calibrate_each(base, [heads], rows, **options)[0]
 
 
@@ -69,10 +54,18 @@ def calibrate_each(
     *,
     max_rank: int = 16,
     batch_size: int = 4,
-    known: Sequence[Tensor] | None = None,
+    states: Sequence[Tensor] | None = None,
 ) -> list[RankCounts]:
-    """:func:`calibrate` for several sets of heads on the same rows, which the base then reads once; or not
-    at all where their states (T, (1 + L) * D) are ``known``, with the layers of all sets."""
+    """Ranks of the true tokens of ``rows`` among each head's ``max_rank`` best guesses, for several sets of
+    heads on the same rows, which the base reads once.
+
+    Rows of similar length share a forward pass; logits exist for a few positions at a time. ``states`` are
+    those of each row, (T, (1 + L) * D), with the layers of all sets, where they are known: the base is then
+    not run.
+
+    Raises:
+        ValueError: no row has a labelled token after its first.
+    """
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
     layers = sorted({layer for heads in sets for layer in heads.reads_layers})
     answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
@@ -82,13 +75,13 @@ def calibrate_each(
     for start, end in pairwise([*starts, len(ordered)]):
         indices, batch = zip(*ordered[start:end], strict=True)
         ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
-        if known is None:  # padding stands on the right, where no token of a row sees it
-            states = hidden_states(base, ids.to(base.device), layers=layers)
+        if states is None:  # padding stands on the right, where no token of a row sees it
+            read = hidden_states(base, ids.to(base.device), layers=layers)
         else:
-            states = pad_sequence([known[index] for index in indices], batch_first=True)
-            states = states.to(base.device, base.dtype)
+            read = pad_sequence([states[index] for index in indices], batch_first=True)
+            read = read.to(base.device, base.dtype)
         for heads, found in zip(sets, answers, strict=True):
-            theirs = layers_of(states, layers, heads.reads_layers)
+            theirs = layers_of(read, layers, heads.reads_layers)
             ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
             for index, of_row in zip(indices, ranks, strict=True):
                 found[index] = of_row

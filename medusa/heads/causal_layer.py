@@ -9,6 +9,7 @@ Shapes: D hidden, E entries, S entries that can be seen.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -20,8 +21,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from medusa.base.causal_lm import CausalLM, hidden_size
-from medusa.heads.limits import MAX_SIZE, check_counts
+from medusa.checks import check_counts, is_count
 
+MAX_SIZE = 2**24
+"""Largest hidden size or vocabulary that is read: far above any model's. A file that says more is refused
+before memory is asked for."""
+MAX_LAYERS = 4096
+"""Largest number of layers, of a head or of a base."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that a layer takes over from its base; those that change with the length of the text it
 does not."""
@@ -48,14 +54,9 @@ class LayerConfig:
     """Positions that the base was made for."""
 
     def __post_init__(self) -> None:
-        check_counts(
-            hidden_size=(self.hidden_size, MAX_SIZE),
-            num_attention_heads=(self.num_attention_heads, MAX_SIZE),
-            num_key_value_heads=(self.num_key_value_heads, MAX_SIZE),
-            head_dim=(self.head_dim, MAX_SIZE),
-            intermediate_size=(self.intermediate_size, MAX_SIZE),
-            max_position_embeddings=(self.max_position_embeddings, 2**40),
-        )
+        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        check_counts(self, MAX_SIZE, *sizes)
+        check_counts(self, 2**40, "max_position_embeddings")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got "
@@ -85,6 +86,18 @@ class LayerConfig:
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
             **options,
         )
+
+
+def checked_layers(layers: Any, least: int = 0) -> tuple[int, ...]:
+    """``fused_layers`` as a tuple; ValueError unless they are ``least`` or more, ascending."""
+    if isinstance(layers, (list, tuple)) and len(layers) >= least:
+        ascends = all(is_count(layer, MAX_LAYERS) for layer in layers) and list(layers) == sorted(set(layers))
+        if ascends:
+            return tuple(layers)
+    raise ValueError(
+        f"fused_layers must be different ints from 1 to {MAX_LAYERS}, in ascending order"
+        f"{f', at least {least}' if least else ''}, got {reprlib.repr(layers)}"
+    )
 
 
 def _check_rope(parameters: Any) -> None:
@@ -117,9 +130,9 @@ class CausalLayer(nn.Module):
         size, self.norm_before_residual = config.hidden_size, norm_before_residual
         self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.self_attn = CausalAttention(config)
+        self.self_attn = _CausalAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.mlp = GatedMlp(size, config.intermediate_size)
+        self.mlp = _GatedMlp(size, config.intermediate_size)
 
     def forward(
         self,
@@ -144,7 +157,7 @@ class CausalLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-class CausalAttention(nn.Module):
+class _CausalAttention(nn.Module):
     """Grouped-query attention with rotary positions over inputs of twice the hidden size."""
 
     def __init__(self, config: LayerConfig):
@@ -184,7 +197,7 @@ class CausalAttention(nn.Module):
         return self.o_proj(seen.transpose(1, 2).flatten(2))
 
 
-class GatedMlp(nn.Module):
+class _GatedMlp(nn.Module):
     """Llama's feed-forward part."""
 
     def __init__(self, size: int, wide: int):

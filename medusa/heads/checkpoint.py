@@ -17,7 +17,6 @@ renamed at the end, so a failed write leaves what was there.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -26,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.files import Layout, has_keys, read_json, replaced_directory, write_json
+from medusa.base.causal_lm import CausalLM
+from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads
-from medusa.heads.fingerprint import READABLE_TYPES, BaseFingerprint, warn_of_another_base
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, check_heads_fit
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads, check_heads_fit
+from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.tensor_files import check_finite, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
 from medusa.pretrained import DEFAULT_HEADS, heads_for, shipped_heads
@@ -88,7 +87,7 @@ class HeadsCheckpoint:
     tree_origin: Mapping[str, Any] = field(default_factory=dict)
     """Where ``tree`` came from, in plain JSON values; empty where it is not recorded."""
     fingerprint: BaseFingerprint | None = None
-    """Of the base that the heads were trained on, without the adapter; None in files of version 0.1.0."""
+    """Of the base that the heads were trained on, without the adapter; None where nobody said it."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is None and self.adapter is not None:
@@ -107,7 +106,7 @@ class HeadsCheckpoint:
         if self.adapter is None:
             warn_of_another_base(self.fingerprint, base, self.base_model)
         else:
-            check_heads_fit(self.heads.config, hidden_size(base), vocab_size(base), base.name_or_path)
+            check_heads_fit(self.heads, base)
             (check_carries if is_shared else apply_adapter)(base, self.adapter)
 
 
@@ -239,8 +238,7 @@ def heads_directory(source: str | Path, **hub: Any) -> Path:
 
 def weights_digest(source: str | Path) -> str:
     """SHA-256 of the weights file of heads: which heads a report is about."""
-    with open(heads_directory(source) / WEIGHTS_FILE, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of(heads_directory(source) / WEIGHTS_FILE)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -272,8 +270,11 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
         )
     config_type: type[Eagle3Config] | type[HeadsConfig] = Eagle3Config if kind == "eagle3" else HeadsConfig
     config = _strict_config(config_type, raw, config_path)
-    loaded = _read_weights(path, device)
-    weights = {name: each.float() if each.is_floating_point() else each for name, each in loaded.items()}
+    loaded = read_tensors(path, integers=("token_map",))
+    weights = {
+        name: each.to(device, torch.float32 if each.is_floating_point() else None)
+        for name, each in loaded.items()
+    }
     if isinstance(config, HeadsConfig):
         _check_num_blocks(config, weights, config_path)
     with torch.device("meta"):
@@ -307,41 +308,6 @@ def _strict_config(
         return config_type(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_weights(path: Path, device: str) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is damaged or cut short, or holds a number that is not finite.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; the heads directory is incomplete")
-    try:
-        with safe_open(path, framework="pt") as opened:
-            opened.keys()
-        weights = load_file(path, device=device)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.dtype not in READABLE_TYPES:
-            raise ValueError(
-                f"{path}: tensor {name!r} must be float16, bfloat16 or float32, got {tensor.dtype}; write "
-                "the heads again in one of these"
-            )
-    check_finite(weights, str(path))
-    return weights
-
-
-def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless every weight is finite in float32: NaN puts guesses in no order."""
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not tensor.float().isfinite().all():
-            raise ValueError(
-                f"{where}: tensor {name!r} must hold finite numbers, got NaN or infinity; train the heads "
-                "again, with a lower learning rate if the loss diverged"
-            )
 
 
 def _check_num_blocks(config: HeadsConfig, weights: Mapping[str, Tensor], config_path: Path) -> None:
@@ -404,8 +370,9 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
         raise ValueError(
             f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
         )
-    weights = _read_weights(directory / ADAPTER_WEIGHTS_FILE, device)
-    return Adapter(config, weights, _read_fingerprint(directory, raw))
+    weights = read_tensors(directory / ADAPTER_WEIGHTS_FILE)
+    on_device = {name: each.to(device) for name, each in weights.items()}
+    return Adapter(config, on_device, _read_fingerprint(directory, raw))
 
 
 def _read_trees(

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.heads.causal_layer import CausalLayer, LayerConfig, document_pairs
-from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS, MAX_SIZE, ascends, check_counts
-from medusa.heads.medusa_heads import MedusaHeads
+from medusa.checks import check_counts
+from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers, document_pairs
+from medusa.heads.medusa_heads import MAX_DEPTH, MedusaHeads
 from medusa.heads.token_map import TokenMapped
 
 MIN_LAYERS_OF_DEFAULT = 7
@@ -55,16 +55,12 @@ class Eagle3Config(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(vocab_size=(self.vocab_size, MAX_SIZE), max_depth=(self.max_depth, MAX_DEPTH))
+        check_counts(self, MAX_SIZE, "vocab_size")
+        check_counts(self, MAX_DEPTH, "max_depth")
         if self.token_map_size is not None:
-            check_counts(token_map_size=(self.token_map_size, self.vocab_size))
-        layers = self.fused_layers
-        if not isinstance(layers, (list, tuple)) or not layers or not ascends(layers):
-            raise ValueError(
-                f"fused_layers of an EAGLE-3 head must be at least one int from 1 to {MAX_LAYERS}, different "
-                f"and in ascending order, got {layers!r:.200}"
-            )
-        object.__setattr__(self, "fused_layers", tuple(layers))  # a list, where it comes from a file
+            check_counts(self, self.vocab_size, "token_map_size")
+        # a list, where it comes from a file
+        object.__setattr__(self, "fused_layers", checked_layers(self.fused_layers, least=1))
         for name in ("own_lm_head", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -203,6 +199,16 @@ class Eagle3Head(TokenMapped):
 
 Heads = MedusaHeads | Eagle3Head
 """What a heads directory can hold."""
+
+
+def check_heads_fit(heads: Heads, base: CausalLM) -> None:
+    """Raise ValueError unless ``heads`` can sit on a base of these sizes."""
+    for name, ours in (("hidden_size", hidden_size(base)), ("vocab_size", vocab_size(base))):
+        if (theirs := getattr(heads.config, name)) != ours:
+            raise ValueError(
+                f"heads were trained for {name}={theirs}, base model {base.name_or_path!r} has {ours}; load "
+                "the base model that the heads were trained on"
+            )
 
 
 def drafted_states(

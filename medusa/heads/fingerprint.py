@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
+from medusa.checks import differences
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
 """Of the output embedding: rows spread over the vocabulary, and the first columns of each."""
@@ -77,9 +78,10 @@ class BaseFingerprint:
     def difference(self, base: CausalLM) -> str | None:
         """How ``base`` is another model, in words; None where nothing speaks for that."""
         ours = BaseFingerprint.of(base)
-        for key, theirs in self.configuration.items():
-            if key in ours.configuration and ours.configuration[key] != theirs:
-                return f"{key} was {theirs!r} and is {ours.configuration[key]!r}"
+        known = self.configuration.keys() & ours.configuration.keys()
+        differing = differences(*({key: each.configuration[key] for key in known} for each in (self, ours)))
+        if differing:
+            return differing[0]
         if self.sample is None or ours.sample is None or len(self.sample) != len(ours.sample):
             return None
         distance = math.dist(self.sample, ours.sample) / max(math.hypot(*self.sample), 1e-12)

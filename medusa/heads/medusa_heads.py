@@ -17,17 +17,19 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_weight
-from medusa.heads.causal_layer import CausalLayer, LayerConfig
-from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS, MAX_SIZE, ascends, check_counts
+from medusa.checks import check_counts
+from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, CausalLayer, LayerConfig, checked_layers
 from medusa.heads.token_map import TokenMapped
 
+MAX_DEPTH = 256
+"""How far ahead heads may guess: far above what they guess right."""
 Unembedding = Literal["shared", "full", "token_map"]
 
 
@@ -58,19 +60,11 @@ class HeadsConfig:
     """The causal layer over the text whose output all heads read; None: they read one state."""
 
     def __post_init__(self) -> None:
-        check_counts(
-            hidden_size=(self.hidden_size, MAX_SIZE),
-            vocab_size=(self.vocab_size, MAX_SIZE),
-            num_heads=(self.num_heads, MAX_DEPTH),
-            num_layers=(self.num_layers, MAX_LAYERS),
-        )
-        layers = self.fused_layers
-        if not isinstance(layers, (list, tuple)) or not ascends(layers):
-            raise ValueError(
-                f"fused_layers must be different ints from 1 to {MAX_LAYERS}, in ascending order, got "
-                f"{reprlib.repr(layers)}"
-            )
-        object.__setattr__(self, "fused_layers", tuple(layers))  # a list, where it comes from a file
+        check_counts(self, MAX_SIZE, "hidden_size", "vocab_size")
+        check_counts(self, MAX_DEPTH, "num_heads")
+        check_counts(self, MAX_LAYERS, "num_layers")
+        # a list, where it comes from a file
+        object.__setattr__(self, "fused_layers", checked_layers(self.fused_layers))
         if not isinstance(self.reads_path, bool):
             raise ValueError(f"reads_path must be true or false, got {self.reads_path!r}")
         scale = self.logit_scale
@@ -96,7 +90,7 @@ class HeadsConfig:
                 f"unembedding={self.unembedding!r}, token_map_size={self.token_map_size}"
             )
         if self.token_map_size is not None:
-            check_counts(token_map_size=(self.token_map_size, self.vocab_size))
+            check_counts(self, self.vocab_size, "token_map_size")
 
 
 class ResidualBlock(nn.Module):
@@ -298,26 +292,3 @@ class MedusaHeads(TokenMapped):
         """The parameters that :meth:`logits_of` reads."""
         lists = [getattr(self, name) for name in ("unembed", "paths") if hasattr(self, name)]
         return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
-
-
-class BaseSizes(Protocol):
-    """A configuration of heads that says what base they are for."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check_heads_fit(config: BaseSizes, hidden_size: int, vocab_size: int, base_name: str | None) -> None:
-    """Raise ValueError unless heads of ``config`` can sit on a base of these sizes."""
-    for name, theirs, ours in (
-        ("hidden_size", config.hidden_size, hidden_size),
-        ("vocab_size", config.vocab_size, vocab_size),
-    ):
-        if theirs != ours:
-            raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; "
-                "load the base model that the heads were trained on"
-            )

@@ -60,10 +60,17 @@ class TokenMapped(nn.Module):
         return columns if self.token_map is None else self.token_map[columns]
 
     def copy_weights(self, other: TokenMapped) -> None:
-        """Take the weights of ``other``, all but its token map: the rows that it scores are the base's."""
-        weights = other.state_dict()
-        kept = {name: weight for name, weight in weights.items() if name != "token_map"}
-        self.load_state_dict(kept, strict=False)
+        """Take all weights of ``other`` but its token map: the rows that it scores are the base's.
+
+        Raises:
+            ValueError: there is no place for some of them.
+        """
+        kept = {name: weight for name, weight in other.state_dict().items() if name != "token_map"}
+        # not strict: what ``other`` has no layer for stays untrained
+        if left_over := self.load_state_dict(kept, strict=False).unexpected_keys:
+            raise ValueError(
+                f"there is no place for the weights {left_over}; start from heads of these sizes"
+            )
 
     def unembedded(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
         """Features (..., D) as the base's own output embedding scores them: logits (..., V')."""

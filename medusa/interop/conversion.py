@@ -1,4 +1,4 @@
-"""Heads out to a format of another project, and in from one; every format by name.
+"""Heads out to a format of another project, in from one, and checked as one; every format by name.
 
 **Adding a format**: a file in this folder with a :class:`medusa.interop.protocol.ForeignFormat`, a line in
 :data:`FORMATS`, and, where heads can be written or checked as it, its name in :mod:`medusa.choices`.
@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import medusa
 from medusa.base.causal_lm import CausalLM
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.files import Layout, check_writable_target, read_json, replaced_directory, write_json
-from medusa.heads.checkpoint import HeadsCheckpoint, check_finite, save_heads
+from medusa.heads.calibration import AnsweredTokens, calibrate_each
+from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
+from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.tensor_files import check_finite
 from medusa.hub import hub_directory
 from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
 from medusa.interop.medusa_reference import CONFIG_FILE, MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.vllm_medusa import VLLM_MEDUSA
+from medusa.model import MedusaModel
+from medusa.trees.candidate_tree import CandidateTree
 
 FORMATS: dict[str, ForeignFormat] = {
     each.name: each for each in (VLLM_MEDUSA, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
@@ -31,7 +40,7 @@ FORMATS: dict[str, ForeignFormat] = {
 """Every format that is read; those with ``export`` are written too."""
 
 
-def is_export(directory: Path) -> bool:
+def _is_export(directory: Path) -> bool:
     """Whether ``directory`` holds heads of a known format, and no base with them."""
     try:
         return not format_of(directory).holds_base
@@ -39,7 +48,7 @@ def is_export(directory: Path) -> bool:
         return False
 
 
-EXPORT_LAYOUT = Layout("an export", ("config.json", "*.safetensors"), is_export)
+EXPORT_LAYOUT = Layout("an export", ("config.json", "*.safetensors"), _is_export)
 
 
 def format_of(directory: Path) -> ForeignFormat:
@@ -154,3 +163,55 @@ def save_base(base: CausalLM, tokenizer: Any, output: str | Path) -> None:
     with replaced_directory(output) as partial:
         base.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+
+
+@dataclass(frozen=True)
+class ChainCheck:
+    """What heads did on some prompts, greedily.
+
+    Heads whose tensors went astray on the way still load, and then guess as untrained ones do: the text stays
+    right, and only the speed is gone.
+    """
+
+    statistics: DecodingStatistics
+    """Of decoding with a chain of each head's best guess."""
+    top1: list[float]
+    """[d-1] = how often the best guess of head d is right, over the same answers."""
+    untrained_top1: list[float]
+    """The same of heads that were never trained: they guess the base's next token again."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the first head is right more often than an untrained one."""
+        return self.top1[0] > self.untrained_top1[0]
+
+
+def check_chain(
+    model: MedusaModel, prompts: Iterable[Mapping[str, Tensor]], max_new_tokens: int
+) -> ChainCheck:
+    """Decode ``prompts`` (``input_ids`` and ``attention_mask`` (1, T)) with a chain as deep as the heads
+    guess.
+
+    Raises:
+        ValueError: no answer is longer than a token.
+    """
+    heads = model.heads
+    assert heads is not None, "a format is read into heads"
+    statistics, answers = DecodingStatistics(), []
+    for inputs in prompts:
+        tensors: dict[str, Any] = dict(inputs)
+        output: Any = model.generate(
+            **tensors,
+            tree=CandidateTree.chain(heads.num_heads),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        statistics += output.statistics
+        length = inputs["input_ids"].shape[1]
+        answers.append(AnsweredTokens.after_prompt(output.sequences[0].tolist(), length))
+    config = heads.config
+    untrained = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, heads.num_heads))
+    sets = [heads, untrained.to(next(heads.parameters()).device)]
+    ours, theirs = calibrate_each(model.base, sets, answers, max_rank=1)
+    return ChainCheck(statistics, ours.top_k_accuracy(1), theirs.top_k_accuracy(1))

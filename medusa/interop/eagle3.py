@@ -36,24 +36,27 @@ from medusa.files import read_json
 from medusa.heads.causal_layer import DEFAULT_THETA
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE
-from medusa.heads.limits import MAX_DEPTH
+from medusa.heads.medusa_heads import MAX_DEPTH
+from medusa.heads.tensor_files import read_model_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
-from medusa.interop.plain_export import base_rows, check_belongs, megabytes, tree_changes, vllm_command
 from medusa.interop.protocol import (
     ExportedFiles,
     ForeignFormat,
     ForeignHeads,
     ReadRequest,
     ToExport,
+    base_rows,
+    check_belongs,
     check_fits,
     checked_against_config,
     listed,
+    megabytes,
+    tree_changes,
+    vllm_command,
 )
-from medusa.interop.tensor_files import read_model_tensors
 
 WEIGHTS_FILE = "model.safetensors"
-CONSUMER = "vLLM"
 MAPS = ("d2t", "t2d")
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 LAYER_NAME = re.compile(r"(model\.)?(layers\.0|midlayer)\.")
@@ -78,7 +81,7 @@ REFUSED = {
 # ------------------------------------------------------------------ out
 
 
-def export_plain(request: ToExport) -> ExportedFiles:
+def _export_plain(request: ToExport) -> ExportedFiles:
     """An EAGLE-3 head in the plain layout."""
     head, weights, changes = _exported(request)
     config = {
@@ -93,7 +96,7 @@ def export_plain(request: ToExport) -> ExportedFiles:
     return ExportedFiles(config, WEIGHTS_FILE, weights, changes)
 
 
-def export_speculators(request: ToExport) -> ExportedFiles:
+def _export_speculators(request: ToExport) -> ExportedFiles:
     """An EAGLE-3 head in the layout of speculators, from which vLLM starts without being told the base."""
     head, weights, changes = _exported(request)
     verifier = {"name_or_path": request.base_name, "architectures": [type(request.base).__name__]}
@@ -137,13 +140,13 @@ def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[s
             f"{request.source} holds Medusa heads, and this format an EAGLE-3 head; train one with "
             "--head-kind eagle3, or export plain heads --to vllm-medusa"
         )
-    check_belongs(request, CONSUMER)
+    check_belongs(request)
     state = {name: each for name, each in head.state_dict().items() if name != "token_map"}
     token_map, order = (None, slice(None)) if head.token_map is None else head.token_map.sort()
     if head.config.own_lm_head:
         rows = head.lm_head.weight[order]
     else:
-        rows = base_rows(request, CONSUMER)
+        rows = base_rows(request)
         rows = rows if token_map is None else rows[token_map]
     weights = {
         name: each.detach().cpu().to(request.dtype, copy=True).contiguous()
@@ -157,7 +160,7 @@ def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[s
 
 
 def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
-    changes = tree_changes(request, CONSUMER)
+    changes = tree_changes(request)
     if not head.config.own_lm_head:
         changes.append(
             f"the base's rows of {len(rows):,} tokens are written into the file as its lm_head, "
@@ -209,7 +212,7 @@ def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
     }
 
 
-def serve_speculators(directory: str, base: str, num_heads: int) -> str:
+def _serve_speculators(directory: str, base: str, num_heads: int) -> str:
     """The command that serves an export, which names the base and the number of tokens itself."""
     return shlex.join(["vllm", "serve", directory])
 
@@ -217,7 +220,7 @@ def serve_speculators(directory: str, base: str, num_heads: int) -> str:
 # ------------------------------------------------------------------ in
 
 
-def read_plain(request: ReadRequest) -> ForeignHeads:
+def _read_plain(request: ReadRequest) -> ForeignHeads:
     """The head in a directory of the plain layout.
 
     Raises:
@@ -243,7 +246,7 @@ def read_plain(request: ReadRequest) -> ForeignHeads:
     return _head_of(request, config, config, flags, (DEPTH_KEY, said), notes)
 
 
-def read_speculators(request: ReadRequest) -> ForeignHeads:
+def _read_speculators(request: ReadRequest) -> ForeignHeads:
     """The head in a directory of the speculators layout, as vLLM reads it.
 
     Raises:
@@ -552,7 +555,7 @@ def _loaded(
 # ------------------------------------------------------------------ which is which
 
 
-def is_plain_directory(directory: Path) -> bool:
+def _is_plain_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it holds an EAGLE-3 head in the plain layout."""
     path = directory / CONFIG_FILE
     if not path.exists():
@@ -563,13 +566,13 @@ def is_plain_directory(directory: Path) -> bool:
     return is_named or ("draft_vocab_size" in config and SPECULATORS_TYPE not in config)
 
 
-def is_speculators_directory(directory: Path) -> bool:
+def _is_speculators_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it is in the layout of speculators."""
     path = directory / CONFIG_FILE
     return path.exists() and SPECULATORS_TYPE in read_json(path)
 
 
-def verifier_of(directory: Path) -> str | None:
+def _verifier_of(directory: Path) -> str | None:
     """The base that a directory in the layout of speculators names."""
     said: Any = read_json(directory / CONFIG_FILE)
     for key in ("speculators_config", "verifier", "name_or_path"):
@@ -579,21 +582,21 @@ def verifier_of(directory: Path) -> str | None:
 
 VLLM_EAGLE3 = ForeignFormat(
     "vllm-eagle3",
-    CONSUMER,
-    read_plain,
+    "vLLM",
+    _read_plain,
     named_base,
-    is_plain_directory,
-    export_plain,
+    _is_plain_directory,
+    _export_plain,
     partial(vllm_command, "eagle3"),
     holds_eagle3=True,
 )
 SPECULATORS = ForeignFormat(
     "speculators",
-    CONSUMER,
-    read_speculators,
-    verifier_of,
-    is_speculators_directory,
-    export_speculators,
-    serve_speculators,
+    "vLLM",
+    _read_speculators,
+    _verifier_of,
+    _is_speculators_directory,
+    _export_speculators,
+    _serve_speculators,
     holds_eagle3=True,
 )

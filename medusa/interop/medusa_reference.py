@@ -18,6 +18,7 @@ from torch import Tensor
 from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.files import read_json
 from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.tensor_files import model_files, names_in, read_model_tensors, read_tensors
 from medusa.interop.plain_heads import (
     TensorNames,
     as_medusa_heads,
@@ -25,7 +26,6 @@ from medusa.interop.plain_heads import (
     distance_of_rows,
 )
 from medusa.interop.protocol import ForeignFormat, ForeignHeads, ReadRequest, checked_against_config
-from medusa.interop.tensor_files import model_files, names_in, read_model_tensors, read_tensors
 
 CONFIG_FILE = "config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -35,13 +35,13 @@ WHOLE_MODEL_NAMES = TensorNames(BLOCK, ROWS, prefix="medusa_head.")
 LM_HEAD = "lm_head.weight"
 
 
-def read_heads(request: ReadRequest) -> ForeignHeads:
+def _read_heads(request: ReadRequest) -> ForeignHeads:
     """The heads of a v1 or v2 directory."""
-    path = heads_file(request.directory)
-    return heads_of_tensors(request, path, read_tensors(path), NAMES)
+    path = _heads_file(request.directory)
+    return _heads_of_tensors(request, path, read_tensors(path), NAMES)
 
 
-def heads_file(directory: Path) -> Path:
+def _heads_file(directory: Path) -> Path:
     """The file of the heads; safetensors where there are both.
 
     Raises:
@@ -53,7 +53,7 @@ def heads_file(directory: Path) -> Path:
     raise FileNotFoundError(f"{directory} holds neither {' nor '.join(HEADS_FILES)}; download it again")
 
 
-def heads_of_tensors(
+def _heads_of_tensors(
     request: ReadRequest, path: Path, tensors: dict[str, Tensor], names: TensorNames
 ) -> ForeignHeads:
     """The heads that ``tensors``, of the file ``path``, are; config.json is held against them."""
@@ -76,11 +76,11 @@ def named_base(directory: Path) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def read_whole_model(request: ReadRequest) -> ForeignHeads:
+def _read_whole_model(request: ReadRequest) -> ForeignHeads:
     """The heads in a Medusa-2 model; they belong to the base beside them.
 
     Raises:
-        ValueError: as :func:`read_heads`, or the base asked for is another than the one beside them.
+        ValueError: as :func:`_read_heads`, or the base asked for is another than the one beside them.
     """
     prefix = WHOLE_MODEL_NAMES.prefix
     found = read_model_tensors(request.directory, lambda name: name.startswith(prefix) or name == LM_HEAD)
@@ -90,7 +90,7 @@ def read_whole_model(request: ReadRequest) -> ForeignHeads:
     paths = [path for path, _ in found.values()]
     where = paths[0] if len(set(paths)) == 1 else request.directory
     tensors = {name: tensor for name, (_, tensor) in found.items()}
-    return heads_of_tensors(request, where, tensors, WHOLE_MODEL_NAMES)
+    return _heads_of_tensors(request, where, tensors, WHOLE_MODEL_NAMES)
 
 
 def _check_same_base(request: ReadRequest, path: Path, rows: Tensor) -> None:
@@ -104,14 +104,14 @@ def _check_same_base(request: ReadRequest, path: Path, rows: Tensor) -> None:
     )
 
 
-def is_heads_directory(directory: Path) -> bool:
+def _is_heads_directory(directory: Path) -> bool:
     """Whether ``directory`` holds v1 or v2 heads."""
     return any((directory / name).exists() for name in HEADS_FILES)
 
 
-def is_whole_model(directory: Path) -> bool:
+def _is_whole_model(directory: Path) -> bool:
     """Whether ``directory`` holds a model with Medusa heads inside."""
-    if is_heads_directory(directory) or not (directory / CONFIG_FILE).exists():
+    if _is_heads_directory(directory) or not (directory / CONFIG_FILE).exists():
         return False
     try:
         files = model_files(directory)
@@ -127,7 +127,7 @@ def is_whole_model(directory: Path) -> bool:
     return False
 
 
-MEDUSA = ForeignFormat("medusa", "FasterDecoding/Medusa", read_heads, named_base, is_heads_directory)
+MEDUSA = ForeignFormat("medusa", "FasterDecoding/Medusa", _read_heads, named_base, _is_heads_directory)
 MEDUSA_FULL = ForeignFormat(
-    "medusa-full", "FasterDecoding/Medusa", read_whole_model, str, is_whole_model, holds_base=True
+    "medusa-full", "FasterDecoding/Medusa", _read_whole_model, str, _is_whole_model, holds_base=True
 )

@@ -25,9 +25,9 @@ from medusa.base.causal_lm import (
     output_embedding,
     vocab_size,
 )
+from medusa.heads.causal_layer import MAX_LAYERS
 from medusa.heads.fingerprint import TOLERANCE
-from medusa.heads.limits import MAX_DEPTH, MAX_LAYERS
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads, Unembedding
+from medusa.heads.medusa_heads import MAX_DEPTH, HeadsConfig, MedusaHeads, Unembedding
 from medusa.interop.protocol import check_fits, listed
 
 PARTS = ("weight", "bias")
@@ -213,13 +213,9 @@ def named(plain: PlainHeads, names: TensorNames, dtype: torch.dtype) -> dict[str
             for part, tensor in zip(PARTS, block, strict=True):
                 if tensor is not None:
                     tensors[names.block_name(k, layer, part)] = tensor
-    own = plain.own_rows
     if plain.shared_rows is not None:
-        if names.shared_name is not None:
-            tensors[names.shared_name] = plain.shared_rows
-        else:
-            own = (plain.shared_rows,) * plain.num_heads
-    for k, rows in enumerate(own):
+        tensors[str(names.shared_name)] = plain.shared_rows
+    for k, rows in enumerate(plain.own_rows):
         tensors[names.unembedding_name(k, plain.num_layers)] = rows
     return {name: each.detach().cpu().to(dtype, copy=True).contiguous() for name, each in tensors.items()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Heads
 
@@ -147,3 +149,66 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """The first names of many."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def check_belongs(request: ToExport) -> None:
+    """Raise ValueError unless the heads sit on the base itself, and on this one."""
+    checkpoint, source = request.checkpoint, request.source
+    if checkpoint.adapter is not None:
+        raise ValueError(
+            f"{source} was trained with a LoRA adapter on the base (joint training), and vLLM would "
+            "run the base without it: other text, and fewer right guesses. Train heads without --joint"
+        )
+    base, config = request.base, checkpoint.heads.config
+    check_fits(source, config.hidden_size, config.vocab_size, base)
+    fingerprint = checkpoint.fingerprint
+    if fingerprint is not None and (difference := fingerprint.difference(base)) is not None:
+        raise ValueError(
+            f"{source} was trained on another model ({checkpoint.base_model!r}) than the base "
+            f"{request.base_name!r}: {difference}. Give the base that it was trained on: --base"
+        )
+
+
+def base_rows(request: ToExport) -> Tensor:
+    """The rows (V, D) of the base's output embedding, for heads that score with them.
+
+    Raises:
+        ValueError: a matrix of rows is not all there is to it.
+    """
+    embedding = output_embedding(request.base)
+    rows = embedding_weight(embedding).detach()
+    if getattr(embedding, "bias", None) is not None:
+        raise ValueError(
+            f"the output embedding of {request.base_name!r} has a bias, which vLLM's heads have no "
+            "place for; train heads with --unembedding full, which hold rows of their own"
+        )
+    if not rows.is_floating_point():
+        raise ValueError(
+            f"the output embedding of {request.base_name!r} is quantised ({rows.dtype}), and vLLM "
+            "needs its rows; give the base before it was quantised: --base"
+        )
+    return rows
+
+
+def tree_changes(request: ToExport) -> list[str]:
+    """What becomes of the trees of the heads."""
+    checkpoint, changes = request.checkpoint, []
+    if checkpoint.tree is not None:
+        changes.append(
+            f"the candidate tree of {checkpoint.tree.num_nodes} nodes is left out: vLLM verifies a "
+            f"chain of the {checkpoint.heads.num_heads} best guesses"
+        )
+    if checkpoint.tuned:
+        changes.append(f"the trees tuned for {len(checkpoint.tuned)} runtimes are left out")
+    return changes
+
+
+def vllm_command(method: str, directory: str, base: str, num_heads: int) -> str:
+    """What serves an export with vLLM, which would guess the method from the directory's name."""
+    said = json.dumps({"method": method, "model": directory, "num_speculative_tokens": num_heads})
+    return shlex.join(["vllm", "serve", base, "--speculative-config", said])
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes in words."""
+    return f"{size / 1e6:,.1f} MB"

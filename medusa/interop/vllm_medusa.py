@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from medusa.files import read_json
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.tensor_files import names_in, read_tensors
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
-from medusa.interop.plain_export import base_rows, checked_plain, row_changes, tree_changes, vllm_command
 from medusa.interop.plain_heads import (
     PlainHeads,
     TensorNames,
@@ -39,9 +40,13 @@ from medusa.interop.protocol import (
     ForeignHeads,
     ReadRequest,
     ToExport,
+    base_rows,
+    check_belongs,
     checked_against_config,
+    megabytes,
+    tree_changes,
+    vllm_command,
 )
-from medusa.interop.tensor_files import names_in, read_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "MedusaModel"
@@ -57,10 +62,10 @@ DEFAULTS = {
 """What vLLM takes for a key that is not there."""
 
 
-def export(request: ToExport) -> ExportedFiles:
+def _export(request: ToExport) -> ExportedFiles:
     """Plain heads as vLLM reads them."""
-    heads = checked_plain(request, "vLLM")
-    plain = as_plain_heads(heads, None if heads.config.unembedding == "full" else base_rows(request, "vLLM"))
+    heads = checked_plain(request)
+    plain = as_plain_heads(heads, None if heads.config.unembedding == "full" else base_rows(request))
     is_shared = plain.shared_rows is not None
     config = {
         "model_type": "medusa",
@@ -75,11 +80,57 @@ def export(request: ToExport) -> ExportedFiles:
         "original_lm_head": is_shared,
         **scale_of(heads),
     }
-    changes = [*tree_changes(request, "vLLM"), *row_changes(request, copies=int(is_shared))]
+    changes = [*tree_changes(request), *_row_changes(request, heads)]
     return ExportedFiles(config, WEIGHTS_FILE, named(plain, NAMES, request.dtype), tuple(changes))
 
 
-def read(request: ReadRequest) -> ForeignHeads:
+def checked_plain(request: ToExport) -> MedusaHeads:
+    """The heads to export.
+
+    Raises:
+        ValueError: they are more than plain Medusa heads, or trained with an adapter, or for another base.
+    """
+    checkpoint, source = request.checkpoint, request.source
+    heads = checkpoint.heads
+    if not isinstance(heads, MedusaHeads):
+        raise ValueError(
+            f"{source} is an EAGLE-3 head, and this format holds plain Medusa heads; export it --to "
+            "vllm-eagle3, or train others with --head-kind medusa --reads-path false"
+        )
+    config, more = heads.config, []
+    if config.reads_path:
+        more.append("reads_path is true: each head also reads the tokens before its guess")
+    if config.context is not None:
+        more.append("context is set: the heads read the text through a layer of their own")
+    if config.fused_layers:
+        layers = ", ".join(map(str, config.fused_layers))
+        more.append(f"fused_layers is [{layers}]: the heads also read those layers of the base")
+    if more:
+        raise ValueError(
+            f"{source} cannot be served by vLLM, whose heads read the base's last hidden state and "
+            f"nothing else. {'; '.join(more)}. Train heads for vLLM with --reads-path false and "
+            "without --fused-layers; they guess less well"
+        )
+    check_belongs(request)
+    return heads
+
+
+def _row_changes(request: ToExport, heads: MedusaHeads) -> list[str]:
+    """What becomes of the rows of the base that ``heads`` score with."""
+    config = heads.config
+    if config.unembedding == "full":
+        return []
+    size = config.vocab_size * config.hidden_size * request.dtype.itemsize
+    written = f"{config.vocab_size:,} rows, {megabytes(size)}"
+    if config.token_map_size is None:
+        return [f"the base's output embedding is written into the file: {written}"]
+    return [
+        f"the token map of {config.token_map_size:,} tokens is expanded to {written}; rows outside the map "
+        "are their mean, which is never guessed, and cost time"
+    ]
+
+
+def _read(request: ReadRequest) -> ForeignHeads:
     """The heads that vLLM makes of a directory.
 
     Raises:
@@ -113,7 +164,7 @@ def read(request: ReadRequest) -> ForeignHeads:
     return ForeignHeads(as_medusa_heads(plain, request.base, path, config), plain.dtype, notes)
 
 
-def is_vllm_directory(directory: Path) -> bool:
+def _is_vllm_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it is for vLLM."""
     path = directory / CONFIG_FILE
     if not path.exists():
@@ -160,5 +211,5 @@ def _count_keys(config: Mapping[str, Any], word: str) -> list[str]:
 
 
 VLLM_MEDUSA = ForeignFormat(
-    "vllm-medusa", "vLLM", read, named_base, is_vllm_directory, export, partial(vllm_command, "medusa")
+    "vllm-medusa", "vLLM", _read, named_base, _is_vllm_directory, _export, partial(vllm_command, "medusa")
 )

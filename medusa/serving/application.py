@@ -1,7 +1,7 @@
 """The HTTP application: OpenAI's endpoints over one :class:`medusa.serving.service.Service`.
 
-Nothing here decodes. Bodies are limited, keys are compared in constant time, and an answer never shows a
-path, a template or a traceback. A client that disconnects has its answers dropped before the next step.
+Nothing here decodes. What comes in has passed :mod:`medusa.serving.gate`, and an answer never shows a path,
+a template or a traceback. A client that disconnects has its answers dropped before the next step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -29,16 +26,15 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from medusa.acceptance.grammar import Grammar
-from medusa.serving.origins import refusal_of_host, refusal_of_origin
+from medusa.prompts import check_keepable
+from medusa.serving.gate import PAGE_SCRIPTS, AccessSettings, Gate, answer_of
 from medusa.serving.replies import Replies, RequestError, usage_of
 from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     field_of,
-    has_depth_of_at_most,
     message_of,
     telling,
 )
@@ -48,36 +44,14 @@ from medusa.serving.worker import Answer, Update
 _Listener = Callable[[Update], None]
 
 log = logging.getLogger("medusa.serving")
-PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
-"""Libraries of the chat page, in ``vendor/``."""
-OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
-"""What needs no key: it tells nothing."""
-MAX_REQUESTS = 704
-"""Requests under way at once, whether they wait, decode or are being read."""
 BODY_SECONDS = 30.0
 """In which a body must have come."""
-MAX_LOGGED_PATH = 200
-"""Characters of a path in the log."""
 MAX_DEPTH = 128
 """Levels of lists and objects in a body."""
 DONE = "data: [DONE]\n\n"
 """The last event of every stream, also of one that fails."""
 NUM_PREPARING = 4
 """Requests that are read or tokenised at once."""
-
-
-@dataclass(frozen=True)
-class AccessSettings:
-    """Who may ask, and how much at once."""
-
-    api_keys: tuple[str, ...] = ()
-    """One of these is wanted where there are any."""
-    max_body_bytes: int = 4 * 2**20
-    cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask, in lower case; * is all. None but the server's own by default."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names by which clients may reach the server, beside localhost and its addresses."""
-    logs_prompts: bool = False
 
 
 def create_application(service: Service, access: AccessSettings) -> FastAPI:
@@ -103,7 +77,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @readable("/")
     async def chat_page() -> HTMLResponse:
-        return HTMLResponse(page, headers=page_headers(page))
+        return HTMLResponse(page, headers=_page_headers(page))
 
     @readable("/vendor/{name}")
     async def page_script(name: str) -> Response:
@@ -141,7 +115,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     return app
 
 
-def page_headers(page: str) -> dict[str, str]:
+def _page_headers(page: str) -> dict[str, str]:
     """What the browser must hold ``page`` to: its own scripts and style alone, HTML from DOMPurify alone, and
     nothing asked of another host."""
     allowed = {
@@ -163,114 +137,14 @@ def page_headers(page: str) -> dict[str, str]:
     }
 
 
-class Gate:
-    """Hosts, origins, keys, body sizes and request ids, before anything is read or parsed."""
-
-    def __init__(self, app: Callable[..., Any], access: AccessSettings):
-        self.app, self.access, self.num_under_way = app, access, 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
-        has_begun = False
-
-        async def send_with_id(message: Any) -> None:
-            nonlocal has_begun
-            if message["type"] == "http.response.start":
-                has_begun = True
-                own = ((b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff"))
-                message["headers"] = [*message["headers"], *own]
-            await send(message)
-
-        headers = dict(scope["headers"])
-        refusal = self._refusal_of_place(scope, headers) or self._refusal(scope, headers)
-        if refusal is None:
-            self.num_under_way += 1
-            try:
-                await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
-            except ClientDisconnect:
-                scope["state"]["refusal"] = RequestError("the client has left", 499, code="disconnected")
-            except Exception as error:
-                log.error("request %s failed", identity, exc_info=error)
-                refusal = RequestError(
-                    f"the server failed on this request; its log knows it as {identity}", 500
-                )
-            finally:
-                self.num_under_way -= 1
-        if refusal is not None and not has_begun:
-            await _answer(refusal, scope)(scope, receive, send_with_id)
-        _log_refusal(scope)
-
-    def _refusal_of_place(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
-        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-        refusal = None
-        if b"host" in headers:  # without one it is no browser
-            refusal = refusal_of_host(host, scope["server"][0], self.access.allowed_hosts)
-        if refusal is None and b"origin" in headers:
-            refusal = refusal_of_origin(origin, host, self.access.cors_origins)
-        return refusal
-
-    def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
-        path = scope["path"]
-        if self.access.api_keys and path not in OPEN_PATHS:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_keys]
-            if scheme.lower() != b"bearer" or not any(known):
-                return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
-            scope["state"]["owner"] = known.index(True)
-        if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
-            return overloaded()
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.access.max_body_bytes:
-            return _too_large(self.access.max_body_bytes)
-        return None
-
-
-def _limited(receive: Any, most: int) -> Any:
-    """``receive``, refusing bodies that turn out too large."""
-    received = 0
-
-    async def counted() -> Any:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        if received > most:
-            raise _too_large(most)
-        return message
-
-    return counted
-
-
-def _too_large(most: int) -> RequestError:
-    return RequestError(f"the body must have at most {most} bytes", 413, code="body_too_large")
-
-
 async def _refused(request: Request, error: Any) -> JSONResponse:
-    return _answer(error, request.scope)
+    return answer_of(error, request.scope)
 
 
 async def _http_refused(request: Request, error: Any) -> JSONResponse:
     says = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
     refusal = RequestError(says.get(error.status_code, "the request cannot be read"), error.status_code)
-    return _answer(refusal, request.scope, error.headers)
-
-
-def _answer(refusal: RequestError, scope: Any, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    scope["state"]["refusal"] = refusal
-    return JSONResponse(refusal.body, refusal.status, headers or refusal.headers)
-
-
-def _log_refusal(scope: Any) -> None:
-    """One line for a request that was refused before it was counted, without what the client wrote."""
-    state = scope["state"]
-    refusal = state.get("refusal")
-    if refusal is not None and "is_logged" not in state:
-        said = {"request_id": state["request_id"], "path": scope["path"][:MAX_LOGGED_PATH]}
-        log.info(
-            json.dumps({**said, "refused": refusal.status, "code": refusal.code, "param": refusal.param})
-        )
+    return answer_of(refusal, request.scope, error.headers)
 
 
 class _Threads:
@@ -313,21 +187,19 @@ def _checked(raw: bytes, kind: Any) -> Any:
     """
     try:
         body = json.loads(raw, parse_constant=_no_number)
-        json.dumps(body, ensure_ascii=False).encode()  # halves of characters are no text
     except (ValueError, RecursionError) as error:
         raise RequestError("the body must be JSON", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
-    if not has_depth_of_at_most(body, MAX_DEPTH):
-        raise RequestError(
-            f"the body may be nested {MAX_DEPTH} levels deep; this one is deeper", code="invalid_json"
-        )
     try:
+        check_keepable(body, "the body", MAX_DEPTH)
         return kind.model_validate(body)
     except ValidationError as error:
         wrong = telling(error.errors(include_url=False, include_context=False, include_input=False))
         name = field_of(wrong["loc"])
         raise RequestError(f"{name or 'the body'}: {message_of(wrong)}", param=name or None) from error
+    except ValueError as error:
+        raise RequestError(str(error), code="invalid_json") from error
 
 
 def _no_number(name: str) -> None:
@@ -372,7 +244,7 @@ async def _reply(
     replies = Replies(asked, service.settings.model_name, service.tokenizer)
     if asked.stream:
         events = _events(asked, len(answers), queue, replies, record)
-        return EventStream(events, end)
+        return _EventStream(events, end)
     try:
         updates = await _unless_disconnected(request, _collected(queue, len(answers)))
     finally:
@@ -401,7 +273,7 @@ def _answers(
     return answers
 
 
-class EventStream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Server-sent events; ``at_end`` is called however the stream ends, also when it never began."""
 
     def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object]):

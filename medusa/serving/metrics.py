@@ -14,7 +14,7 @@ PREFIX = "medusa:"
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class BatchCollector(Collector):
+class _BatchCollector(Collector):
     """What the batches know by themselves, read when it is asked for."""
 
     def __init__(self, batches: Mapping[bool, Batch]):
@@ -62,7 +62,7 @@ class ServerMetrics:
 
     def __init__(self, batches: Mapping[bool, Batch]):
         self.registry = CollectorRegistry()
-        self.registry.register(BatchCollector(batches))
+        self.registry.register(_BatchCollector(batches))
         self._first = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From a request's arrival to its first token",

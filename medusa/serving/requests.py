@@ -46,7 +46,6 @@ def _as_whole(given: Any) -> Any:
 Token = Annotated[int, Field(strict=True)]
 Whole = Annotated[int, BeforeValidator(_as_whole), Field(strict=True)]
 """Also 4.0, which is the same number in JSON."""
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 
@@ -406,21 +405,6 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
     if asked.logit_bias:
         arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in asked.logit_bias.items()]
     return arguments
-
-
-def has_depth_of_at_most(body: Any, most: int) -> bool:
-    """Whether no more than ``most`` lists and objects of a JSON value stand in each other."""
-    level = [body]
-    for _ in range(most):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, (dict, list))
-        ]
-        if not level:
-            return True
-    return False
 
 
 def field_of(location: tuple[Any, ...]) -> str:

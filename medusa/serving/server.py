@@ -15,11 +15,11 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from medusa.serving import application
-from medusa.serving.application import AccessSettings, create_application
+from medusa.serving.application import create_application
+from medusa.serving.gate import MAX_REQUESTS, AccessSettings
 from medusa.serving.service import Service
 
-MAX_CONNECTIONS = application.MAX_REQUESTS + 64
+MAX_CONNECTIONS = MAX_REQUESTS + 64
 """Connections at once, also to those paths that are never refused. Less than the 1,024 files that processes
 usually may open."""
 

@@ -19,7 +19,7 @@ from tiny_chat import chat_model, save_chat_model
 from medusa.cli import serve
 from medusa.cli.main import main
 from medusa.serving import server
-from medusa.serving.application import AccessSettings
+from medusa.serving.gate import AccessSettings
 from medusa.serving.service import Service, ServiceSettings
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import SWITCH, VOCAB_SIZE, longrope_model, random_prompts
+from conftest import SWITCH, VOCAB_SIZE, counting_heads, counting_model, longrope_model, random_prompts
 from tiny_chat import chat_base, chat_heads, chat_model, wide_tree
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import hidden_states, output_embedding
@@ -34,26 +33,11 @@ def test_ranks_are_those_of_the_true_token_d_places_after_the_root():
 
 
 def test_a_counting_sequence_gives_every_head_full_accuracy():
-    """The base's state is the one-hot code of its last token, and head d adds 1 + d to it."""
-    size, num_heads = 40, 3
-    config = LlamaConfig(
-        vocab_size=size, hidden_size=size, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
-    )
-    base = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        base.get_input_embeddings().weight.copy_(torch.eye(size))
-        base.get_output_embeddings().weight.copy_(torch.eye(size))
-        for layer in base.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    heads = MedusaHeads(HeadsConfig(size, size, num_heads=num_heads, unembedding="full"))
-    with torch.no_grad():
-        for d, rows in enumerate(heads.unembed, start=1):
-            rows.copy_(torch.eye(size).roll(1 + d, dims=0))
+    base, heads = counting_model(40), counting_heads(40)
     ids = list(range(30))
     counts = calibrate(base, heads, [AnsweredTokens(ids, [i >= 5 for i in ids])], max_rank=2)
-    assert counts.top_k_accuracy(1) == [1.0] * num_heads
-    assert counts.joint_counts[(0, 0, 0)] == counts.num_positions == 25 - num_heads
+    assert counts.top_k_accuracy(1) == [1.0] * 3
+    assert counts.joint_counts[(0, 0, 0)] == counts.num_positions == 25 - 3
 
 
 def test_batching_chunking_and_padding_change_no_rank(monkeypatch):

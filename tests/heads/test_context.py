@@ -19,8 +19,8 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.causal_layer import LayerConfig
-from medusa.interop.plain_export import checked_plain
 from medusa.interop.protocol import ToExport
+from medusa.interop.vllm_medusa import checked_plain
 from medusa.training.config import LossOptions
 from medusa.training.losses.targets import align
 from medusa.training.recipes.medusa_heads import HeadsLoss
@@ -87,8 +87,10 @@ def test_the_text_is_that_of_plain_decoding(drafter, options):
     assert model.generate(**batch, **options, drafter=drafter).tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "engine"),
+    [*((each, "eager") for each in ARCHITECTURES), ("gemma3", "packed"), ("llama", "int8")],
+)
 def test_the_text_is_that_of_plain_decoding_on_every_architecture(architecture, engine):
     model = MedusaModel(tiny_model(architecture), new_heads(), tree=TREE, engine=engine)
     batch = left_padded(random_prompts(2, 9), [9, 5])
@@ -273,4 +275,4 @@ def test_steps_of_one_shape_and_foreign_formats_refuse_them(tmp_path):
         configuration_of(**run, context_layers=2)
     checkpoint = HeadsCheckpoint(new_heads(reads_path=False, fused_layers=()), "some/base")
     with pytest.raises(ValueError, match="context is set: the heads read the text"):
-        checked_plain(ToExport("heads", checkpoint, lambda: None, "base", torch.float32), "vLLM")
+        checked_plain(ToExport("heads", checkpoint, lambda: None, "base", torch.float32))

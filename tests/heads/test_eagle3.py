@@ -137,9 +137,9 @@ def test_what_is_saved_is_what_is_loaded(saved):
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         (
             {"fused_layers": [2, 1]},
-            r"fused_layers of an EAGLE-3 head must be .* in ascending order, got \[2, 1\]",
+            r"fused_layers must be .* in ascending order, at least 1, got \[2, 1\]",
         ),
-        ({"fused_layers": []}, "fused_layers of an EAGLE-3 head must be at least one int"),
+        ({"fused_layers": []}, "fused_layers must be .*, at least 1, got"),
         ({"fused_layers": [1, 2, 3]}, r"tensor 'fc.weight' must have shape \(32, 96\), got \(32, 64\)"),
         (
             {"rope_parameters": {"rope_type": "dynamic"}},
@@ -191,20 +191,6 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
             by_name = model.generate(**arguments, drafter=named, return_dict_in_generate=True)
             assert by_name.sequences.tolist() == plain.tolist()
             assert result.statistics.accepted_histogram == by_name.statistics.accepted_histogram
-
-
-def test_another_base_is_refused(saved):
-    head = new_head(hidden_size=16)
-    with pytest.raises(ValueError, match=r"heads were trained for hidden_size=16, base model .* has 32"):
-        MedusaModel(tiny_model("llama"), head)
-    head = new_head(vocab_size=VOCAB_SIZE + 1)
-    with pytest.raises(ValueError, match=rf"trained for vocab_size={VOCAB_SIZE + 1}, base model .* has"):
-        MedusaModel(tiny_model("llama"), head)
-
-
-def test_a_tree_deeper_than_it_is_made_for_is_refused(saved):
-    with pytest.raises(ValueError, match=r"tree has depth 4, the heads are 3: .*use tree.subtree\(3\)"):
-        MedusaModel(tiny_model("llama"), new_head(), CandidateTree.chain(4))
 
 
 def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):

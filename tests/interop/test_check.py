@@ -1,5 +1,4 @@
-"""An export that its consumer would misread, or whose heads guess nothing, is caught before it is
-deployed."""
+"""An export that vLLM would misread, or whose heads guess nothing, is caught before it is deployed."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from medusa import HeadsCheckpoint, save_heads
 from medusa.cli.main import main
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
-WEIGHTS = {"vllm-medusa": "model.safetensors"}
+VLLM = "vllm-medusa"
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +30,18 @@ def made(tmp_path_factory):
     for name in ("trained", "untrained"):
         heads = HeadsCheckpoint(counting_heads(SIZE, name == "trained"), str(base))
         save_heads(heads, directory / name)
-        for to in WEIGHTS:
-            words = ["export", str(directory / name), "--to", to, "--output", str(directory / f"{name}-{to}")]
-            assert main(words) == 0
+        output = str(directory / f"{name}-export")
+        assert main(["export", str(directory / name), "--to", VLLM, "--output", output]) == 0
     return directory
 
 
-def check(directory, made, to, *words):
+def check(directory, made, *words):
     prompts = ["--prompts", str(made / "prompts.jsonl"), "--max-new-tokens", "25"]  # 1, then 6 steps of 4
-    return main(["check", str(directory), "--as", to, *prompts, *words])
+    return main(["check", str(directory), "--as", VLLM, *prompts, *words])
 
 
-@pytest.mark.parametrize("to", WEIGHTS)
-def test_heads_that_guess_right_are_accepted_whole(to, made, tmp_path, capsys):
-    assert check(made / f"trained-{to}", made, to, "--json", str(tmp_path / "report.json")) == 0
+def test_heads_that_guess_right_are_accepted_whole(made, tmp_path, capsys):
+    assert check(made / "trained-export", made, "--json", str(tmp_path / "report.json")) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["acceptance_rate"] == [1.0, 1.0, 1.0] and report["top1"] == [1.0, 1.0, 1.0]
     assert report["untrained_top1"] == [0.0, 0.0, 0.0]
@@ -53,9 +50,8 @@ def test_heads_that_guess_right_are_accepted_whole(to, made, tmp_path, capsys):
     assert "100.0%" in printed.out and report["serve"] in printed.err
 
 
-@pytest.mark.parametrize("to", WEIGHTS)
-def test_heads_that_guess_no_better_than_untrained_ones_are_refused(to, made, capsys):
-    assert check(made / f"untrained-{to}", made, to) == 1
+def test_heads_that_guess_no_better_than_untrained_ones_are_refused(made, capsys):
+    assert check(made / "untrained-export", made) == 1
     assert re.search(r"is right for 0.0% of the tokens, an untrained one for 0.0%", capsys.readouterr().err)
 
 
@@ -81,46 +77,38 @@ def config(drop="", **changes):
     return lambda directory: edit_config(directory, drop, **changes)
 
 
-VLLM = "vllm-medusa"
 BROKEN = {
     "biases that vLLM would drop": (
-        VLLM,
         config(drop="medusa_fc_bias"),
         "config.json leaves out medusa_fc_bias, which is then taken for False, and model.safetensors holds "
         "True",
     ),
     "an LM head that vLLM would not share": (
-        VLLM,
         config(original_lm_head=False),
         "says original_lm_head=False, and model.safetensors holds True",
     ),
     "a size that vLLM guesses": (
-        VLLM,
         config(drop="hidden_size"),
         f"leaves out hidden_size, which is then taken for 4096, and model.safetensors holds {SIZE}",
     ),
     "a count under any name": (
-        VLLM,
         config(medusa_num_heads=2),
         "says medusa_num_heads=2, and model.safetensors holds 3",
     ),
-    "a count that vLLM guesses": (VLLM, config(drop="num_heads"), "leaves out num_heads, .* taken for 5"),
-    "a cut vocabulary": (VLLM, config(truncated_vocab_size=9), "says truncated_vocab_size=9"),
-    "another architecture": (VLLM, config(architectures=["LlamaForCausalLM"]), "vLLM loads Medusa heads for"),
+    "a count that vLLM guesses": (config(drop="num_heads"), "leaves out num_heads, .* taken for 5"),
+    "a cut vocabulary": (config(truncated_vocab_size=9), "says truncated_vocab_size=9"),
+    "another architecture": (config(architectures=["LlamaForCausalLM"]), "vLLM loads Medusa heads for"),
     "a token map": (
-        VLLM,
         add_tensor("token_map", torch.arange(9)),
         "holds 'token_map', with which vLLM 0.32",
     ),
-    "a missing tensor": (VLLM, drop_tensor("blocks.1.layers.0.weight"), "lacks blocks.1.layers.0.weight"),
-    "no rows": (VLLM, drop_tensor("lm_head.weight"), "holds neither lm_heads.0.weight nor lm_head.weight"),
+    "a missing tensor": (drop_tensor("blocks.1.layers.0.weight"), "lacks blocks.1.layers.0.weight"),
+    "no rows": (drop_tensor("lm_head.weight"), "holds neither lm_heads.0.weight nor lm_head.weight"),
     "a tensor that vLLM ignores": (
-        VLLM,
         add_tensor("head.weight", torch.zeros(3)),
         "no part .*: head.weight",
     ),
     "two files": (
-        VLLM,
         lambda directory: save_file({"x": torch.zeros(1)}, directory / "y.safetensors"),
         "must hold one safetensors file for vLLM, got model.safetensors, y.safetensors",
     ),
@@ -129,17 +117,17 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_the_consumer_would_misread_is_named(what, made, tmp_path, capsys):
-    to, spoil, message = BROKEN[what]
+    spoil, message = BROKEN[what]
     directory = tmp_path / "export"
     directory.mkdir()
-    for path in (made / f"trained-{to}").iterdir():
+    for path in (made / "trained-export").iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     spoil(directory)
-    assert check(directory, made, to, "--base", str(made / "base")) == 1
+    assert check(directory, made, "--base", str(made / "base")) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {directory}") and re.search(message, error), error
 
 
 def test_a_directory_that_is_not_there_is_refused(made, capsys):
-    assert check("nowhere", made, VLLM) == 1
+    assert check("nowhere", made) == 1
     assert "no directory at 'nowhere'; give one that `medusa export` wrote" in capsys.readouterr().err

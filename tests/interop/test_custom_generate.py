@@ -48,9 +48,6 @@ def test_a_directory_decodes_what_the_base_writes_and_with_the_heads(base, direc
     result = generate(base, directory, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(result.sequences, plain)
     assert result.statistics.num_steps < 24, "no guess was ever taken: the heads were not used"
-
-
-def test_sampling_with_a_seed_is_that_of_medusa_model(base, directory):
     sampled = {"do_sample": True, "temperature": 0.8, "seed": 5}
     ours = MedusaModel.from_pretrained(base, directory).generate(PROMPT, max_new_tokens=24, **sampled)
     assert torch.equal(generate(base, directory, **sampled), ours)

@@ -140,11 +140,13 @@ def same_guesses(head: Eagle3Head, theirs: Eagle3Reference, tolerance: float = 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_heads_of_others_guess_here_what_they_guess_there_and_decode_exactly(variant, base, tmp_path):
+def test_heads_of_others_guess_here_what_they_guess_there_and_decode_exactly(variant, base, tmp_path, capsys):
     make, arguments = VARIANTS[variant]
     directory, theirs = make(tmp_path / "theirs", base, **arguments)
     where = [] if make is speculators else ["--base", base]
     assert main(["import", str(directory), *where, "--output", str(tmp_path / "heads")]) == 0
+    told = "leaves out norm_before_residual, which vLLM then takes for true" in capsys.readouterr().err
+    assert told == (variant == "speculators, residual left out")
     checkpoint = load_heads(tmp_path / "heads")
     head = checkpoint.heads
     assert head.reads_layers == LAYERS and checkpoint.base_model == base
@@ -202,13 +204,6 @@ def test_layers_that_the_base_has_not_are_refused_when_they_are_given(given, bas
     words = ["import", str(directory), "--base", base, "--fused-layers", *given]
     message = "error: --fused-layers must be different ints from 1 to 8, the layers of the base model .*got"
     refused(words, tmp_path, capsys, message)
-
-
-def test_speculators_that_do_not_say_which_residual_are_read_as_vllm_reads_them(base, tmp_path, capsys):
-    directory, _ = speculators(tmp_path / "theirs", base, says_residual=False, norm_before_residual=True)
-    assert main(["import", str(directory), "--output", str(tmp_path / "heads")]) == 0
-    assert "leaves out norm_before_residual, which vLLM then takes for true" in capsys.readouterr().err
-    assert load_heads(tmp_path / "heads").heads.config.norm_before_residual
 
 
 # ------------------------------------------------------------------ bad directories
@@ -364,43 +359,16 @@ BAD_SPECULATORS = {
         config_says(speculators_config=NO_DEPTH),
         "config.json: speculative_tokens must be an int from 1 to 256, got 0",
     ),
-    "pickled objects": (pickled_object, "pytorch_model.bin holds pickled Python objects beside tensors"),
-    "cut short": (cut_short, f"{WEIGHTS} is damaged or cut short"),
-    "no weights": (lambda directory: (directory / WEIGHTS).unlink(), "holds none of .*model.safetensors"),
-    "a missing tensor": (
-        changed(**{"layers.0.hidden_norm.weight": None}),
-        f"{WEIGHTS} lacks layers.0.hidden_norm.weight",
-    ),
     "no layer's tensors": (
         changed(**{"layers.0.mlp.gate_proj.weight": None}),
         f"{WEIGHTS} lacks layers.0.mlp.gate_proj.weight",
-    ),
-    "an extra tensor": (
-        changed(**{"layers.0.self_attn.q_norm.weight": torch.ones(8)}),
-        f"{WEIGHTS} holds tensors that are no part .*: layers.0.self_attn.q_norm.weight",
     ),
     "a second layer": (
         changed(**{"layers.1.hidden_norm.weight": torch.ones(32)}),
         f"{WEIGHTS} holds tensors that are no part .*: layers.1.hidden_norm.weight",
     ),
-    "a wrong shape": (
-        changed(**{"layers.0.hidden_norm.weight": torch.ones(31)}),
-        r"'layers.0.hidden_norm.weight' must have shape \(32,\), .*31",
-    ),
-    "other embeddings": (
-        changed(**{"embed_tokens.weight": torch.ones(260, 32)}),
-        "embed_tokens.weight is .*% away from the embeddings of the base model .*--base",
-    ),
     "a wrong size": (layer_says(hidden_size=64), f"says hidden_size=64, and {WEIGHTS} holds 32"),
     "two layers": (layer_says(num_hidden_layers=2), f"says num_hidden_layers=2, and {WEIGHTS} holds 1"),
-    "another vocabulary": (
-        config_says(draft_vocab_size=61),
-        "says draft_vocab_size=61, and .* holds 60",
-    ),
-    "a layer too far": (
-        config_says(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
-        r"config.json: eagle_aux_hidden_state_layer_ids must be different ints from 1 to 8, .*\[2, 4, 9\]",
-    ),
     "layers of text": (
         config_says(eagle_aux_hidden_state_layer_ids="2 4 5"),
         "config.json: eagle_aux_hidden_state_layer_ids must be different ints from 1 to 8, .*'2 4 5'",

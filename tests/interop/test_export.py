@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 import torch
-from foreign_heads import VllmMedusa
+from foreign_heads import VllmMedusa, refused
 from safetensors.torch import load_file
-from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, wide_tree
+from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, save_chat_model, wide_tree
 from transformers import GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 
 import medusa.interop.conversion
@@ -25,6 +25,7 @@ from medusa.interop.plain_heads import expanded_rows
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 BASE = chat_base()
+VLLM = "vllm-medusa"
 MAP = [200, 3, 97, 41, 255, 12]
 KINDS = [("shared", 1), ("shared", 2), ("full", 1), ("full", 2), ("token_map", 1), ("token_map", 2)]
 
@@ -42,10 +43,7 @@ def plain_heads(unembedding: str = "shared", num_layers: int = 1, **reading) -> 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("chat") / "base"
-    BASE.save_pretrained(directory)
-    chat_tokenizer().save_pretrained(directory)
-    return str(directory)
+    return save_chat_model(tmp_path_factory.mktemp("chat"))[0]
 
 
 def saved(directory: Path, base: str, heads, **parts) -> str:
@@ -53,13 +51,12 @@ def saved(directory: Path, base: str, heads, **parts) -> str:
     return str(save_heads(HeadsCheckpoint(heads, base, **parts), directory / "heads"))
 
 
-def exported(to: str, heads: str, directory: Path, *words: str) -> tuple[dict, dict]:
+def exported(heads: str, directory: Path, *words: str) -> tuple[dict, dict]:
     """config.json and the tensors of an export."""
-    output = directory / to
-    assert main(["export", heads, "--to", to, "--output", str(output), *words]) == 0
-    file = "model.safetensors"
-    assert sorted(path.name for path in output.iterdir()) == sorted(["config.json", file])
-    return json.loads((output / "config.json").read_text()), load_file(output / file)
+    output = directory / VLLM
+    assert main(["export", heads, "--to", VLLM, "--output", str(output), *words]) == 0
+    assert sorted(path.name for path in output.iterdir()) == ["config.json", "model.safetensors"]
+    return json.loads((output / "config.json").read_text()), load_file(output / "model.safetensors")
 
 
 def hidden_states() -> torch.Tensor:
@@ -72,9 +69,11 @@ def guesses(logits: torch.Tensor, heads: MedusaHeads) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
-def test_what_vllm_makes_of_an_export_guesses_the_same(unembedding, num_layers, base, tmp_path):
+def test_what_vllm_makes_of_an_export_guesses_the_same_and_it_comes_back_to_the_bit(
+    unembedding, num_layers, base, tmp_path
+):
     heads = plain_heads(unembedding, num_layers)
-    config, tensors = exported("vllm-medusa", saved(tmp_path, base, heads), tmp_path)
+    config, tensors = exported(saved(tmp_path, base, heads), tmp_path)
     assert config == {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -96,6 +95,14 @@ def test_what_vllm_makes_of_an_export_guesses_the_same(unembedding, num_layers, 
     assert torch.equal(logits.argmax(dim=-1), guesses(ours, heads))
     if unembedding != "token_map":
         assert torch.equal(logits, ours)
+    assert main(["import", str(tmp_path / VLLM), "--base", base, "--output", str(tmp_path / "back")]) == 0
+    back = load_heads(tmp_path / "back").heads
+    assert back.config == heads.config
+    before, after = heads.state_dict(), back.state_dict()
+    if unembedding == "token_map":
+        assert after.pop("token_map").tolist() == sorted(before.pop("token_map").tolist()) == sorted(MAP)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.fixture(scope="module")
@@ -117,37 +124,21 @@ def scaled_base(tmp_path_factory) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("to", ["vllm-medusa"])
 @pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
-def test_the_scale_of_the_logits_goes_out_and_comes_back(unembedding, to, scaled_base, tmp_path):
+def test_the_scale_of_the_logits_goes_out_and_comes_back(unembedding, scaled_base, tmp_path):
     heads = plain_heads(unembedding, logit_scale=0.125)
     path = str(save_heads(HeadsCheckpoint(heads, scaled_base), tmp_path / "heads"))
-    config, _ = exported(to, path, tmp_path)
+    config, _ = exported(path, tmp_path)
     assert config["logit_scale"] == 0.125
-    words = ["import", str(tmp_path / to), "--base", scaled_base]
+    words = ["import", str(tmp_path / VLLM), "--base", scaled_base]
     assert main([*words, "--output", str(tmp_path / "back")]) == 0
     assert load_heads(tmp_path / "back").heads.config == heads.config
-    (tmp_path / to / "config.json").write_text(
+    (tmp_path / VLLM / "config.json").write_text(
         json.dumps({k: v for k, v in config.items() if k[:5] != "logit"})
     )
     assert main([*words, "--output", str(tmp_path / "other")]) == 0
     expected = 1.0 if unembedding == "full" else 0.125  # rows of their own, or the base's
     assert load_heads(tmp_path / "other").heads.config.logit_scale == expected
-
-
-@pytest.mark.parametrize("to", ["vllm-medusa"])
-@pytest.mark.parametrize(("unembedding", "num_layers"), KINDS)
-def test_an_export_comes_back_to_the_bit(unembedding, num_layers, to, base, tmp_path):
-    heads = plain_heads(unembedding, num_layers)
-    exported(to, saved(tmp_path, base, heads), tmp_path)
-    assert main(["import", str(tmp_path / to), "--base", base, "--output", str(tmp_path / "back")]) == 0
-    back = load_heads(tmp_path / "back").heads
-    assert back.config == heads.config
-    before, after = heads.state_dict(), back.state_dict()
-    if unembedding == "token_map":
-        assert after.pop("token_map").tolist() == sorted(before.pop("token_map").tolist()) == sorted(MAP)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_token_outside_the_map_is_never_guessed_first():
@@ -162,62 +153,56 @@ def test_a_token_outside_the_map_is_never_guessed_first():
 def test_what_is_lost_and_what_to_do_next_is_said(base, tmp_path, capsys):
     tuned = (TunedTree(Runtime("cpu", "float32", "eager"), 1, wide_tree()),)
     heads = saved(tmp_path, base, plain_heads("token_map"), tree=wide_tree(), tuned=tuned)
-    exported("vllm-medusa", heads, tmp_path, "--json", str(tmp_path / "report.json"))
+    exported(heads, tmp_path, "--json", str(tmp_path / "report.json"))
     said = capsys.readouterr().err
     nodes = wide_tree().num_nodes
     assert f"the candidate tree of {nodes} nodes is left out: vLLM verifies a chain of the 3 best" in said
     assert "the trees tuned for 1 runtimes are left out" in said
     size = VOCAB_SIZE * HIDDEN_SIZE * 4 / 1e6
     assert f"the token map of 6 tokens is expanded to {VOCAB_SIZE} rows, {size:.1f} MB" in said
-    assert f"medusa check {tmp_path / 'vllm-medusa'} --as vllm-medusa --base {base}" in said
+    assert f"medusa check {tmp_path / VLLM} --as {VLLM} --base {base}" in said
     report = json.loads((tmp_path / "report.json").read_text())
-    assert f'"model": "{tmp_path / "vllm-medusa"}", "num_speculative_tokens": 3' in report["serve"]
-    assert len(report["changes"]) == 3 and report["format"] == "vllm-medusa"
+    assert f'"model": "{tmp_path / VLLM}", "num_speculative_tokens": 3' in report["serve"]
+    assert len(report["changes"]) == 3 and report["format"] == VLLM
 
 
 def test_the_type_of_the_tensors_is_chosen(base, tmp_path):
     heads = saved(tmp_path, base, plain_heads())
-    _, tensors = exported("vllm-medusa", heads, tmp_path, "--dtype", "bfloat16")
+    _, tensors = exported(heads, tmp_path, "--dtype", "bfloat16")
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
 
 
-def refused(heads: str, tmp_path: Path, capsys, message: str, *words: str, to: str = "vllm-medusa") -> None:
-    before = sorted(tmp_path.iterdir())
-    assert main(["export", heads, "--to", to, "--output", str(tmp_path / "out"), *words]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(message, error), error
-    assert sorted(tmp_path.iterdir()) == before
+def refuses(heads: str, tmp_path: Path, capsys, message: str, *words: str) -> None:
+    refused(["export", heads, "--to", VLLM, *words], tmp_path, capsys, message)
 
 
-@pytest.mark.parametrize("to", ["vllm-medusa"])
-def test_the_heads_that_ship_are_refused_with_what_to_train(to, tmp_path, capsys):
-    message = r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads .* with --reads-path false"
-    words = ("--base", "no/such/base")  # which is not asked for
-    refused("smollm2-135m-instruct", tmp_path, capsys, message, *words, to=to)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"reads_path": True}, "reads_path is true"), ({"fused_layers": (1,)}, r"fused_layers is \[1\]")],
-)
-def test_heads_that_read_more_than_the_last_state_are_refused(config, message, base, tmp_path, capsys):
-    heads = saved(tmp_path, base, plain_heads(**config))
-    refused(heads, tmp_path, capsys, f"{message}: .*Train heads for vLLM with --reads-path false")
+def test_heads_that_read_more_than_the_last_state_are_refused_with_what_to_train(base, tmp_path, capsys):
+    message = (
+        r"reads_path is true.*fused_layers is \[8, 16, 24\].*Train heads for vLLM with --reads-path false"
+    )
+    refuses("smollm2-135m-instruct", tmp_path, capsys, message, "--base", "no/such/base")  # is not asked for
+    for changes, message in (
+        ({"reads_path": True}, "reads_path is true"),
+        ({"fused_layers": (1,)}, r"is \[1\]"),
+    ):
+        heads = HeadsCheckpoint(plain_heads(**changes), base)
+        path = str(save_heads(heads, tmp_path / "heads", overwrite=True))
+        refuses(path, tmp_path, capsys, f"{message}: .*Train heads for vLLM with --reads-path false")
 
 
 def test_an_eagle3_head_and_an_adapter_are_refused(base, tmp_path, capsys):
     eagle3 = saved(tmp_path, base, Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=(1,))))
-    refused(eagle3, tmp_path, capsys, "is an EAGLE-3 head, .*--to vllm-eagle3, .*--head-kind medusa")
+    refuses(eagle3, tmp_path, capsys, "is an EAGLE-3 head, .*--to vllm-eagle3, .*--head-kind medusa")
     adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
     joint = str(save_heads(HeadsCheckpoint(plain_heads(), base, adapter=adapter), tmp_path / "joint"))
-    refused(joint, tmp_path, capsys, "was trained with a LoRA adapter.*vLLM would run the base without it")
+    refuses(joint, tmp_path, capsys, "was trained with a LoRA adapter.*vLLM would run the base without it")
 
 
 def test_another_base_is_refused(base, tmp_path, capsys):
     chat_base(seed=9).save_pretrained(tmp_path / "other")
     heads = saved(tmp_path, base, plain_heads())
     message = "was trained on another model .* than the base .*other': its output embedding is .* away"
-    refused(heads, tmp_path, capsys, message, "--base", str(tmp_path / "other"))
+    refuses(heads, tmp_path, capsys, message, "--base", str(tmp_path / "other"))
 
 
 def test_a_base_whose_output_embedding_has_a_bias_takes_full_heads_only(tmp_path, capsys):
@@ -225,32 +210,32 @@ def test_a_base_whose_output_embedding_has_a_bias_takes_full_heads_only(tmp_path
     phi = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1, num_attention_heads=4))
     phi.save_pretrained(tmp_path / "phi")
     shared = saved(tmp_path, str(tmp_path / "phi"), plain_heads(), fingerprint=None)
-    refused(shared, tmp_path, capsys, "the output embedding of .*phi' has a bias.*--unembedding full")
+    refuses(shared, tmp_path, capsys, "the output embedding of .*phi' has a bias.*--unembedding full")
     full = save_heads(HeadsCheckpoint(plain_heads("full"), str(tmp_path / "phi")), tmp_path / "full")
-    exported("vllm-medusa", str(full), tmp_path)
+    exported(str(full), tmp_path)
 
 
 def test_weights_too_large_for_the_type_are_refused(base, tmp_path, capsys):
     heads = plain_heads()
     heads.blocks[0][0].linear.weight.data.fill_(1e6)
     message = r"tensor 'blocks.0.layers.0.weight' must hold finite numbers"
-    refused(saved(tmp_path, base, heads), tmp_path, capsys, message, "--dtype", "float16")
+    refuses(saved(tmp_path, base, heads), tmp_path, capsys, message, "--dtype", "float16")
 
 
 def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
     heads = saved(tmp_path, base, plain_heads())
-    exported("vllm-medusa", heads, tmp_path)
-    before = (tmp_path / "vllm-medusa" / "config.json").read_bytes()
+    exported(heads, tmp_path)
+    before = (tmp_path / VLLM / "config.json").read_bytes()
 
     def disk_full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(medusa.interop.conversion, "save_file", disk_full)
-    words = ["export", heads, "--to", "vllm-medusa", "--output", str(tmp_path / "vllm-medusa")]
+    words = ["export", heads, "--to", VLLM, "--output", str(tmp_path / VLLM)]
     assert main(words) == 1  # it holds something
     assert main([*words, "--overwrite"]) == 1
-    assert (tmp_path / "vllm-medusa" / "config.json").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "vllm-medusa"]
+    assert (tmp_path / VLLM / "config.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", VLLM]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +260,7 @@ def test_overwriting_removes_nothing_but_an_export(base, tmp_path, capsys, outpu
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "model" / name).write_text("{}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    words = ["export", heads, "--to", "vllm-medusa", "--output", str(tmp_path / output)]
+    words = ["export", heads, "--to", VLLM, "--output", str(tmp_path / output)]
     assert main([*words, "--overwrite"]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -283,9 +268,9 @@ def test_overwriting_removes_nothing_but_an_export(base, tmp_path, capsys, outpu
 
 def test_overwriting_names_what_it_replaces(base, tmp_path, capsys):
     heads = saved(tmp_path, base, plain_heads())
-    exported("vllm-medusa", heads, tmp_path)
-    exported("vllm-medusa", heads, tmp_path, "--overwrite")
-    assert f"to be replaced:\n  {tmp_path / 'vllm-medusa' / 'config.json'}\n" in capsys.readouterr().err
+    exported(heads, tmp_path)
+    exported(heads, tmp_path, "--overwrite")
+    assert f"to be replaced:\n  {tmp_path / VLLM / 'config.json'}\n" in capsys.readouterr().err
 
 
 def test_the_flags_name_the_formats_that_are_written():

@@ -25,8 +25,7 @@ import torch
 from fitted_heads import NUM_HEADS, NUM_TOKENS, PROMPTS, eagle3_that_knows, plain_answers
 
 from medusa import HeadsCheckpoint, MedusaModel
-from medusa.interop.checking import check_chain
-from medusa.interop.conversion import FORMATS, export_heads
+from medusa.interop.conversion import FORMATS, check_chain, export_heads
 from medusa.interop.protocol import ReadRequest, ToExport
 
 LLAMA_CPP = os.environ.get("LLAMA_CPP")

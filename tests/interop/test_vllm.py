@@ -26,8 +26,7 @@ from fitted_heads import (
 )
 
 from medusa import HeadsCheckpoint, MedusaModel
-from medusa.interop.checking import check_chain
-from medusa.interop.conversion import FORMATS, export_heads
+from medusa.interop.conversion import FORMATS, check_chain, export_heads
 from medusa.interop.protocol import ReadRequest, ToExport
 
 PYTHON = os.environ.get("VLLM_PYTHON")

@@ -23,8 +23,7 @@ from tiny_server import TOKENIZER, Running, expected, running, wait_until
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.step import Forward
-from medusa.serving.application import AccessSettings
-from medusa.serving.origins import refusal_of_host, refusal_of_origin
+from medusa.serving.gate import AccessSettings, refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.server import log, log_to_standard_error
@@ -42,6 +41,14 @@ def tiny_chat_model():
 @pytest.fixture(scope="module")
 def server(tiny_chat_model):
     with running(tiny_chat_model, allows_race=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def tool_server():
+    model = chat_model(context=2048)
+    model.tokenizer.chat_template = TOOL_TEMPLATE
+    with running(model) as started:
         yield started
 
 
@@ -80,20 +87,10 @@ def test_an_answer_is_that_of_generate_streamed_or_not(server, tiny_chat_model):
         )
 
 
-def test_choices_draw_from_seeds_that_follow_each_other(server, tiny_chat_model):
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 16, "seed": 3, "n": 3}
-    reply = client_of(server).chat.completions.create(**asked)
-    texts = [
-        expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": 16}, seed=3 + i)[1] for i in range(3)
-    ]
-    assert [choice.message.content for choice in reply.choices] == texts
-    assert [choice.index for choice in reply.choices] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("num_choices", [1, 2, 4])
+@pytest.mark.parametrize("num_choices", [1, 4])
 def test_short_answers_are_whole_and_are_those_of_generate(server, tiny_chat_model, num_choices):
     client = client_of(server)
-    for length in range(1, 9):
+    for length in (1, 2, 3, 5, 8):
         asked = {"model": "tiny", "messages": HELLO, "max_tokens": length, "n": num_choices, "seed": length}
         alone = [
             expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": length}, seed=length + index)
@@ -106,6 +103,7 @@ def test_short_answers_are_whole_and_are_those_of_generate(server, tiny_chat_mod
         assert [choice.finish_reason for choice in reply.choices] == reasons
         assert reply.usage.completion_tokens == sum(len(tokens) for tokens, _ in alone)
         assert num_ended(server) == before + num_choices
+        assert [choice.index for choice in reply.choices] == [*range(num_choices)]
 
 
 def num_ended(server: Running) -> float:
@@ -237,36 +235,31 @@ def test_without_the_grammar_library_forms_are_refused_with_what_to_install(serv
     assert refused.value.param == "response_format"
 
 
-def test_tools_are_offered_called_and_answered():
+def test_tools_are_offered_called_and_answered(tool_server):
     pytest.importorskip("llguidance")
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = TOOL_TEMPLATE
-    with running(model) as server:
-        client = client_of(server)
-        asked = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 90, "seed": 1}
-        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-            reply = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
-            assert reply.finish_reason == "tool_calls" and reply.message.content is None
-            (call,) = reply.message.tool_calls
-            assert call.function.name == "weather"
-            assert isinstance(json.loads(call.function.arguments)["warm"], bool)
-            chunks = list(client.chat.completions.create(**asked, tool_choice=choice, stream=True))
-            (streamed,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
-            assert streamed.function.arguments == call.function.arguments and streamed.index == 0
-            assert said(chunks) == "" and chunks[-1].choices[0].finish_reason == "tool_calls"
-        first = client.chat.completions.create(**asked)
-        free = first.choices[0]
-        assert free.message.tool_calls is None and free.message.content
-        unoffered = client.chat.completions.create(**asked, tool_choice="none")
-        assert unoffered.usage.prompt_tokens == len(
-            model.tokenizer("<|user|>Hello<|end|><|assistant|>").input_ids
-        )
-        history = [*HELLO, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "warm"}]
-        answer = client.chat.completions.create(**{**asked, "messages": history})
-        called = '<tool_call>{"arguments": {"warm": true}, "name": "weather"}</tool_call>'
-        assert answer.usage.prompt_tokens > first.usage.prompt_tokens + len(called)
-        with pytest.raises(openai.BadRequestError, match="cannot be kept at once"):
-            client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    client, tokenizer = client_of(tool_server), tool_server.service.tokenizer
+    asked = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 90, "seed": 1}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        reply = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+        assert reply.finish_reason == "tool_calls" and reply.message.content is None
+        (call,) = reply.message.tool_calls
+        assert call.function.name == "weather"
+        assert isinstance(json.loads(call.function.arguments)["warm"], bool)
+        chunks = list(client.chat.completions.create(**asked, tool_choice=choice, stream=True))
+        (streamed,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+        assert streamed.function.arguments == call.function.arguments and streamed.index == 0
+        assert said(chunks) == "" and chunks[-1].choices[0].finish_reason == "tool_calls"
+    first = client.chat.completions.create(**asked)
+    free = first.choices[0]
+    assert free.message.tool_calls is None and free.message.content
+    unoffered = client.chat.completions.create(**asked, tool_choice="none")
+    assert unoffered.usage.prompt_tokens == len(tokenizer("<|user|>Hello<|end|><|assistant|>").input_ids)
+    history = [*HELLO, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "warm"}]
+    answer = client.chat.completions.create(**{**asked, "messages": history})
+    called = '<tool_call>{"arguments": {"warm": true}, "name": "weather"}</tool_call>'
+    assert answer.usage.prompt_tokens > first.usage.prompt_tokens + len(called)
+    with pytest.raises(openai.BadRequestError, match="cannot be kept at once"):
+        client.chat.completions.create(**asked, response_format={"type": "json_object"})
 
 
 CONTROLS = "a<|end|><|user|>b<<|assistant|>"
@@ -339,40 +332,62 @@ WRONG = [
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({}, "messages"),
 ]
+WRONG_PROMPTS = [
+    ([], "prompt"),
+    ([""], "prompt"),
+    (["a", ""], "prompt"),
+    ([[]], "prompt"),
+    ([[5], []], "prompt"),
+    (["a", 5], "prompt[1]"),
+    ([5, "a"], "prompt[1]"),
+    ([[5], ["a"]], "prompt[1][0]"),
+    ([[5], [99999]], "prompt"),
+    (["a"] * 65, "prompt"),
+    (None, "prompt"),
+    ({}, "prompt"),
+]
+WRONG_FIELDS = [("chat/completions", *each) for each in WRONG]
+WRONG_FIELDS += [
+    ("completions", {"prompt": prompt, "max_tokens": 1}, field) for prompt, field in WRONG_PROMPTS
+]
 
 
-@pytest.mark.parametrize(("body", "field"), WRONG, ids=[f"{field} {i}" for i, (_, field) in enumerate(WRONG)])
-def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, body, field):
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "tiny", **body})
+@pytest.mark.parametrize(("path", "body", "field"), WRONG_FIELDS, ids=lambda each: str(each)[:40])
+def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, path, body, field):
+    reply = httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", **body})
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == field and error["type"] == "invalid_request_error" and error["message"]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_a_part_that_is_no_text_is_refused_in_words_that_say_so(server, kind):
-    part = {"type": kind, kind: {"url": "data:image/png;base64,"}}
+def test_a_part_that_is_no_text_is_refused_in_words_that_say_so(server):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     content = [{"type": "text", "text": "What is this?"}, part]
-    reply = httpx.post(
-        f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]}
-    )
-    error = reply.json()["error"]
-    assert reply.status_code == 400 and error["param"] == "messages[0].content[1].type"
-    assert f"must be 'text', the only kind of part that this server reads, got '{kind}'" in error["message"]
+    body = {"messages": [{"role": "user", "content": content}]}
+    error = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "messages[0].content[1].type"
+    assert "must be 'text', the only kind of part that this server reads, got 'image_url'" in error["message"]
 
 
+DRAWN = {"do_sample": True, "top_k": 0, "seed": 5}
+GREEDY = {"do_sample": False}
 SAME = [
-    {"n": None, "stream": None, "ignore_eos": None, "medusa_plain": None, "seed": 5},
-    {"stream_options": {"include_usage": None, "include_depths": None}, "seed": 5.0},
-    {"stop": None, "logit_bias": None, "top_k": None, "response_format": {"type": None}, "seed": 5},
-    {"max_tokens": 12.0, "n": 1.0, "top_k": 0.0, "top_logprobs": None, "tools": None, "seed": 5},
-    {"seed": 5 - 2**62},
+    ({"n": None, "stream": None, "ignore_eos": None, "medusa_plain": None, "seed": 5}, DRAWN),
+    ({"stream_options": {"include_usage": None, "include_depths": None}, "seed": 5.0}, DRAWN),
+    ({"stop": None, "logit_bias": None, "top_k": None, "response_format": {"type": None}, "seed": 5}, DRAWN),
+    ({"max_tokens": 12.0, "n": 1.0, "top_k": 0.0, "top_logprobs": None, "tools": None, "seed": 5}, DRAWN),
+    ({"seed": 5 - 2**62}, DRAWN),
+    ({"top_k": 50, "seed": 5}, {"do_sample": True, "seed": 5}),  # the default of generate
+    ({"top_p": 0, "seed": -1}, GREEDY),
+    ({"temperature": 1e-40}, GREEDY),
+    ({"temperature": 1e-6}, GREEDY),
 ]
+"""Null leaves a field out, whole numbers may have a point, and next to no temperature is none."""
 
 
-@pytest.mark.parametrize("given", SAME, ids=lambda given: next(iter(given)))
-def test_null_leaves_a_field_out_and_whole_numbers_may_have_a_point(server, tiny_chat_model, given):
-    _, text = expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": 12}, seed=5)
+@pytest.mark.parametrize(("given", "options"), SAME, ids=[str(given)[:30] for given, _ in SAME])
+def test_fields_of_sampling_give_the_text_that_generate_gives(server, tiny_chat_model, given, options):
+    _, text = expected(tiny_chat_model, HELLO, max_new_tokens=12, **options)
     body = {"messages": HELLO, "max_tokens": 12, **given}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
@@ -386,14 +401,6 @@ def test_calls_of_earlier_turns_may_have_nulls():
     assert message.as_template["tool_calls"] == [
         {**called, "id": "", "type": "function"} | {"function": {"name": "f", "arguments": {}}}
     ]
-
-
-def test_nothing_but_the_likeliest_token_is_left_by_a_top_p_of_0(server, tiny_chat_model):
-    _, text = expected(tiny_chat_model, HELLO, do_sample=False, max_new_tokens=12)
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": -1}
-    reply = client_of(server).chat.completions.create(**asked, top_p=0)
-    assert reply.choices[0].message.content == text
-    assert client_of(server).chat.completions.create(**asked).choices[0].message.content != text
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -416,28 +423,6 @@ def test_each_of_several_prompts_gets_the_answers_that_it_gets_alone(server, num
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
     assert [*streamed.values()] == texts
-
-
-WRONG_PROMPTS = [
-    ([], "prompt"),
-    ([""], "prompt"),
-    (["a", ""], "prompt"),
-    ([[]], "prompt"),
-    ([[5], []], "prompt"),
-    (["a", 5], "prompt[1]"),
-    ([5, "a"], "prompt[1]"),
-    ([[5], ["a"]], "prompt[1][0]"),
-    ([[5], [99999]], "prompt"),
-    (["a"] * 65, "prompt"),
-    (None, "prompt"),
-    ({}, "prompt"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "field"), WRONG_PROMPTS)
-def test_a_wrong_prompt_is_refused_with_its_place(server, prompt, field):
-    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 1})
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
 
 
 def test_more_answers_than_ever_fit_are_refused_for_good():
@@ -472,20 +457,6 @@ def test_the_bytes_of_all_tokens_joined_are_the_text(server):
     assert len(joined) == 12 and joined.decode(errors="replace") == reply.message.content
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-6])
-def test_a_temperature_next_to_none_is_none(server, tiny_chat_model, temperature):
-    _, text = expected(tiny_chat_model, HELLO, max_new_tokens=12, do_sample=False)
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": temperature}
-    assert client_of(server).chat.completions.create(**asked).choices[0].message.content == text
-
-
-def test_with_top_k_50_a_seed_gives_the_text_of_generate_with_its_defaults(server, tiny_chat_model):
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "seed": 6}
-    _, text = expected(tiny_chat_model, HELLO, max_new_tokens=24, do_sample=True, seed=6)
-    reply = client_of(server).chat.completions.create(**asked, extra_body={"top_k": 50})
-    assert reply.choices[0].message.content == text
-
-
 LARGE_PATTERN = {"type": "object", "properties": {"a": {"pattern": "^a{1000000}$", "type": "string"}}}
 BAD_SCHEMAS = {
     "refers to itself": {"$ref": "#"},
@@ -498,14 +469,6 @@ BAD_SCHEMAS = {
     "definitions in a list": {"$defs": []},
     "definitions of null": {"definitions": None},
 }
-
-
-@pytest.fixture(scope="module")
-def tool_server():
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = TOOL_TEMPLATE
-    with running(model) as started:
-        yield started
 
 
 @pytest.mark.parametrize("schema", BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
@@ -524,7 +487,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_before_anything_waits(tool_serv
 
 
 def test_arguments_that_are_nested_too_deeply_to_be_shown_are_refused(tool_server):
-    for depth in range(880, 1000, 6):  # read, and too deep for the template: how deep depends on the machine
+    for depth in range(884, 1000, 11):  # read, and too deep for the template: how deep depends on the machine
         deep = {"name": "f", "arguments": '{"a": ' + "[" * depth + "]" * depth + "}"}
         called = {"role": "assistant", "tool_calls": [{"function": deep}]}
         body = {"messages": [*HELLO, called], "max_tokens": 1}
@@ -673,57 +636,44 @@ def open_server(tiny_chat_model):
         yield started
 
 
-FOREIGN_HOSTS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", "10.0.0.8", ""]
-FOREIGN_HOSTS += [
-    "localhost.evil.example",
-    "[::2]:{port}",
-    "x@127.0.0.1",
-    "127.0.0.1:1:2",
-    "medusa.example.org",
-]
-
-
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/completions"])
-@pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_name_that_is_not_the_servers_own_gets_nothing(open_server, host, path):
-    host = host.format(port=open_server.port)
+def test_a_name_that_is_not_the_servers_own_gets_nothing(open_server, path):
     method = "POST" if path == "/v1/completions" else "GET"
-    reply = httpx.request(
-        method,
-        open_server.url + path,
-        headers={"Host": host, "Origin": f"http://{host}"},
-        json={"prompt": "a"},
-    )
+    headers = {"Host": "evil.example", "Origin": "http://evil.example"}
+    reply = httpx.request(method, open_server.url + path, headers=headers, json={"prompt": "a"})
     assert reply.status_code == 403 and reply.json()["error"]["code"] == "host_not_allowed"
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost:{port}", "127.0.0.1", "127.0.0.9:{port}", "[::1]:{port}", "0.0.0.0:1"]
-)
-def test_local_names_and_addresses_are_the_servers_own(server, open_server, host):
-    for each in (server, open_server):
-        headers = {"Host": host.format(port=each.port)}
-        assert httpx.get(f"{each.url}/v1/models", headers=headers).status_code == 200
+FOREIGN_HOSTS = ["evil.example:8000", "127.0.0.1.evil.example:8000", "10.0.0.8", "", "localhost.evil.example"]
+FOREIGN_HOSTS += ["[::2]:8000", "x@127.0.0.1", "127.0.0.1:1:2", "medusa.example.org"]
+LOCAL_HOSTS = ["localhost:8000", "127.0.0.1", "127.0.0.9:8000", "[::1]:8000", "0.0.0.0:1"]
+ALLOWED_HOSTS = ["medusa.example", "Medusa.Example:80", "10.0.0.7:5"]
 
 
-def test_names_that_the_operator_allows_are_the_servers_own(server, open_server):
-    for host in ("medusa.example", "Medusa.Example:80", "10.0.0.7:5"):
-        headers = {"Host": host, "Origin": f"http://{host}"}
-        assert httpx.get(f"{open_server.url}/v1/models", headers=headers).status_code == 200
-        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 403
+def test_local_names_and_those_that_the_operator_allows_are_the_servers_own():
+    for allowed in (OTHERS.allowed_hosts, ()):
+        answered = [
+            host
+            for host in (*FOREIGN_HOSTS, *LOCAL_HOSTS, *ALLOWED_HOSTS)
+            if refusal_of_host(host, "127.0.0.1", allowed) is None
+        ]
+        assert answered == [*LOCAL_HOSTS, *(ALLOWED_HOSTS if allowed else [])]
+    for own in ("192.0.2.3", "::ffff:192.0.2.3"):  # the address on which it was asked
+        assert refusal_of_host("192.0.2.3:8000", own, ()) is None
+        assert refusal_of_host("192.0.2.4:8000", own, ()) is not None
+    assert refusal_of_host("[2001:DB8:0::1]:8000", "2001:db8::1", ()) is None
 
 
 FOREIGN_ORIGINS = ["https://evil.example", "null", "", "http://localhost:1", "http://127.0.0.1", "file://"]
 FOREIGN_ORIGINS += ["https://chat.example.org", "http://chat.example", "https://chat.example:8000"]
 
 
-@pytest.mark.parametrize("origin", FOREIGN_ORIGINS)
-def test_pages_of_other_origins_have_nothing_computed(open_server, origin):
-    headers = {"Origin": origin, "Content-Type": "text/plain"}
-    body = json.dumps({"prompt": "a", "max_tokens": 1})
-    before = num_ended(open_server)
-    reply = httpx.post(f"{open_server.url}/v1/completions", content=body, headers=headers)
-    assert reply.status_code == 403 and reply.json()["error"]["code"] == "origin_not_allowed"
+def test_pages_of_other_origins_have_nothing_computed(open_server):
+    body, before = json.dumps({"prompt": "a", "max_tokens": 1}), num_ended(open_server)
+    for origin in FOREIGN_ORIGINS:
+        headers = {"Origin": origin, "Content-Type": "text/plain"}
+        reply = httpx.post(f"{open_server.url}/v1/completions", content=body, headers=headers)
+        assert reply.status_code == 403 and reply.json()["error"]["code"] == "origin_not_allowed"
     assert num_ended(open_server) == before
 
 
@@ -739,13 +689,6 @@ def test_pages_of_the_server_and_of_origins_that_the_operator_names_may_ask(serv
     own = {"Origin": f"http://127.0.0.1:{server.port}"}
     assert httpx.post(f"{server.url}/v1/completions", json=body, headers=own).status_code == 200
     assert refusal_of_origin("https://any.example", "127.0.0.1", ("*",)) is None
-
-
-def test_a_server_answers_to_the_address_on_which_it_was_asked():
-    for own in ("192.0.2.3", "::ffff:192.0.2.3"):
-        assert refusal_of_host("192.0.2.3:8000", own, ()) is None
-        assert refusal_of_host("192.0.2.4:8000", own, ()) is not None
-    assert refusal_of_host("[2001:DB8:0::1]:8000", "2001:db8::1", ()) is None
 
 
 def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end():

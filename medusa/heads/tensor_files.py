@@ -1,4 +1,4 @@
-"""Reading tensors that others wrote: safetensors and ``torch.save`` files, whole models in shards.
+"""Reading tensors of heads, ours and others': safetensors and ``torch.save`` files, whole models in shards.
 
 ``torch.save`` files are pickles. They are read with ``weights_only=True``, which builds tensors and nothing
 else: a file cannot run code.
@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from medusa.files import read_json
-from medusa.heads.checkpoint import check_finite
 from medusa.heads.fingerprint import READABLE_TYPES
 
 Wanted = Callable[[str], bool]
@@ -63,6 +62,16 @@ def read_tensors(
             )
     check_finite(tensors, str(path))
     return tensors
+
+
+def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless every weight is finite in float32: NaN puts guesses in no order."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise ValueError(
+                f"{where}: tensor {name!r} must hold finite numbers, got NaN or infinity; train the heads "
+                "again, with a lower learning rate if the loss diverged"
+            )
 
 
 def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
@@ -200,4 +209,6 @@ def _check_not_packed(path: Path) -> None:
 
 def _damaged(path: Path, error: Exception) -> ValueError:
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return ValueError(f"{path} is damaged or cut short ({first_line[:200]}); download or copy it again")
+    return ValueError(
+        f"{path} is damaged or cut short ({first_line[:200]}); download, copy or train it again"
+    )

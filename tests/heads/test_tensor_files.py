@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from medusa.interop.tensor_files import read_tensors
+from medusa.heads.tensor_files import read_tensors
 
 BYTES = torch.zeros(4, 4, dtype=torch.uint8)
 FLOAT8, FLOAT4 = BYTES.view(torch.float8_e4m3fn), BYTES.view(torch.float4_e2m1fn_x2)

@@ -1,0 +1,202 @@
+"""The gate before the application: hosts, origins, keys, body sizes and request ids, before anything is read.
+
+A browser would let any page reach what it can reach. A page of another site may give its own name the address
+of this server (DNS rebinding), and is then of the same origin for the browser. The ``Host`` that it sends is
+still that name. Keys are compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from medusa.serving.replies import RequestError
+from medusa.serving.service import overloaded
+
+log = logging.getLogger("medusa.serving")
+HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?")
+PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
+"""Libraries of the chat page, in ``vendor/``."""
+OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
+"""What needs no key: it tells nothing."""
+MAX_REQUESTS = 704
+"""Requests under way at once, whether they wait, decode or are being read."""
+MAX_LOGGED_PATH = 200
+"""Characters of a path in the log."""
+
+
+@dataclass(frozen=True)
+class AccessSettings:
+    """Who may ask, and how much at once."""
+
+    api_keys: tuple[str, ...] = ()
+    """One of these is wanted where there are any."""
+    max_body_bytes: int = 4 * 2**20
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask, in lower case; * is all. None but the server's own by default."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may reach the server, beside localhost and its addresses."""
+    logs_prompts: bool = False
+
+
+class Gate:
+    """Hosts, origins, keys, body sizes and request ids, before anything is read or parsed."""
+
+    def __init__(self, app: Callable[..., Any], access: AccessSettings):
+        self.app, self.access, self.num_under_way = app, access, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
+        has_begun = False
+
+        async def send_with_id(message: Any) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                own = ((b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff"))
+                message["headers"] = [*message["headers"], *own]
+            await send(message)
+
+        headers = dict(scope["headers"])
+        refusal = self._refusal_of_place(scope, headers) or self._refusal(scope, headers)
+        if refusal is None:
+            self.num_under_way += 1
+            try:
+                await self.app(scope, _limited(receive, self.access.max_body_bytes), send_with_id)
+            except ClientDisconnect:
+                scope["state"]["refusal"] = RequestError("the client has left", 499, code="disconnected")
+            except Exception as error:
+                log.error("request %s failed", identity, exc_info=error)
+                refusal = RequestError(
+                    f"the server failed on this request; its log knows it as {identity}", 500
+                )
+            finally:
+                self.num_under_way -= 1
+        if refusal is not None and not has_begun:
+            await answer_of(refusal, scope)(scope, receive, send_with_id)
+        _log_refusal(scope)
+
+    def _refusal_of_place(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        refusal = None
+        if b"host" in headers:  # without one it is no browser
+            refusal = refusal_of_host(host, scope["server"][0], self.access.allowed_hosts)
+        if refusal is None and b"origin" in headers:
+            refusal = refusal_of_origin(origin, host, self.access.cors_origins)
+        return refusal
+
+    def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
+        path = scope["path"]
+        if self.access.api_keys and path not in OPEN_PATHS:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_keys]
+            if scheme.lower() != b"bearer" or not any(known):
+                return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
+            scope["state"]["owner"] = known.index(True)
+        if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
+            return overloaded()
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.access.max_body_bytes:
+            return _too_large(self.access.max_body_bytes)
+        return None
+
+
+def _limited(receive: Any, most: int) -> Any:
+    """``receive``, refusing bodies that turn out too large."""
+    received = 0
+
+    async def counted() -> Any:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > most:
+            raise _too_large(most)
+        return message
+
+    return counted
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(f"the body must have at most {most} bytes", 413, code="body_too_large")
+
+
+def answer_of(refusal: RequestError, scope: Any, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The reply that refuses a request; :class:`Gate` logs it."""
+    scope["state"]["refusal"] = refusal
+    return JSONResponse(refusal.body, refusal.status, headers or refusal.headers)
+
+
+def _log_refusal(scope: Any) -> None:
+    """One line for a request that was refused before it was counted, without what the client wrote."""
+    state = scope["state"]
+    refusal = state.get("refusal")
+    if refusal is not None and "is_logged" not in state:
+        said = {"request_id": state["request_id"], "path": scope["path"][:MAX_LOGGED_PATH]}
+        log.info(
+            json.dumps({**said, "refused": refusal.status, "code": refusal.code, "param": refusal.param})
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    address = _address(host)
+    return host.lower() == "localhost" or (address is not None and address.is_loopback)
+
+
+def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> RequestError | None:
+    """What a client is told that asks for the host ``given``, as its header has it; None where it may.
+
+    Args:
+        own_address: on which the connection came in.
+        allowed: names and addresses, beside that one and those of the loopback.
+    """
+    found = HOST.fullmatch(given)
+    name = (found[1] or found[2] or "") if found else given
+    address = _address(name)
+    # A page cannot rebind an address, and "any" is what a server that listens everywhere calls itself.
+    if is_loopback(name) or (address is not None and address.is_unspecified):
+        return None
+    if _normal(name) in map(_normal, (own_address, *allowed)):
+        return None
+    return RequestError(
+        f"this server does not answer to the host {name[:200]!r}; whoever runs it may add --allowed-host",
+        403,
+        code="host_not_allowed",
+    )
+
+
+def refusal_of_origin(given: str, host: str, allowed: Collection[str]) -> RequestError | None:
+    """What a page of the origin ``given`` is told; None where it is of this very ``host``, or ``allowed``."""
+    origin = given.lower()
+    if origin.partition("://")[2] == host.lower() or "*" in allowed or origin in allowed:
+        return None
+    return RequestError(
+        f"pages of {given[:200]!r} may not ask this server; whoever runs it may add --cors-origin",
+        403,
+        code="origin_not_allowed",
+    )
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _normal(host: str) -> str:
+    return str(_address(host) or host.lower())
