@@ -468,7 +468,9 @@ class MedusaModel:
         tree, drafter, kind = options.tree, options.drafter, options.step or self.step
         num_rows = len(request.tokens)
         if drafter is not None and not isinstance(drafter, str):
-            return drafter if tree is None else drafter.fill(tree)
+            if tree is None:
+                return drafter
+            return drafter.fill(tree) if tree.depth else self._drafters.make("plain")
         if drafter is None and tree is None and (request.is_exact or self.heads is None):
             return self._drafters.default(num_rows, kind)
         only_chain = request.rule is not None and request.rule.only_chains and tree is None

@@ -39,6 +39,7 @@ from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS
+from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.trees.tuned_trees import TunedTree
 
@@ -380,6 +381,14 @@ def test_the_fastest_drafter_is_the_default(model, monkeypatch):
     assert type(drafter) is DynamicHeadsDrafter and drafter.tree == TREE and drafter.suffix_length == 8
     expected = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
     assert torch.equal(model.generate(PROMPT, **SAMPLED), expected)
+
+
+@pytest.mark.parametrize("drafter", ["suffix", SuffixDrafter(3)], ids=["a name", "an object"])
+def test_a_root_alone_is_plain_decoding_whoever_is_to_fill_it(model, monkeypatch, drafter):
+    (given,) = drafters_of(model, monkeypatch, **GREEDY, tree=CandidateTree.chain(0), drafter=drafter)
+    assert type(given) is PlainDrafter
+    (given,) = drafters_of(model, monkeypatch, **GREEDY, tree=CandidateTree.chain(2), drafter=drafter)
+    assert type(given) is SuffixDrafter and given.max_depth == 2
 
 
 def test_a_tree_alone_means_the_heads_in_that_tree(model, monkeypatch):
