@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from medusa.base.architecture_check import check_is_model
+from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Engine, StepKind
@@ -22,11 +22,14 @@ from medusa.decoding.request import check_arguments, decode_request, joined_sequ
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps, check_step
-from medusa.drafters.registry import Drafter, Drafters
+from medusa.drafters.protocol import Drafter
+from medusa.drafters.registry import Drafters
 from medusa.engine.prepared import Prepared
-from medusa.heads.checkpoint import Heads, HeadsCheckpoint, check_tree_fits, load_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
+from medusa.heads.eagle3 import Heads
 from medusa.hub import HUB_ARGUMENTS
-from medusa.trees.tuned_trees import CandidateTree, Runtime, TunedTree, chosen_for, tuned_for
+from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class MedusaModel:
         tuned: Sequence[TunedTree] = (),
         step: StepKind = "general",
     ):
+        check_base(base)
         self.base = base
         """The base model as it was given."""
         self.engine: Engine = engine

@@ -223,14 +223,8 @@ class Batch:
         self.waiting.append(row)
 
     def start(self, request: DecodeRequest) -> list[Row]:
-        """Have the rows of ``request`` decode, together and with no others, in a batch that holds none.
-
-        Raises:
-            ValueError: the drafter cannot draw as the request's acceptance rule wants.
-        """
+        """Have the rows of ``request`` decode, together and with no others, in a batch that holds none."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
-        if request.rule is not None:
-            sampled_kind(self._guide(len(rows))[0], request)
         nothing_read = Prefix(new_cache(self._forward.base, len(rows)))
         self._readings = [_Reading(rows, request, nothing_read)]
         return rows
@@ -406,6 +400,8 @@ class Batch:
     def _read_to_the_end(self, reading: _Reading) -> list[Progress]:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
         rows, request = reading.rows, reading.request
+        rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
+        sampled = None if rule is None else sampled_kind(self._guide(len(rows))[0], request)
         state, advance = begin(
             self._forward,
             request,
@@ -414,8 +410,7 @@ class Batch:
             needs_features=self._needs_features,
             refuses_nan=self.limits is not ALONE,  # a row of NaN is to leave the others alone
         )
-        if request.rule is not None:
-            state.sampled = sampled_kind(self._guide(len(rows))[0], request)
+        state.sampled = sampled
         self.statistics.num_rows += sum(not row.tokens for row in rows)
         state.rows = list(range(self._num_joined, self._num_joined + len(rows)))
         for row, number in zip(rows, state.rows, strict=True):

@@ -60,7 +60,7 @@ WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
 T = TypeVar("T")
 MAX_KEPT = 16
-"""Settings whose libraries, graphs or compiled steps a model keeps, of each kind."""
+"""Settings whose compiled drafts a model keeps, and as many whose graphs."""
 
 
 def keep_newest(kept: dict[Hashable, T], key: Hashable, value: T) -> None:

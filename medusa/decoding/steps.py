@@ -79,14 +79,17 @@ class Libraries:
         """Where the libraries of the pass and of ``drafters`` are, or will be."""
         heads = [self._drafter_to_compile(each) for each in drafters if isinstance(each, HeadsDrafter)]
         drafts = [each.path(is_sampled) for each in heads for is_sampled in (False, True)]
-        return [self._library_path(tuple(sorted(self.layers))), *drafts]
+        return [self._pass_path, *drafts]
 
     def _drafter_to_compile(self, drafter: HeadsDrafter) -> CompiledDrafter:
         key = drafter.static_key
-        base_digest = self._library_path(tuple(sorted(self.layers))).stem
-        made = self._drafters.pop(key, None) or CompiledDrafter(drafter, base_digest)
+        made = self._drafters.pop(key, None) or CompiledDrafter(drafter, self._pass_path.stem)
         keep_newest(self._drafters, key, made)
         return made
+
+    @property
+    def _pass_path(self) -> Path:
+        return self._library_path(tuple(sorted(self.layers)))
 
     def _library_path(self, layers: tuple[int, ...]) -> Path:
         """See :func:`medusa.engine.compiled.library_path`, which reads all weights for it."""

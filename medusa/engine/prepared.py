@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from medusa.base.architecture_check import check_base
 from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
@@ -21,12 +20,10 @@ class Prepared:
     """A base and its heads as ``engine`` runs them.
 
     Raises:
-        ValueError: a tree cannot be verified on ``base``, the heads were made for other sizes, or the engine
-            cannot run the base.
+        ValueError: the heads were made for other sizes, or the engine cannot run the base.
     """
 
     def __init__(self, base: CausalLM, heads: Heads | None, engine: Engine):
-        check_base(base)
         self.base, self.heads, self.engine = base, heads, engine
         name = resolved_engine(base, engine)
         self.runner: CausalLM = prepared_base(base if name == "eager" else folded(base), engine)
