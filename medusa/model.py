@@ -89,8 +89,7 @@ class MedusaModel:
         check_step(self.step, prepared.runner)
         # all at once from here on: other threads may be in calls
         self._prepared = prepared
-        layers = () if self.heads is None else self.heads.reads_layers
-        self._steps, self._drafters = Steps(prepared.runner, layers=layers), Drafters(self)
+        self._steps, self._drafters = Steps(prepared.runner), Drafters(self)
         self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
 

@@ -7,14 +7,10 @@ committed tokens plus its depth, however many siblings stand before it in the pa
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -23,69 +19,14 @@ LayerWindows = dict[str, int | None]
 
 ALL_NODES = slice(None)
 
-GROUPED_ATTENTION = "medusa_grouped_sdpa"
-"""An attention implementation of ``transformers``: :func:`grouped_attention`."""
+TREE_ATTENTION = {"sdpa": "medusa_tree_sdpa", "eager": "medusa_tree_eager"}
+"""What an engine's kernels compute (:mod:`medusa.engine.kernels`), by the implementation that it stands for."""
 
-FLOAT64_ATTENTION = "medusa_float64_sdpa"
-"""An attention implementation of ``transformers``: :func:`float64_attention`."""
+MASKED_ATTENTION = ("sdpa", "eager", *TREE_ATTENTION.values())
+"""Attention implementations that take an arbitrary mask, or what :func:`seen_slots` makes of it."""
 
-MASKED_ATTENTION = ("sdpa", "eager", GROUPED_ATTENTION, FLOAT64_ATTENTION)
-"""Attention implementations that take an arbitrary mask."""
-
-MAX_GROUPED_NODES = 64
-"""For more nodes :func:`grouped_masks` leaves the masks alone: they would be large, and repeating keys
-pays."""
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """``sdpa`` that does not repeat keys and values for the heads that share them.
-
-    query (B, H, T, width), key and value (B, H', S, width) -> (B, T, H, width). The G = H / H' heads that
-    read the same keys stand as one head with G * T queries, for which the mask is (B, 1, G * T, S), see
-    :func:`grouped_masks`. With any other mask it is ``sdpa`` as ``transformers`` runs it.
-    """
-    batch, num_heads, num_queries, _ = query.shape
-    num_rows = num_queries * (num_heads // key.shape[1])
-    is_grouped = attention_mask is not None and attention_mask.shape[2] == num_rows
-    if not is_grouped or not kwargs.keys() <= _PLAIN_OPTIONS:
-        mask = None if attention_mask is None else attention_mask[:, :, :num_queries]
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
-    queries = query.reshape(batch, key.shape[1], num_rows, -1)
-    output = F.scaled_dot_product_attention(queries, key, value, attention_mask, scale=kwargs.get("scaling"))
-    output = output.view(batch, num_heads, num_queries, -1)
-    return output.transpose(1, 2).contiguous(), None  # (B, T, H, width)
-
-
-_PLAIN_OPTIONS = {"dropout", "scaling", "sliding_window", "position_ids", "cache_position", "use_cache"}
-"""What a layer passes without asking for more than attention: decoding drops nothing out, and the window
-is in the mask."""
-
-
-def float64_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """:func:`grouped_attention` computed in float64 and rounded once, so that no float32 bit depends on how
-    many queries and slots take part."""
-    wide = (query.double(), key.double(), value.double())
-    output, _ = grouped_attention(module, *wide, attention_mask, **kwargs)
-    return output.to(query.dtype), None
-
-
-for _name, _attention in ((GROUPED_ATTENTION, grouped_attention), (FLOAT64_ATTENTION, float64_attention)):
-    AttentionInterface.register(_name, _attention)
-    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+MOST_TREE_NODES = 64
+"""Of a longer chain, each node's own past is given as one range of slots, without the nodes one by one."""
 
 
 def check_attention(base: PreTrainedModel) -> None:
@@ -209,22 +150,39 @@ def tree_attention_masks(
 def mask_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of the masks that a text configuration's attention adds to scores, None where it takes
     booleans; ``dtype`` is the model's."""
-    known = {"sdpa": None, FLOAT64_ATTENTION: torch.float64}
-    return known.get(config._attn_implementation, dtype)
+    return None if config._attn_implementation == "sdpa" else dtype
 
 
-def grouped_masks(masks: Tensor | dict[str, Tensor], config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
-    """``masks`` (B, 1, M, S) with the rows that :func:`grouped_attention` wants: (B, 1, G * M, S).
+def takes_seen_slots(config: PreTrainedConfig) -> bool:
+    """Whether the attention of a text configuration wants :func:`seen_slots` in the place of masks."""
+    return config._attn_implementation in TREE_ATTENTION.values()
 
-    All M rows come once for each of the G heads that share keys; as given for other attention.
+
+def seen_slots(
+    lengths: Tensor, topology: TreeTopology, windows: LayerWindows, nodes: slice = ALL_NODES
+) -> Tensor | dict[str, Tensor]:
+    """What :func:`tree_attention_masks` says in a form whose size does not grow with the text: (B, 1, M, 2 + T)
+    int32, or one for each layer type of a hybrid model.
+
+    For each node the first slot that it sees and the end of those, and then for each of the T nodes of the tree,
+    in the slots from there on, 1 + its depth where it is seen and 0 elsewhere. A long chain has no such nodes:
+    the slots of its own past come before its end.
     """
-    if isinstance(masks, dict):
-        return {kind: cast(Tensor, grouped_masks(mask, config)) for kind, mask in masks.items()}
-    is_grouped = config._attn_implementation in (GROUPED_ATTENTION, FLOAT64_ATTENTION)
-    if not is_grouped or masks.shape[2] > MAX_GROUPED_NODES:
-        return masks
-    num_heads = config.num_attention_heads
-    return masks.repeat(1, 1, num_heads // (getattr(config, "num_key_value_heads", None) or num_heads), 1)
+    rows, depths = len(lengths), topology.depths[:, nodes]
+    positions, ends = lengths[:, None] + depths, lengths[:, None].expand(-1, depths.shape[1])
+    ancestors = topology.ancestors[:, nodes, : nodes.stop]  # later nodes have no slots yet
+    if topology.is_chain and depths.shape[1] > MOST_TREE_NODES:
+        ends, ancestors = positions + 1, ancestors[:, :, :0]
+    depth_of = topology.depths[:, None, : ancestors.shape[2]]
+    seen = {}
+    for kind, window in windows.items():
+        visible, starts = ancestors, torch.zeros_like(ends)
+        if window is not None:
+            visible = ancestors & (depths[:, :, None] - depth_of < window)
+            starts = torch.minimum((positions - window + 1).clamp_(min=0), ends)
+        marks = (visible * (depth_of + 1)).expand(rows, -1, -1)
+        seen[kind] = torch.cat([starts[..., None], ends[..., None], marks], dim=2).to(torch.int32)[:, None]
+    return seen if len(seen) > 1 else seen.popitem()[1]
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from medusa.base.attention import (
     attention_windows,
     check_attention,
-    grouped_masks,
     mask_dtype,
     node_positions,
+    seen_slots,
+    takes_seen_slots,
     tree_attention_masks,
 )
 from medusa.base.cache import TreeCache
@@ -201,11 +202,15 @@ def tree_inputs(
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
     cache.begin(tokens.shape[1], first_node)
-    windows, dtype = attention_windows(base), mask_dtype(config, base.dtype)
-    masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
+    windows = attention_windows(base)
+    if takes_seen_slots(config):
+        masks = seen_slots(cache.lengths, topology, windows, nodes)
+    else:
+        dtype = mask_dtype(config, base.dtype)
+        masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
     return {
         "input_ids": tokens,
-        "attention_mask": grouped_masks(masks, config),
+        "attention_mask": masks,
         "position_ids": node_positions(
             cache.lengths, topology, cache.num_positions or context_length(base), nodes
         ),

@@ -30,29 +30,24 @@ from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.validation import DraftValidator
-from medusa.engine.compiled import CompiledPass
 from medusa.trees.candidate_tree import TreeTopology
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The only place that knows what runs a pass of ``base``: its modules or a library. With the states of
-    ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
+    """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes. With
+    the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
 
     base: CausalLM
     layers: tuple[int, ...] = ()
-    compiled: CompiledPass | None = None
-    """A library for ``base``, run in the place of its modules."""
 
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
-        run = self.compiled.prefill if self.compiled else prefill
-        return run(self.base, tokens, lengths, cache, layers=self.layers)
+        return prefill(self.base, tokens, lengths, cache, layers=self.layers)
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
-        run = self.compiled.verify if self.compiled else verify
-        return run(self.base, tokens, topology, cache, layers=self.layers)
+        return verify(self.base, tokens, topology, cache, layers=self.layers)
 
 
 @dataclass(frozen=True)

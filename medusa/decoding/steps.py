@@ -7,8 +7,8 @@
               and shape, which never waits for the device          or plain decoding; acceptance "exact", no
               (``static.py``)                                      stopping criteria, no logits processor that
                                                                    reads the text
-    compiled  as general, with a pass (``engine/compiled.py``)     engine "packed" or "int8" on a CPU, a C++
-              and drafts of heads (``drafters/compiled.py``)       compiler, and sdpa attention
+    compiled  as general, with layers (``engine/compiled.py``)     engine "packed" or "int8" on a CPU
+              and drafts of heads (``drafters/compiled.py``)
               compiled ahead and kept on disk
     captured  static, replayed as a CUDA graph                     as static, on one CUDA device
 
@@ -23,6 +23,7 @@ writes to the tensors it was captured with.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,30 +37,26 @@ from medusa.decoding.step import Forward
 from medusa.drafters.compiled import CompiledDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
-from medusa.engine.compiled import CompiledPass, compiled_pass, library_path, missing_for_compiled_pass
-from medusa.engine.views import holds_packed_weights
+from medusa.engine.compiled import compiled_view, library_paths, missing_for_compiled_layers
+from medusa.engine.views import is_view
 
 
 class Libraries:
-    """What is compiled ahead for one base, its pass and the drafts of heads; kept for the calls to come."""
+    """What is compiled ahead for one base, its layers and the drafts of heads; kept for the calls to come."""
 
-    def __init__(self, base: CausalLM, layers: Sequence[int] = ()):
+    def __init__(self, base: CausalLM):
         self.base = base
-        self.layers = frozenset(layers)
-        """Decoder layers that a compiled pass gives the states of, whatever else a drafter reads."""
         self._lock = threading.Lock()
-        self._pass: CompiledPass | None = None
+        self._compiled: CausalLM | None = None
         self._drafters: dict[Hashable, CompiledDrafter] = {}
-        self._paths: dict[tuple[int, ...], Path] = {}
 
-    def compiled_pass(self, layers: Sequence[int] = ()) -> tuple[CompiledPass, float]:
-        """The base's pass with the states of ``layers``, and the seconds that getting it took."""
+    def compiled_base(self) -> tuple[CausalLM, float]:
+        """The base with compiled layers, and the seconds that getting it took."""
         with self._lock:
-            if self._pass is not None and self._pass.gives(layers):
-                return self._pass, 0.0
-            given = tuple(sorted(self.layers.union(layers)))
-            self._pass = compiled_pass(self.base, given, self._library_path(given))
-            return self._pass, self._pass.setup_seconds
+            began = time.perf_counter()
+            if self._compiled is None:
+                self._compiled = compiled_view(self.base)
+            return self._compiled, time.perf_counter() - began
 
     def compiled_drafter(self, drafter: Drafter, *are_sampled: bool) -> tuple[Drafter, float]:
         """``drafter``, and the seconds that this took: one of Medusa heads with compiled drafts for rows that
@@ -68,34 +65,26 @@ class Libraries:
             return drafter, 0.0
         with self._lock:
             made = self._drafter_to_compile(drafter)
-            return made.for_drafter(drafter), sum(map(made.prepare, are_sampled))
+            return made.for_drafter(drafter), sum([made.prepare(sampled) for sampled in are_sampled])
 
     def make(self, drafters: Sequence[Drafter]) -> float:
-        """Have the libraries of the pass and of ``drafters`` on disk and loaded; the seconds that it took."""
-        seconds = self.compiled_pass()[1]
-        return seconds + sum(self.compiled_drafter(each, False, True)[1] for each in drafters)
+        """Have the libraries of the layers and of ``drafters`` on disk and loaded; the seconds that it took."""
+        seconds = self.compiled_base()[1]
+        return seconds + sum([self.compiled_drafter(each, False, True)[1] for each in drafters])
 
     def paths(self, drafters: Sequence[Drafter]) -> list[Path]:
-        """Where the libraries of the pass and of ``drafters`` are, or will be."""
+        """Where the libraries of the layers and of ``drafters`` are, or will be."""
         heads = [self._drafter_to_compile(each) for each in drafters if isinstance(each, HeadsDrafter)]
-        drafts = [each.path(is_sampled) for each in heads for is_sampled in (False, True)]
-        return [self._pass_path, *drafts]
+        return [
+            *library_paths(self.base),
+            *(each.path(sampled) for each in heads for sampled in (False, True)),
+        ]
 
     def _drafter_to_compile(self, drafter: HeadsDrafter) -> CompiledDrafter:
         key = drafter.static_key
-        made = self._drafters.pop(key, None) or CompiledDrafter(drafter, self._pass_path.stem)
+        made = self._drafters.pop(key, None) or CompiledDrafter(drafter)
         keep_newest(self._drafters, key, made)
         return made
-
-    @property
-    def _pass_path(self) -> Path:
-        return self._library_path(tuple(sorted(self.layers)))
-
-    def _library_path(self, layers: tuple[int, ...]) -> Path:
-        """See :func:`medusa.engine.compiled.library_path`, which reads all weights for it."""
-        if layers not in self._paths:
-            self._paths[layers] = library_path(self.base, layers)
-        return self._paths[layers]
 
 
 @dataclass(frozen=True)
@@ -110,14 +99,11 @@ class Way:
 
 
 class Steps:
-    """The ways to run the steps of one base; what is compiled or captured for it is kept.
+    """The ways to run the steps of one base; what is compiled or captured for it is kept."""
 
-    ``layers`` are the decoder layers that compiled passes give the states of.
-    """
-
-    def __init__(self, base: CausalLM, layers: Sequence[int] = ()):
+    def __init__(self, base: CausalLM):
         self.base = base
-        self.libraries = Libraries(base, layers)
+        self.libraries = Libraries(base)
         self.captured: dict[Hashable, StepRunner] = {}
         self._checked: set[str] = set()
 
@@ -139,11 +125,11 @@ class Steps:
         if step == "general":
             return Way(Forward(self.base, drafter.reads_layers), drafter)
         if step == "compiled":
-            compiled, seconds = self.libraries.compiled_pass(drafter.reads_layers)
+            base, seconds = self.libraries.compiled_base()
             if request.rule is None:  # others draw their candidates
                 drafter, more = self.libraries.compiled_drafter(drafter, request.seeds is not None)
                 seconds += more
-            return Way(Forward(self.base, drafter.reads_layers, compiled), drafter, setup_seconds=seconds)
+            return Way(Forward(base, drafter.reads_layers), drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         rows = StaticRows(self.base, checked, captured, host_sync_interval)
@@ -167,7 +153,7 @@ class Steps:
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
-        return Forward(self.base, layers, self.libraries.compiled_pass(layers)[0])
+        return Forward(self.libraries.compiled_base()[0], layers)
 
 
 def check_step(step: str, base: CausalLM) -> None:
@@ -183,9 +169,9 @@ def missing_for_compiled(base: CausalLM) -> str | None:
     """What a compiled step lacks on ``base``; None when nothing."""
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
-    if not holds_packed_weights(base):
-        return "engine='packed' or 'int8', which compile their pass ahead on a CPU"
-    return missing_for_compiled_pass(base)
+    if not is_view(base):
+        return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
+    return missing_for_compiled_layers(base)
 
 
 def missing_for_captured(base: CausalLM) -> str | None:

@@ -12,29 +12,29 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.acceptance.protocol import DraftKind
-from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
+from medusa.base.causal_lm import embedding_weight
 from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
-from medusa.engine.int8 import Int8Linear
+from medusa.engine.kernels import SOURCE
 from medusa.engine.libraries import (
+    check_library,
     compile_library,
+    compiled_program,
     digest_of,
     kept_library,
-    open_library,
-    traceable_products,
+    open_program,
 )
-from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import TreeTopology
 
-VERSION = 6
+VERSION = 7
 """Of what is compiled: raise it with every change of what a draft computes."""
 MIN_COLUMNS = 16
 """Columns of tokens that a library wants at least."""
@@ -45,18 +45,13 @@ LEAST_EQUAL = 0.5
 
 
 class CompiledDrafter(StatelessDrafter):
-    """``drafter``, whose drafts are compiled for the kinds of rows that :meth:`prepare` is told of.
-
-    Args:
-        base_digest: tells the base apart whose output embedding the heads read.
-    """
+    """``drafter``, whose drafts are compiled for the kinds of rows that :meth:`prepare` is told of."""
 
     context_only = False
 
-    def __init__(self, drafter: HeadsDrafter, base_digest: str):
+    def __init__(self, drafter: HeadsDrafter):
         self.drafter, self.reads_layers = drafter, drafter.reads_layers
         self.needs_features = drafter.needs_features
-        self._base_digest = base_digest
         self._libraries: dict[bool, Any] = {}  # by whether rows are sampled
         self._paths: dict[bool, Path] = {}
 
@@ -84,17 +79,18 @@ class CompiledDrafter(StatelessDrafter):
         if is_sampled in self._paths:
             return self._paths[is_sampled]
         drafter = self.drafter
-        digest = digest_of(
-            drafter.heads.state_dict(),
-            embedding_weight(drafter.output_embedding).device,
-            self._base_digest,
+        depends_on = (
+            drafter.heads.config,
+            [(name, tuple(weight.shape), weight.dtype) for name, weight in _weights(drafter)],
             type(drafter).__name__,
             drafter.tree.paths,
             getattr(drafter, "suffix_length", 0),
             drafter.beta,
             is_sampled,
+            SOURCE.read_bytes(),
             VERSION,
         )
+        digest = digest_of({}, embedding_weight(drafter.output_embedding).device, *depends_on)
         return self._paths.setdefault(is_sampled, kept_library("draft", digest))
 
     def prepare(self, is_sampled: bool) -> float:
@@ -102,9 +98,9 @@ class CompiledDrafter(StatelessDrafter):
         began = time.perf_counter()
         if is_sampled not in self._libraries:
             path = self.path(is_sampled)
-            if not path.exists():
-                self._compile(is_sampled, path)
-            self._libraries[is_sampled] = open_library(path)
+            self._compile(is_sampled, path)
+            check_library(path)
+            self._libraries[is_sampled] = open_program(path)
         return time.perf_counter() - began
 
     def draft(self, context: DraftContext) -> Draft:
@@ -116,8 +112,7 @@ class CompiledDrafter(StatelessDrafter):
         return self._drafted(library, context)
 
     def _drafted(self, library: Any, context: DraftContext) -> Draft:
-        inputs = _inputs(context, embedding_weight(self.drafter.output_embedding))
-        tokens, *others = library.run(inputs)
+        tokens, *others = library.run(_inputs(context, self.drafter))
         if isinstance(self.drafter, DynamicDrafter):
             *topology, worth = others
             return Draft(tokens, TreeTopology(*topology), worth=worth)
@@ -128,13 +123,13 @@ class CompiledDrafter(StatelessDrafter):
         text = f"compiling drafts of {num_nodes} nodes: about a minute, once; kept in {path.parent}"
         trial = self._trial(is_sampled)
 
-        def check(library: Any) -> None:
-            mine, theirs = self._drafted(library, trial), _draft_after_reading(self.drafter, trial)
+        def check(made: Path) -> None:
+            mine, theirs = self._drafted(open_program(made), trial), _draft_after_reading(self.drafter, trial)
             is_equal = mine.tokens.shape == theirs.tokens.shape and mine.tokens == theirs.tokens
             if not torch.as_tensor(is_equal).float().mean() >= LEAST_EQUAL:
                 raise ValueError("the compiled draft is not what the heads draft; use step='general'")
 
-        compile_library(path, text, lambda: self._exported(trial), check)
+        compile_library(path, text, lambda made: compiled_program(self._exported(trial), made), check)
 
     def _trial(self, is_sampled: bool) -> DraftContext:
         """What a step of two rows might begin with."""
@@ -156,8 +151,9 @@ class CompiledDrafter(StatelessDrafter):
 
     def _exported(self, trial: DraftContext) -> torch.export.ExportedProgram:
         rows, columns = torch.export.Dim("b", min=1), torch.export.Dim("s", min=MIN_COLUMNS)
-        inputs = _inputs(trial, embedding_weight(self.drafter.output_embedding))
-        shapes: list[dict[int, Any]] = [{0: rows}, {0: rows}, {0: rows, 1: columns}, {0: rows}, {}]
+        inputs, num_weights = _inputs(trial, self.drafter), len(_weights(self.drafter))
+        shapes: list[dict[int, Any]] = [{}] * num_weights
+        shapes += [{0: rows}, {0: rows}, {0: rows, 1: columns}, {0: rows}, {}]
         shapes += [{0: rows}] * (len(inputs) - len(shapes))
         module = _ExportedDraft(self.drafter).eval()
         return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(shapes),), strict=False)
@@ -168,12 +164,24 @@ def _draft_after_reading(drafter: HeadsDrafter, context: DraftContext) -> Draft:
     return drafter.draft_from(context) if drafter.needs_features else drafter.draft(context)
 
 
-def _inputs(context: DraftContext, rows: Tensor) -> list[Tensor]:
+def _weights(drafter: HeadsDrafter) -> list[tuple[str, Tensor]]:
+    """What a draft computes with, by name in :func:`_parts`."""
+    parts = _parts(drafter)
+    return [(name, each.detach()) for name, each in (*parts.named_parameters(), *parts.named_buffers())]
+
+
+def _parts(drafter: HeadsDrafter) -> nn.ModuleDict:
+    """The modules that a draft runs."""
+    return nn.ModuleDict({"heads": drafter.heads, "embedding": drafter.output_embedding})
+
+
+def _inputs(context: DraftContext, drafter: HeadsDrafter) -> list[Tensor]:
     """What a library takes: see :class:`_ExportedDraft`."""
-    tokens = context.tokens
+    tokens, rows = context.tokens, embedding_weight(drafter.output_embedding)
     if tokens.shape[1] < MIN_COLUMNS:
         tokens = F.pad(tokens, (0, MIN_COLUMNS - tokens.shape[1]))
-    inputs = [context.root, context.hidden, tokens, context.lengths, rows.detach()]
+    weights = [weight for _, weight in _weights(drafter)]
+    inputs = [*weights, context.root, context.hidden, tokens, context.lengths, rows.detach()]
     if context.noise is not None:
         temperature = torch.as_tensor(context.temperature, dtype=torch.float32)
         inputs += [context.noise, temperature.expand(len(tokens), 1, 1)]
@@ -181,28 +189,28 @@ def _inputs(context: DraftContext, rows: Tensor) -> list[Tensor]:
 
 
 class _ExportedDraft(nn.Module):
-    """Drafts as a function of tensors: (root, hidden, tokens, lengths, rows of the output embedding), and for
-    sampled rows (noise, temperature (B, 1, 1)) -> (tokens, the tensors of a topology, and where the draft
-    says it what nodes are worth)."""
+    """Drafts as a function of tensors: (weights, root, hidden, tokens, lengths, rows of the output embedding),
+    and for sampled rows (noise, temperature (B, 1, 1)) -> (tokens, the tensors of a topology, and where the
+    draft says it what nodes are worth)."""
 
     def __init__(self, drafter: HeadsDrafter):
         super().__init__()
-        self._drafter, embedding = copy.copy(drafter), drafter.output_embedding
-        parts = nn.ModuleDict(
-            {"heads": copy_sharing_parameters(drafter.heads), "scorer": copy_sharing_parameters(embedding)}
-        )
-        self.parts = traceable_products(parts, int8=isinstance(embedding, Int8Linear))
-        heads = cast(MedusaHeads, self.parts["heads"])
-        if isinstance(heads.scorer, nn.Module):
-            heads.scorer = _InTurn(heads.scorer, drafter.tree.depth)
-        self.parts["scorer"] = _InTurn(self.parts["scorer"], drafter.tree.depth)
-        self._embedding = _Rows(self.parts["scorer"])
-        self._drafter.heads = heads
-        self._drafter.output_embedding = self._embedding  # type: ignore[assignment]
+        self._of = (_Draft(drafter),)  # hidden, so that no weight counts as this module's own
+        self._names = [f"parts.{name}" for name, _ in _weights(drafter)]
+
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        weights = dict(zip(self._names, inputs, strict=False))
+        return torch.func.functional_call(self._of[0], weights, tuple(inputs[len(weights) :]))
+
+
+class _Draft(nn.Module):
+    def __init__(self, drafter: HeadsDrafter):
+        super().__init__()
+        self._drafter, self.parts = copy.copy(drafter), _parts(drafter)
 
     def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
         root, hidden, tokens, lengths, rows, *sampling = inputs
-        self._embedding.weight = rows
+        self._drafter.output_embedding = _Rows(self.parts["embedding"], rows)  # type: ignore[assignment]
         noise, temperature = sampling or (None, 1.0)
         context = DraftContext(root, hidden, tokens, lengths, None, noise, temperature)  # type: ignore[arg-type]
         draft = _draft_after_reading(self._drafter, context)
@@ -216,17 +224,4 @@ class _Rows:
     """An output embedding whose rows are an input, so that no library holds a copy of them."""
 
     forward: Callable[[Tensor], Tensor]
-    weight: Tensor | None = None
-
-
-class _InTurn(nn.Module):
-    """Copies of one product, which take turns: Inductor compiles no int8 product twice in one program."""
-
-    def __init__(self, product: nn.Module, num_calls: int):
-        super().__init__()
-        self._copies = nn.ModuleList(copy.deepcopy(product) for _ in range(num_calls))
-        self._num_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._num_calls += 1
-        return self._copies[self._num_calls % len(self._copies)](x)
+    weight: Tensor

@@ -30,7 +30,7 @@ from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_e
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
-from medusa.engine.int8 import missing_for_int8_layers
+from medusa.engine.views import missing_for_kernels
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head, Heads, check_heads_fit
 from medusa.heads.fingerprint import warn_of_another_base
@@ -205,7 +205,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
             "the base in int8",
-            lambda host, settings: missing_for_int8_layers(host.base),
+            lambda host, settings: missing_for_kernels(host.base),
         ),
         NamedDrafter("plain", lambda host, settings: PlainDrafter(), "nothing: one token a pass"),
     )

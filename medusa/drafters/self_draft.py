@@ -14,8 +14,7 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, verify, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.engine.int8 import Int8Linear, Int8Product, missing_for_int8_layers
-from medusa.engine.views import view_of
+from medusa.engine.views import missing_for_kernels, view_of
 from medusa.trees.candidate_tree import CandidateTree
 
 
@@ -83,11 +82,11 @@ def text_attention(base: CausalLM) -> str:
 
 
 def low_precision(base: CausalLM) -> CausalLM:
-    """``base`` with linear layers that compute in int8 (see :class:`medusa.engine.int8.Int8Linear`).
+    """``base`` with int8 weights (see :mod:`medusa.engine.products`).
 
     Raises:
         ValueError: ``base`` is not float32 on the CPU.
     """
-    if (lacks := missing_for_int8_layers(base)) is not None:
+    if (lacks := missing_for_kernels(base)) is not None:
         raise ValueError(f"low-precision drafting needs {lacks}")
-    return view_of(base, Int8Linear, Int8Product)
+    return view_of(base, int8=True)

@@ -1,34 +1,31 @@
 """How the base model's layers are executed, chosen by one argument, ``engine=``.
 
-    engine        what runs                                      needs                      the text is
-    eager         the model as loaded: any device and            nothing                    the model's own
+    engine        what runs                                      needs                       the text is
+    eager         the model as loaded: any device and            nothing                     the model's own
                   precision, quantised, sharded
-    packed        float32 weights, packed for this processor     float32 on a CPU, oneDNN   as with eager
-    int8          int8 weights with a scale per output channel,  as packed, and sdpa        the int8 model's
-                  int8 activations with a scale per row          attention
-    auto          packed where it applies, eager elsewhere       nothing                    as with eager
+    packed        the kernels, every weight as it is, in the     float32 on a CPU, a C++     as with eager
+                  narrowest type that holds it                   compiler
+    int8          the kernels, int8 weights with a scale per     as packed                   the int8 model's
+                  output channel
+    auto          packed where it applies, eager elsewhere       nothing                     as with eager
 
 ``auto`` never changes what a model says, so it never quantises and never casts:
 
     the base is                                           auto runs it
     float32, wholly on a CPU, its weights plain           packed
-    bfloat16 or float16 on a CPU                          eager
+    bfloat16 or float16 on a CPU                          eager: dtype="float32" makes it packed
     on an accelerator, in any precision                   eager
     quantised already, or sharded over devices            eager
     given hooks, or a forward of its own, in any module   eager, also where they come after loading
 
-Of those that change the text, a CPU runs ``int8`` fastest. Its bfloat16 instructions gain little on a model
-as small as SmolLM2-135M: on one core, a step of 1 token took 0.93 of the time of ``packed`` in float32, and
-one of 6 tokens 1.17 times it, against 0.6 and 0.8 in ``int8``.
+The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the weights lie in, and give a node the
+same logits to the last bit alone, in a tree and in a batch. Mixtures of experts multiply with their experts'
+weights as ``transformers`` does, whose sums depend on how many rows take part; there, and on eager, text is
+equal but where two tokens tie to the last bits. Drafts cannot change the text, so Medusa heads compute with
+int8 weights, and score the tokens of a token map so.
 
-In float32 and in int8 a tree gives the text that one token at a time gives on the same engine; in half
-precision, whatever the weights, they may differ where two tokens tie. Drafts cannot change the text, so
-under ``packed`` and ``int8`` Medusa heads compute in int8, and score the tokens of a token map so.
-
-The two views compute layers that read one input as one product, norms in one call, and attention without
-repeating the keys that several heads share; see ``views``, ``joined_linears`` and ``medusa.base.attention``.
-Weights that are to lie quantised on any device are quantised when ``transformers`` loads the model; ``eager``
-runs it so.
+The views compute layers that read one input as one product, and norms in one call; see ``views``. Weights that
+are to lie quantised on any device are quantised when ``transformers`` loads the model; ``eager`` runs it so.
 
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.
@@ -36,23 +33,17 @@ once and wait for memory, which two threads of one core share. ``torch.set_num_t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import get_args
 
 from medusa.base.causal_lm import CausalLM
 from medusa.choices import Engine
-from medusa.engine.int8 import int8_view, missing_for_int8
-from medusa.engine.packed import missing_for_packed, packed
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.views import missing_for_kernels, missing_for_plain_float32, view_of
+from medusa.progress import log_console
 
-_BUILDERS: dict[str, tuple[Callable[[CausalLM], str | None], Callable[[CausalLM], CausalLM]]] = {
-    "packed": (missing_for_packed, packed),
-    "int8": (missing_for_int8, int8_view),
-}
-"""Engine -> what it lacks to run a model (None: nothing), and the view of the model that it runs."""
-
-
-QUANTISED_BYTES: dict[str, float] = {"int8": 1.0}
-"""Engine that quantises, and so changes the text -> bytes of a weight in its linear layers."""
+QUANTISED = ("int8",)
+"""Engines that quantise, and so change the text."""
 
 
 def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
@@ -64,10 +55,9 @@ def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
     engine = resolved_engine(base, engine)
     if engine == "eager":
         return base
-    missing, view_of = _BUILDERS[engine]
-    if (lacks := missing(base)) is not None:
+    if (lacks := missing_for_kernels(base)) is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
-    return view_of(base)
+    return view_of(base, int8=engine == "int8")
 
 
 def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
@@ -79,5 +69,15 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
     if engine not in get_args(Engine):
         raise ValueError(f"engine must be one of {get_args(Engine)}, got {engine!r}")
     if engine == "auto":
-        return "packed" if missing_for_packed(base) is None else "eager"
+        if missing_for_plain_float32(base) is not None:
+            return "eager"
+        if (lacks := missing_kernels()) is not None:
+            _say_once(lacks)
+            return "eager"
+        return "packed"
     return engine
+
+
+@functools.cache
+def _say_once(lacks: str) -> None:
+    log_console().print(f"engine='auto' runs eager, several times slower: packed needs {lacks}", style="dim")

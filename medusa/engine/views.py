@@ -2,76 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from medusa.base.architecture_check import fault_of, is_tested
-from medusa.base.attention import GROUPED_ATTENTION
+from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.products import PackedLinear, Product
 from medusa.engine.snapshot import alteration_of
 
+ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
+WHOLE_VECTORS = 32
+"""Numbers that torch's elementwise loops take at a time, at most: two vectors of 16."""
+LOOP_NUMBERS = 32_768
+"""Numbers from which on torch shares such a loop among threads, and cuts it anywhere."""
 
-def view_of(base: CausalLM, linear: Callable[[nn.Linear], nn.Module], product: Product) -> CausalLM:
-    """A model that shares every parameter and buffer with ``base``, and computes with other modules.
 
-    Linear layers that read one input share one ``product`` (see :mod:`medusa.engine.views`), each of
-    the others becomes its ``linear``; a subclass of ``nn.Linear`` keeps its own forward. Norms are replaced
-    where that leaves every bit as it is, ``sdpa`` by :func:`medusa.base.attention.grouped_attention` where
-    :func:`takes_attention` says so. ``base`` is left as it is.
+def view_of(base: CausalLM, int8: bool = False) -> CausalLM:
+    """A model that shares every parameter and buffer with ``base``, and computes with the kernels.
+
+    Linear layers that read one input share one product, each of the others has its own; a subclass of
+    ``nn.Linear`` keeps its own forward. Norms are replaced where that leaves every bit as it is, attention
+    where :func:`takes_tree_attention` says so. ``base`` is left as it is. The packed weights lie beside its
+    own, and do not follow later changes of the parameters.
     """
     view = copy_sharing_parameters(base)
     for parent in list(view.modules()):
         others: dict[nn.Module, nn.Module] = {}
         for linears in joinable_linears(parent):
-            others.update(zip(linears, joined(linears, product), strict=True))
+            others.update(zip(linears, joined(linears, int8), strict=True))
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, others[child] if child in others else linear(child))
+            if type(child) in (nn.Linear, Conv1D):
+                setattr(parent, name, others[child] if child in others else PackedLinear(child, int8))
             elif (norm := in_place_norm(child)) is not None:
                 setattr(parent, name, norm)
-    if takes_attention(base, GROUPED_ATTENTION):
-        view.set_attn_implementation(GROUPED_ATTENTION)
+            elif type(child).__module__ in ACTIVATION_MODULES:
+                setattr(parent, name, RowwiseActivation(child))
+    if takes_tree_attention(base):
+        view.set_attn_implementation(TREE_ATTENTION[_attention_of(base)])
     return view.eval()
 
 
-def takes_attention(base: CausalLM, implementation: str) -> bool:
-    """Whether ``base`` runs ``sdpa`` and computes the same with ``implementation`` in its place.
+def takes_tree_attention(base: CausalLM) -> bool:
+    """Whether ``base`` computes the same with the kernels' attention in the place of its own.
 
     Models that make masks of their own out of ours, such as Doge, do not; a trial tells (see
     :mod:`medusa.base.architecture_check`).
     """
-    is_sdpa = base.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-    if not is_sdpa or not base._can_set_attn_implementation() or is_tested(base):
-        return is_sdpa and base._can_set_attn_implementation()
+    attention = _attention_of(base)
+    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation():
+        return False
+    if attention == "sdpa" and is_tested(base):
+        return True
     view = copy_sharing_parameters(base)
-    view.set_attn_implementation(implementation)
+    view.set_attn_implementation(TREE_ATTENTION[attention])
     return fault_of(view) is None
 
 
-class PackedProduct(nn.Module):
-    """Rows times a weight that is held in a layout of oneDNN's own; copied and pickled in the usual one."""
+def _attention_of(base: CausalLM) -> str:
+    return base.config.get_text_config(decoder=True)._attn_implementation
 
-    def __init__(self, weight: Tensor):
+
+class RowwiseActivation(nn.Module):
+    """An activation function that gives a row (..., W) the same bits whatever stands beside it.
+
+    torch computes ``gelu`` by other code where rows do not follow each other, and what is left of all
+    numbers after the last whole vector by other code than the rest. Here rows follow each other, are whole
+    vectors, and come in parts that one thread computes.
+    """
+
+    def __init__(self, function: nn.Module):
         super().__init__()
-        self._packed = self._in_own_layout(weight)
+        self.function = function
 
-    def _in_own_layout(self, weight: Tensor) -> Tensor:
-        raise NotImplementedError
+    def forward(self, x: Tensor) -> Tensor:
+        if missing := -x.shape[-1] % WHOLE_VECTORS:
+            return self._of_whole(nn.functional.pad(x, (0, missing)))[..., : x.shape[-1]]
+        return self._of_whole(x.contiguous())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_packed": self._packed.to_dense()}
+    def _of_whole(self, x: Tensor) -> Tensor:
+        if x.numel() < LOOP_NUMBERS:
+            return self.function(x)
+        rows = x.flatten(0, -2)
+        parts = rows.split(max(1, (LOOP_NUMBERS - 1) // x.shape[-1]))
+        return torch.cat([self.function(part) for part in parts]).view(x.shape)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._packed = self._in_own_layout(self._packed)
+
+def missing_for_kernels(base: CausalLM) -> str | None:
+    """What :func:`view_of` lacks to run ``base``; None when nothing."""
+    return missing_for_plain_float32(base) or missing_kernels()
 
 
-def holds_packed_weights(base: CausalLM) -> bool:
-    """Whether ``base`` is a view of which a pass can be compiled alone (:mod:`medusa.engine.compiled`)."""
-    return any(isinstance(module, PackedProduct) for module in base.modules())
+def is_view(base: CausalLM) -> bool:
+    """Whether ``base`` computes with the kernels."""
+    return any(isinstance(module, Product) for module in base.modules())
 
 
 def missing_for_plain_float32(base: CausalLM) -> str | None:
@@ -129,9 +158,6 @@ ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, within one module, of layers that read one input, in the order in which they are called. A layer
 that reads another one all the same gives the right result, only no sooner."""
 
-Product = Callable[[Tensor, "Tensor | None"], nn.Module]
-"""Weight (out, in) and bias (out,) -> what multiplies rows with them."""
-
 
 def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
     """The groups of linear layers directly below ``module`` that read one input."""
@@ -143,12 +169,12 @@ def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
             yield linears
 
 
-def joined(linears: list[nn.Linear], product: Product) -> list[nn.Module]:
-    """Layers to put in the place of ``linears``, which share one ``product``."""
+def joined(linears: list[nn.Linear], int8: bool = False) -> list[nn.Module]:
+    """Layers to put in the place of ``linears``, which share one product."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    widths = [linear.out_features for linear in linears]
-    shared = _JointProduct(product(weight, torch.cat(biases) if biases else None), widths)
+    product = Product(weight, torch.cat(biases) if biases else None, int8)
+    shared = _JointProduct(product, [linear.out_features for linear in linears])
     return [JoinedLinear(linear, shared, index) for index, linear in enumerate(linears)]
 
 
@@ -159,6 +185,8 @@ class JoinedLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias  # shared with the base
         self._shared, self._index = shared, index
+        if index == 0:
+            self.product = shared.product
 
     def forward(self, x: Tensor) -> Tensor:
         return self._shared.part(self._index, x)

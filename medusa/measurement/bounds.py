@@ -20,7 +20,8 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_states, output_embedding
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.engine import QUANTISED_BYTES
+from medusa.engine import QUANTISED
+from medusa.engine.products import narrowest_dtype
 from medusa.hardware import DeviceRates
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.model import MedusaModel
@@ -67,9 +68,9 @@ def step_floor_seconds(
 def stored_bytes(model: MedusaModel, weight: Tensor) -> float:
     """What a pass reads for a parameter of the base, as the engine holds it."""
     engine = model.runtime.engine
-    if weight.dim() != 2 or engine not in QUANTISED_BYTES:
+    if weight.dim() != 2 or engine == "eager":
         return weight.nbytes
-    return QUANTISED_BYTES[engine] * weight.numel()
+    return weight.numel() * (1 if engine in QUANTISED else narrowest_dtype(weight.detach()).itemsize)
 
 
 def read_weights(base: CausalLM) -> list[Tensor]:

@@ -22,7 +22,7 @@ from medusa.cli.options import (
     GrowingInts,
     ProgramOptions,
 )
-from medusa.engine import QUANTISED_BYTES
+from medusa.engine import QUANTISED
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
     Request,
@@ -269,7 +269,7 @@ def measured_setting(
 ) -> dict[str, Any]:
     """One setting's numbers; ``counts`` is the heads' calibration."""
     is_greedy, is_exact = options.answers.temperature == 0, model.base.dtype == torch.float32
-    is_same_model = model.runtime.engine not in QUANTISED_BYTES
+    is_same_model = model.runtime.engine not in QUANTISED
     values = setting_report(answers, is_greedy, is_exact, is_same_model, options.num_seeds)
     return {
         "label": setting.label,

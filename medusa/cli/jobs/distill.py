@@ -16,7 +16,7 @@ from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine
 from medusa.cli.loading import chosen_device, load_base_on
 from medusa.cli.next_steps import command
-from medusa.engine import QUANTISED_BYTES
+from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
@@ -131,7 +131,7 @@ def configuration(options: DistillOptions) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
-        "engine": options.engine if options.engine in QUANTISED_BYTES else None,  # the others give one text
+        "engine": options.engine if options.engine in QUANTISED else None,  # the others give one text
     }
 
 

@@ -1,0 +1,541 @@
+// Two operators of torch for passes of few rows on a CPU: a product with packed weights, and tree attention.
+//
+// Every sum has one order that depends on nothing but the row itself: not on how many rows take part, on which
+// thread computes it, or on what lies in slots that the row does not see. So the logits of a node are the same
+// to the last bit alone, in a tree and in a batch.
+//
+// Vectors are the compiler's own (vector_size), as wide as the processor that this is compiled for has them.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t Int __attribute__((vector_size(LANES * 4)));
+typedef float LooseVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+static inline Vec load(const float* from) { return *reinterpret_cast<const LooseVec*>(from); }
+static inline void store(float* to, Vec value) { *reinterpret_cast<LooseVec*>(to) = value; }
+static inline Vec all(float value) { return value - Vec{}; }
+static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// a * b + c, rounded once where the processor can: a compiler left to choose does so in one loop and not in the next.
+static inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+static inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// ---------------------------------------------------------------- weights, widened to float32 in the register
+
+struct BFloat16 { uint16_t bits; };
+struct Half { uint16_t bits; };
+
+template <typename Narrow>
+using Several [[gnu::vector_size(LANES * sizeof(Narrow)), gnu::aligned(1), gnu::may_alias]] = Narrow;
+
+static inline Vec widened(const float* from) { return load(from); }
+
+static inline Vec widened(const BFloat16* from) {
+  typedef uint32_t Wide __attribute__((vector_size(LANES * 4)));
+  auto narrow = *reinterpret_cast<const Several<uint16_t>*>(from);
+  return (Vec)(__builtin_convertvector(narrow, Wide) << 16);
+}
+
+static inline Vec widened(const int8_t* from) {
+#if defined(__AVX512F__)  // what g++ 12 makes of the conversion takes ten instructions
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Several<int8_t>*>(from), Int), Vec);
+#endif
+}
+
+static inline Vec widened(const Half* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  return __builtin_convertvector(*reinterpret_cast<const Several<_Float16>*>(from), Vec);
+#else
+  Vec wide;  // exact: exponent and fraction are moved to their place, and 2^112 makes up for the other bias
+  for (int lane = 0; lane < LANES; lane++) {
+    uint32_t bits = from[lane].bits, moved = (bits & 0x7fff) << 13;
+    float value;
+    std::memcpy(&value, &moved, 4);
+    value *= 0x1p112f;
+    wide[lane] = bits & 0x8000 ? -value : value;
+  }
+  return wide;
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------- the product
+
+// Weights lie in panels (N / LANES, K, LANES). A block is M rows by J panels; its sums stay in registers.
+constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 6;
+constexpr int panels_for(int rows) { return std::min(4, (REGISTERS - 3) / (rows + 1)); }
+
+struct Product {
+  const float* x;       // (M, K)
+  const void* panels;
+  const float* scales;  // (N,) of int8 weights, or null
+  const float* bias;    // (N,), or null
+  float* y;             // (M, N)
+  int64_t M, K, N;
+};
+
+static void finished(const Product& of, const float* sums, int64_t row, int64_t column, int64_t count) {
+  float* y = of.y + row * of.N + column;
+  for (int64_t n = 0; n < count; n++) {
+    float sum = of.scales ? sums[n] * of.scales[column + n] : sums[n];
+    y[n] = of.bias ? sum + of.bias[column + n] : sum;
+  }
+}
+
+template <typename W, int M, int J>
+[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel) {
+  Vec sums[M][J] = {};
+  const W* w = static_cast<const W*>(of.panels) + panel * of.K * LANES;
+  const float* x = of.x + row * of.K;
+  for (int64_t k = 0; k < of.K; k++) {
+    Vec weights[J];
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) weights[j] = widened(w + (j * of.K + k) * LANES);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      Vec value = all(x[m * of.K + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j], sums[m][j]);
+    }
+  }
+  float results[M * J * LANES];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) store(results + (m * J + j) * LANES, sums[m][j]);
+  int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
+  for (int m = 0; m < M; m++) finished(of, results + m * J * LANES, row + m, column, count);
+}
+
+// Panels `first` to `last`, each read once for all blocks of rows. The last block overlaps the one before it, and
+// computes its rows to the same bits again.
+template <typename W, int M>
+static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
+  constexpr int J = panels_for(M);
+  for (int64_t panel = first; panel < last; panel += J)
+    for (int64_t next = 0; next < of.M; next += M) {
+      int64_t row = std::min(next, of.M - M);
+      if (panel + J <= last) block<W, M, J>(of, row, panel);
+      else for (int64_t lone = panel; lone < last; lone++) block<W, M, 1>(of, row, lone);
+    }
+}
+
+template <typename W, int M>
+static void multiplied(const Product& of, int64_t panels, bool shared) {
+  constexpr int J = panels_for(M);
+  if (!shared) return panels_times_rows<W, M>(of, 0, panels);
+  torch::stable::parallel_for(0, (panels + J - 1) / J, 1, [&](int64_t begin, int64_t end) { panels_times_rows<W, M>(of, begin * J, std::min(end * J, panels)); });
+}
+
+template <typename W, int M = MOST_ROWS>
+static void multiplied_by(int64_t rows, const Product& of, int64_t panels, bool shared) {
+  if constexpr (M == 1) multiplied<W, 1>(of, panels, shared);
+  else if (rows >= M) multiplied<W, M>(of, panels, shared);
+  else multiplied_by<W, M - 1>(rows, of, panels, shared);
+}
+
+// `shared` by all threads, or done by the calling one.
+template <typename W>
+static void product_of(const Product& of, int64_t panels, bool shared = true) {
+  int64_t blocks = (of.M + MOST_ROWS - 1) / MOST_ROWS;
+  if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels, shared);
+}
+
+// x (..., K) float32, panels (P, K, LANES), scales and bias (N,) float32 -> (..., N) float32
+static Tensor product(const Tensor& given, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
+  Tensor x = torch::stable::contiguous(given);
+  int64_t K = panels.size(1);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.dim() > 0 && x.size(x.dim() - 1) == K, "rows must be float32, of the weight's width");
+  STD_TORCH_CHECK(panels.size(2) == LANES && (width + LANES - 1) / LANES == panels.size(0), "panels must be packed for this processor");
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = width;
+  Tensor y = torch::stable::empty(shape, ScalarType::Float);
+  Product of{static_cast<const float*>(x.data_ptr()), panels.data_ptr(), scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
+             bias ? static_cast<const float*>(bias->data_ptr()) : nullptr, static_cast<float*>(y.data_ptr()), K ? x.numel() / K : 0, K, width};
+  switch (panels.scalar_type()) {
+    case ScalarType::Float: product_of<float>(of, panels.size(0)); break;
+    case ScalarType::BFloat16: product_of<BFloat16>(of, panels.size(0)); break;
+    case ScalarType::Half: product_of<Half>(of, panels.size(0)); break;
+    case ScalarType::Char: product_of<int8_t>(of, panels.size(0)); break;
+    default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16 or int8");
+  }
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------- tree attention
+
+// e^x for x <= 0 to 2 units in the last place, and 0 below -87 (Cephes' expf: Cody-Waite reduction, a polynomial).
+static inline Vec exponential(Vec x) {
+  Vec rounder = all(12582912.f), n = (x * 1.44269504f + rounder) - rounder;
+  Vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
+  Vec p = all(1.9875691500e-4f);
+  for (float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = multiply_add(p, r, all(factor));
+  p = multiply_add(p, r * r, r + 1.f);
+  Int power = (__builtin_convertvector(larger(n, all(-127.f)), Int) + 127) << 23;
+  return x >= -87.f ? p * (Vec)power : all(0.f);
+}
+
+template <bool HIGH, int... LANE>
+static inline Vec zipped(Vec a, Vec b, std::integer_sequence<int, LANE...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (LANE / 2 + (HIGH ? LANES / 2 : 0) + (LANE % 2 ? LANES : 0))...);
+#else
+  return __builtin_shuffle(a, b, Int{(LANE / 2 + (HIGH ? LANES / 2 : 0) + (LANE % 2 ? LANES : 0))...});
+#endif
+}
+
+// Adds each half of a vector to the other, of two vectors at a time.
+static inline Vec halves_added(Vec a, Vec b) {
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+  return zipped<false>(a, b, lanes) + zipped<true>(a, b, lanes);
+}
+
+// Scores of M queries with LANES slots, four slots at a time: the sums over their lanes come out in the order of the
+// slots, when those four lie LANES / 4 apart.
+template <int M>
+static inline void score_block(const float* queries, const float* const (&keys)[LANES], int64_t width, float* scores, int64_t apart) {
+  constexpr int GROUPS = LANES / 4;
+  int64_t whole = width / LANES * LANES;
+  Vec of_group[M][GROUPS];
+#pragma GCC unroll 4
+  for (int group = 0; group < GROUPS; group++) {
+    Vec parts[M][4] = {};
+    for (int64_t d = 0; d < whole; d += LANES) {
+      Vec key[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) key[i] = load(keys[group + i * GROUPS] + d);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++) {
+        Vec query = load(queries + m * width + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) parts[m][i] = multiply_add(query, key[i], parts[m][i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) of_group[m][group] = halves_added(halves_added(parts[m][0], parts[m][2]), halves_added(parts[m][1], parts[m][3]));
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++) {
+    Vec* sums = of_group[m];
+    if constexpr (GROUPS == 4) store(scores + m * apart, halves_added(halves_added(sums[0], sums[2]), halves_added(sums[1], sums[3])));
+    else if constexpr (GROUPS == 2) store(scores + m * apart, halves_added(sums[0], sums[1]));
+    else store(scores + m * apart, sums[0]);
+    for (int lane = 0; whole < width && lane < LANES; lane++)
+      for (int64_t d = whole; d < width; d++) scores[m * apart + lane] = multiply_add(queries[m * width + d], keys[lane][d], scores[m * apart + lane]);
+  }
+}
+
+template <int M>
+static inline void score_queries(int64_t count, const float* queries, const float* const (&keys)[LANES], int64_t width, float* scores, int64_t apart) {
+  for (; count >= M; count -= M, queries += M * width, scores += M * apart) score_block<M>(queries, keys, width, scores, apart);
+  if constexpr (M > 1) if (count) score_queries<M - 1>(count, queries, keys, width, scores, apart);
+}
+
+// Queries (count, width) times the keys of `slots` slots -> scores (count, slots rounded up to LANES), rows `apart`.
+static void score(int64_t count, const float* queries, const float* keys, int64_t stride, int64_t slots, int64_t width, float* scores, int64_t apart) {
+  for (int64_t slot = 0; slot < slots; slot += LANES) {
+    const float* block[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+      block[lane] = keys + std::min(slot + lane, slots - 1) * stride;
+      for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(keys + (slot + LANES + lane) * stride + d);
+    }
+    score_queries<REGISTERS == 32 ? 4 : 2>(count, queries, block, width, scores + slot, apart);
+  }
+}
+
+template <int M, int J>
+static void summed(const float* weights, int64_t stride, const float* values, int64_t apart, int64_t count, float* sums, int64_t width) {
+  Vec parts[M][J] = {};
+  for (int64_t s = 0; s < count; s++) {
+    Vec value[J];
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) value[j] = load(values + s * apart + j * LANES);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++) {
+      Vec weight = all(weights[m * stride + s]);
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) parts[m][j] = multiply_add(weight, value[j], parts[m][j]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) store(sums + m * width + j * LANES, parts[m][j]);
+}
+
+template <int M>
+static void sum_rows(const float* weights, int64_t stride, const float* values, int64_t apart, int64_t count, float* sums, int64_t width) {
+  constexpr int J = REGISTERS == 32 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + J * LANES <= width; d += J * LANES) summed<M, J>(weights, stride, values + d, apart, count, sums + d, width);
+  for (; d + LANES <= width; d += LANES) summed<M, 1>(weights, stride, values + d, apart, count, sums + d, width);
+  for (; d < width; d++)
+    for (int m = 0; m < M; m++) {
+      float sum = 0;
+      for (int64_t s = 0; s < count; s++) sum = multiply_add(weights[m * stride + s], values[s * apart + d], sum);
+      sums[m * width + d] = sum;
+    }
+}
+
+// weights (rows, count) times values (count, width), slot after slot -> sums (rows, width).
+template <int M = 6>
+static void sum_values(int64_t rows, const float* weights, int64_t stride, const float* values, int64_t apart, int64_t count, float* sums, int64_t width) {
+  for (; rows >= M; rows -= M, weights += M * stride, sums += M * width) sum_rows<M>(weights, stride, values, apart, count, sums, width);
+  if constexpr (M > 1) if (rows) sum_values<M - 1>(rows, weights, stride, values, apart, count, sums, width);
+}
+
+constexpr int64_t CHUNK = 256;     // positions that are summed apart from others, and then added in order
+constexpr int64_t MOST_QUERIES = 48;  // of one key head that are taken together
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+struct Attention {
+  const float *query, *key, *value;  // (B, H, N, D), (B, H', S, D), (B, H', S, E), strides below
+  int64_t query_strides[3], key_strides[3], value_strides[3];
+  const int32_t* seen;   // (B, N, 2 + T): first and end of the slots that a node sees; then for each node of the tree,
+                         // which lie in the slots from the end on, 1 + its depth where it is seen, else 0
+  const float* sinks;    // (H,), or null
+  float* output;         // (B, N, H, E)
+  int64_t B, heads, groups, N, D, E, T;
+  float scale, cap;      // cap 0: none
+};
+
+// What the queries of some nodes of one row and key head make of it, chunk by chunk.
+struct Partial {
+  float *highest, *total, *sums;  // (chunks, Q), (chunks, Q), (chunks, Q, E)
+};
+
+static inline float sum_of(Vec lanes) {
+  float halves[LANES];
+  store(halves, lanes);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int lane = 0; lane < half; lane++) halves[lane] += halves[lane + half];
+  return halves[0];
+}
+
+struct Scratch {
+  std::unique_ptr<float[]> memory;
+  int64_t size = 0;
+  float* of(int64_t wanted) {
+    if (wanted > size) memory.reset(new float[size = wanted]);
+    return memory.get();
+  }
+};
+
+// One chunk of positions. A position before `end` lies in the slot of its number. A node of the tree stands at `end`
+// and its depth, whatever its slot is: where it will lie once it is committed.
+static void attend_chunk(const Attention& of, int64_t row, int64_t group, int64_t first, int64_t nodes, int64_t chunk, const Partial& partial) {
+  thread_local Scratch scratch;
+  int64_t shared = of.heads / of.groups, Q = shared * nodes, from = chunk * CHUNK, D = of.D, E = of.E, T = of.T;
+  int64_t tree_slots = (T + LANES - 1) / LANES * LANES;
+  float* queries = scratch.of(Q * (D + CHUNK + tree_slots));
+  float *scores = queries + Q * D, *tree_scores = scores + Q * CHUNK;
+  const int32_t* seen = of.seen + (row * of.N + first) * (2 + T);
+  const float* keys = of.key + row * of.key_strides[0] + group * of.key_strides[1];
+  const float* values = of.value + row * of.value_strides[0] + group * of.value_strides[1];
+  int64_t key_stride = of.key_strides[2], value_stride = of.value_strides[2];
+  for (int64_t q = 0; q < Q; q++)
+    std::memcpy(queries + q * D, of.query + row * of.query_strides[0] + (group * shared + q / nodes) * of.query_strides[1] + (first + q % nodes) * of.query_strides[2], D * sizeof(float));
+  int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
+  for (int64_t node = 0; node < nodes; node++) {
+    begin = std::min<int64_t>(begin, seen[node * (2 + T)]);
+    end = std::max<int64_t>(end, seen[node * (2 + T) + 1]);
+  }
+  int64_t low = std::max(from, begin / LANES * LANES), high = std::min(from + CHUNK, end);  // slots that some node sees
+  if (low < high) score(Q, queries, keys + low * key_stride, key_stride, high - low, D, scores + low - from, CHUNK);
+  bool has_tree = T && end + T > from && end < from + CHUNK;
+  if (has_tree) score(Q, queries, keys + end * key_stride, key_stride, T, D, tree_scores, tree_slots);
+  for (int64_t q = 0; q < Q; q++) {
+    const int32_t* sees = seen + q % nodes * (2 + T);
+    float* mine = scores + q * CHUNK;
+    int64_t visible = std::clamp<int64_t>(sees[0] - from, 0, CHUNK), next = std::clamp<int64_t>(sees[1] - from, 0, CHUNK);
+    std::fill(mine, mine + std::min(visible, next), NOTHING);
+    std::fill(mine + next, mine + CHUNK, NOTHING);
+    if (has_tree)
+      for (int64_t node = 0; node < T; node++) {
+        int64_t position = sees[1] + sees[2 + node] - 1 - from;
+        if (sees[2 + node] && position >= 0 && position < CHUNK) mine[position] = tree_scores[q * tree_slots + node], next = std::max(next, position + 1);
+      }
+    int64_t whole = (next + LANES - 1) / LANES * LANES;
+    Vec highest = all(NOTHING), total = all(0.f);
+    for (int64_t s = 0; s < whole; s += LANES) {
+      Vec score = load(mine + s) * of.scale;
+      if (of.cap > 0) {
+        Vec size = score < 0.f ? -score : score, small = exponential(size * (-2.f / of.cap));  // tanh, of any sign
+        Vec bent = (1.f - small) / (1.f + small) * of.cap;
+        score = size == -NOTHING ? score : score < 0.f ? -bent : bent;
+      }
+      store(mine + s, score);
+      highest = larger(score, highest);
+    }
+    float top = NOTHING;
+    for (int lane = 0; lane < LANES; lane++) top = highest[lane] > top || std::isnan(highest[lane]) ? highest[lane] : top;
+    for (int64_t s = 0; s < whole; s += LANES) {
+      Vec weight = top == NOTHING ? all(0.f) : exponential(load(mine + s) - top);
+      total += weight;
+      store(mine + s, weight);
+    }
+    std::fill(mine + whole, mine + std::max(whole, high - from), 0.f);
+    partial.highest[q] = top;
+    partial.total[q] = sum_of(total);
+  }
+  sum_values(Q, scores + std::max<int64_t>(low - from, 0), CHUNK, values + low * value_stride, value_stride, std::max<int64_t>(high - low, 0), partial.sums, E);
+  if (has_tree)
+    for (int64_t q = 0; q < Q; q++) {
+      const int32_t* sees = seen + q % nodes * (2 + T);
+      float* sums = partial.sums + q * E;
+      for (int64_t node = 0; node < T; node++) {
+        int64_t position = sees[1] + sees[2 + node] - 1 - from;
+        if (!sees[2 + node] || position < 0 || position >= CHUNK) continue;
+        float weight = scores[q * CHUNK + position];
+        const float* value = values + (end + node) * value_stride;
+        for (int64_t d = 0; d < E; d++) sums[d] = multiply_add(weight, value[d], sums[d]);
+      }
+    }
+}
+
+static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
+  thread_local Scratch scratch;
+  int64_t shared = of.heads / of.groups, Q = shared * nodes, first_chunk = std::numeric_limits<int64_t>::max(), end_chunk = 0;
+  for (int64_t row = 0; row < of.B; row++)
+    for (int64_t node = first; node < first + nodes; node++) {
+      const int32_t* sees = of.seen + (row * of.N + node) * (2 + of.T);
+      int64_t end = sees[1];
+      for (int64_t other = 0; other < of.T; other++) end = std::max<int64_t>(end, sees[1] + sees[2 + other]);
+      first_chunk = std::min<int64_t>(first_chunk, sees[0] / CHUNK);
+      end_chunk = std::max(end_chunk, (end + CHUNK - 1) / CHUNK);
+    }
+  int64_t chunks = std::max<int64_t>(end_chunk - first_chunk, 0), per_chunk = Q * (2 + of.E), pairs = of.B * of.groups;
+  float* memory = scratch.of(pairs * chunks * per_chunk);
+  auto partial = [&](int64_t pair, int64_t chunk) {
+    float* of_chunk = memory + (pair * chunks + chunk) * per_chunk;
+    return Partial{of_chunk, of_chunk + Q, of_chunk + 2 * Q};
+  };
+  torch::stable::parallel_for(0, pairs * chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++)
+      attend_chunk(of, task / chunks / of.groups, task / chunks % of.groups, first, nodes, first_chunk + task % chunks, partial(task / chunks, task % chunks));
+  });
+  for (int64_t pair = 0; pair < pairs; pair++)
+    for (int64_t q = 0; q < Q; q++) {
+      int64_t head = pair % of.groups * shared + q / nodes;
+      float *output = of.output + ((pair / of.groups * of.N + first + q % nodes) * of.heads + head) * of.E, top = of.sinks ? of.sinks[head] : NOTHING;
+      for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        float highest = partial(pair, chunk).highest[q];
+        top = highest > top || std::isnan(highest) ? highest : top;
+      }
+      float total = of.sinks ? std::exp(of.sinks[head] - top) : 0.f;
+      std::fill(output, output + of.E, 0.f);
+      for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        Partial part = partial(pair, chunk);
+        if (part.highest[q] == NOTHING) continue;
+        float weight = std::exp(part.highest[q] - top);
+        const float* sums = part.sums + q * of.E;
+        total = multiply_add(weight, part.total[q], total);
+        for (int64_t d = 0; d < of.E; d++) output[d] = multiply_add(weight, sums[d], output[d]);
+      }
+      for (int64_t d = 0; d < of.E; d++) output[d] /= total;
+    }
+}
+
+// query (B, H, N, D), key (B, H', S, D), value (B, H', S, E), seen (B, 1, N, 2 + T) int32 -> (B, N, H, E)
+static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& seen, double scale, double cap, std::optional<Tensor> sinks) {
+  int64_t B = query.size(0), heads = query.size(1), N = query.size(2), E = value.size(3), shared = heads / key.size(1);
+  STD_TORCH_CHECK(seen.scalar_type() == ScalarType::Int && seen.is_contiguous() && seen.dim() == 4 && seen.size(0) == B && seen.size(2) == N && seen.size(3) >= 2, "seen must be (B, 1, N, 2 + T) int32");
+  for (const Tensor* each : {&query, &key, &value})
+    STD_TORCH_CHECK(each->scalar_type() == ScalarType::Float && each->stride(3) == 1, "queries, keys and values must be float32 with whole rows");
+  Tensor output = torch::stable::empty({B, N, heads, E}, ScalarType::Float);
+  Attention of{static_cast<const float*>(query.data_ptr()), static_cast<const float*>(key.data_ptr()), static_cast<const float*>(value.data_ptr()),
+               {query.stride(0), query.stride(1), query.stride(2)}, {key.stride(0), key.stride(1), key.stride(2)}, {value.stride(0), value.stride(1), value.stride(2)},
+               static_cast<const int32_t*>(seen.data_ptr()), sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr, static_cast<float*>(output.data_ptr()),
+               B, heads, key.size(1), N, query.size(3), E, seen.size(3) - 2, static_cast<float>(scale), static_cast<float>(cap)};
+  int64_t together = std::max<int64_t>(1, MOST_QUERIES / shared);
+  for (int64_t first = 0; first < N; first += together) attend_nodes(of, first, std::min(together, N - first));
+  return output;
+}
+
+static int64_t lanes() { return LANES; }
+
+STABLE_TORCH_LIBRARY(medusa, m) {
+  m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
+  m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
+  m.def("lanes() -> int");
+}
+STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
+  m.impl("packed_product", TORCH_BOX(&product));
+  m.impl("tree_attention", TORCH_BOX(&attend));
+}
+STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) { m.impl("lanes", TORCH_BOX(&lanes)); }
+
+// The same for libraries that Inductor compiles, which call functions of C.
+static Tensor borrowed(AtenTensorHandle given) {
+  AtenTensorHandle owned;
+  aoti_torch_new_tensor_handle(given, &owned);
+  return Tensor(owned);
+}
+static std::optional<Tensor> borrowed(AtenTensorHandle* given) { return given ? std::optional(borrowed(*given)) : std::nullopt; }
+template <typename Compute>
+static AOTITorchError handed_out(AtenTensorHandle* to, Compute compute) {
+  try {
+    return aoti_torch_new_tensor_handle(compute().get(), to);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return AOTI_TORCH_FAILURE;
+  }
+}
+extern "C" AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle* scales, AtenTensorHandle* bias, int64_t width, AtenTensorHandle* to) {
+  return handed_out(to, [&] { return product(borrowed(x), borrowed(panels), borrowed(scales), borrowed(bias), width); });
+}
+extern "C" AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, AtenTensorHandle seen, double scale, double cap, AtenTensorHandle* sinks, AtenTensorHandle* to) {
+  return handed_out(to, [&] { return attend(borrowed(query), borrowed(key), borrowed(value), borrowed(seen), scale, cap, borrowed(sinks)); });
+}
