@@ -289,6 +289,18 @@ def no_pictures_of_tests_among_results():
     assert drawn() == before, f"a test drew into {plots}; give the program --plot"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_compiled_unasked():
+    """Commands compile a model at first use, a minute each; under test those that say so. Gives what this
+    keeps from them."""
+    from medusa.cli import loading
+
+    own = loading.default_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "default_step", lambda model: "general")
+        yield own
+
+
 @pytest.fixture
 def fresh_accelerator():
     """accelerate keeps the precision of the first Accelerator of a process."""

@@ -20,7 +20,8 @@ LayerWindows = dict[str, int | None]
 ALL_NODES = slice(None)
 
 TREE_ATTENTION = {"sdpa": "medusa_tree_sdpa", "eager": "medusa_tree_eager"}
-"""What an engine's kernels compute (:mod:`medusa.engine.kernels`), by the implementation that it stands for."""
+"""What an engine's kernels compute (:mod:`medusa.engine.kernels`), by the implementation that it stands
+for."""
 
 MASKED_ATTENTION = ("sdpa", "eager", *TREE_ATTENTION.values())
 """Attention implementations that take an arbitrary mask, or what :func:`seen_slots` makes of it."""
@@ -161,12 +162,12 @@ def takes_seen_slots(config: PreTrainedConfig) -> bool:
 def seen_slots(
     lengths: Tensor, topology: TreeTopology, windows: LayerWindows, nodes: slice = ALL_NODES
 ) -> Tensor | dict[str, Tensor]:
-    """What :func:`tree_attention_masks` says in a form whose size does not grow with the text: (B, 1, M, 2 + T)
-    int32, or one for each layer type of a hybrid model.
+    """What :func:`tree_attention_masks` says in a form whose size does not grow with the text: (B, 1, M, 2 +
+    T) int32, or one for each layer type of a hybrid model.
 
-    For each node the first slot that it sees and the end of those, and then for each of the T nodes of the tree,
-    in the slots from there on, 1 + its depth where it is seen and 0 elsewhere. A long chain has no such nodes:
-    the slots of its own past come before its end.
+    For each node the first slot that it sees and the end of those, and then for each of the T nodes of the
+    tree, in the slots from there on, 1 + its depth where it is seen and 0 elsewhere. A long chain has no such
+    nodes: the slots of its own past come before its end.
     """
     rows, depths = len(lengths), topology.depths[:, nodes]
     positions, ends = lengths[:, None] + depths, lengths[:, None].expand(-1, depths.shape[1])

@@ -17,11 +17,11 @@ from rich.table import Table
 from torch import Tensor
 
 from medusa.cli.answering import reply_sampling
-from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError, use_compiled_if_there
+from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
 from medusa.cli.commands import ChatOptions, GenerateOptions
 from medusa.cli.loading import chosen_drafter, load_for_replies
 from medusa.cli.next_steps import command
-from medusa.cli.options import ModelOptions, words_of
+from medusa.cli.options import words_of
 from medusa.cli.terminal import (
     WrappedText,
     checked_utf8,
@@ -78,7 +78,7 @@ def chat(options: ChatOptions) -> list[str]:
     else:
         terminal.converse(piped_lines(terminal.console))
     end_with_json(session_report(session), options.report.json)
-    return compile_or("serve", model, options.model)
+    return [command("serve", *words_of(options.model))]
 
 
 def session_report(session: ChatSession) -> dict[str, Any]:
@@ -224,7 +224,6 @@ def generate(options: GenerateOptions) -> list[str]:
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
     model = load_for_replies(options)
-    use_compiled_if_there(model)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
@@ -240,7 +239,7 @@ def generate(options: GenerateOptions) -> list[str]:
     sys.stdout.write(text.finish() + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(cost_line(statistics, seconds), style="dim")
-    return compile_or("chat", model, options.model)
+    return [command("chat", *words_of(options.model))]
 
 
 def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:
@@ -249,9 +248,3 @@ def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -
     text = options.replies.system
     system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
     return encode_messages(model.tokenizer, [*system, {"role": "user", "content": prompt}], model.device)
-
-
-def compile_or(further: str, model: MedusaModel, options: ModelOptions) -> list[str]:
-    """After an answer: compile the model, where that can be and is not done; else go ``further``."""
-    pays = model.can_compile and not model.is_compiled
-    return [command("compile" if pays else further, *words_of(options))]

@@ -52,13 +52,6 @@ class ChatSettings:
     """Decode without the heads."""
 
 
-def use_compiled_if_there(model: MedusaModel) -> None:
-    """Have a general model answer in compiled steps once their library is there, which may come to be
-    meanwhile; with the trees that were timed in these."""
-    if model.step == "general" and model.is_compiled:
-        model.step = "compiled"
-
-
 class ChatSession:
     """Question and answer, with everything said so far as context.
 
@@ -110,7 +103,6 @@ class ChatSession:
         Raises:
             ContextFullError: no room for an answer is left; the history is as it was.
         """
-        use_compiled_if_there(self.model)
         asked = [
             *self.messages,
             {"role": "user", "content": question} if isinstance(question, str) else question,

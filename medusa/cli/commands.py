@@ -176,7 +176,7 @@ class ServeOptions:
     /metrics. Requests are decoded together, and each gets the text that it would get alone.
 
         medusa serve
-        medusa serve --engine int8 --step compiled --max-rows 8
+        medusa serve --engine int8 --max-rows 8
         medusa serve --host 0.0.0.0 --api-key SECRET
 
         curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -197,10 +197,10 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """Compile a model's forward pass for this machine, once: it answers two to three times as fast then.
+    """Compile a model's layers and drafts for this machine ahead, as commands do at first use by themselves.
 
-    Takes five to ten minutes for a small model. The library is kept in ~/.cache/medusa/compiled (MEDUSA_CACHE
-    names another place); `medusa chat` and `medusa generate` use it from then on, programs and
+    Takes a minute or two. What is made is kept in ~/.cache/medusa/compiled (MEDUSA_CACHE names another
+    place), and serves every model of the same configuration. Programs use it through
     `MedusaModel.from_pretrained` with step compiled.
 
         medusa compile

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.choices import Dtype
+from medusa.choices import Dtype, StepKind
 from medusa.cli.commands import AnsweringOptions, CompileOptions
 from medusa.cli.next_steps import command
 from medusa.cli.options import (
@@ -26,6 +26,7 @@ from medusa.cli.options import (
     PromptOptions,
     words_of,
 )
+from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.heads.adapter import apply_adapter
@@ -62,8 +63,8 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         checkpoint if with_heads else None,
         tokenizer=tokenizer,
         engine=options.engine,
-        step=options.step,
     )
+    set_step(model, options.step)
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
@@ -72,6 +73,22 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     return model
+
+
+def set_step(model: MedusaModel, asked: StepKind | None) -> None:
+    """Have ``model`` run its steps as was asked, or by :func:`default_step`.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    step = asked or default_step(model)
+    check_step(step, model.runner)
+    model.step = step
+
+
+def default_step(model: MedusaModel) -> StepKind:
+    """How steps run where nobody says: what is compiled is compiled at first use."""
+    return "compiled" if model.can_compile else "general"
 
 
 def log_version() -> Console:

@@ -337,11 +337,12 @@ class ModelOptions:
     """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere. Only float32
     promises exactly the tokens of plain decoding: lower precision can flip near-ties."""
     engine: Engine = "auto"
-    """eager: as loaded. packed: float32 weights packed once for this CPU, for twice the memory. auto: packed
-    where it applies. int8: linear layers in int8, faster, but another model with a text of its own."""
-    step: StepKind = "general"
-    """How steps run. compiled: the forward pass compiled for this machine, minutes once, then the fastest on
-    a CPU. static: fixed shapes that never wait for the host. captured: those as CUDA graphs."""
+    """eager: as loaded. packed: kernels made for this CPU, every weight as it is. auto: packed where it
+    applies. int8: the same with weights in int8, faster, but another model with a text of its own."""
+    step: StepKind | None = None
+    """How steps run. compiled: layers and drafts compiled for this machine, a minute once, then the fastest
+    on a CPU. general: nothing is compiled. static: fixed shapes that never wait for the host. captured: those
+    as CUDA graphs. None is compiled with engine packed or int8, general elsewhere."""
 
 
 @dataclass(frozen=True)

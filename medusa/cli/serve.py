@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from medusa.cli.chat_session import use_compiled_if_there
 from medusa.cli.commands import ServeOptions
 from medusa.cli.loading import load_model
 from medusa.decoding.batch import BatchLimits
@@ -48,7 +47,6 @@ def serve(options: ServeOptions) -> list[str]:
     )
     with bound_socket(address.host, address.port) as bound:
         model, load = load_model(options.model), options.load
-        use_compiled_if_there(model)
         name = options.model_name or PurePath(model.base.name_or_path or "model").name
         limits = BatchLimits(
             max_rows=load.max_rows,

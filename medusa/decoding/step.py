@@ -35,8 +35,8 @@ from medusa.trees.candidate_tree import TreeTopology
 
 @dataclass(frozen=True)
 class Forward:
-    """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes. With
-    the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
+    """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes.
+    With the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
 
     base: CausalLM
     layers: tuple[int, ...] = ()

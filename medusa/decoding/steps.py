@@ -68,7 +68,8 @@ class Libraries:
             return made.for_drafter(drafter), sum([made.prepare(sampled) for sampled in are_sampled])
 
     def make(self, drafters: Sequence[Drafter]) -> float:
-        """Have the libraries of the layers and of ``drafters`` on disk and loaded; the seconds that it took."""
+        """Have the libraries of the layers and of ``drafters`` on disk and loaded; the seconds that it
+        took."""
         seconds = self.compiled_base()[1]
         return seconds + sum([self.compiled_drafter(each, False, True)[1] for each in drafters])
 

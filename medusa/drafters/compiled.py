@@ -189,9 +189,9 @@ def _inputs(context: DraftContext, drafter: HeadsDrafter) -> list[Tensor]:
 
 
 class _ExportedDraft(nn.Module):
-    """Drafts as a function of tensors: (weights, root, hidden, tokens, lengths, rows of the output embedding),
-    and for sampled rows (noise, temperature (B, 1, 1)) -> (tokens, the tensors of a topology, and where the
-    draft says it what nodes are worth)."""
+    """Drafts as a function of tensors: (weights, root, hidden, tokens, lengths, rows of the output
+    embedding), and for sampled rows (noise, temperature (B, 1, 1)) -> (tokens, the tensors of a topology, and
+    where the draft says it what nodes are worth)."""
 
     def __init__(self, drafter: HeadsDrafter):
         super().__init__()

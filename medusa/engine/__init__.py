@@ -18,14 +18,15 @@
     quantised already, or sharded over devices            eager
     given hooks, or a forward of its own, in any module   eager, also where they come after loading
 
-The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the weights lie in, and give a node the
-same logits to the last bit alone, in a tree and in a batch. Mixtures of experts multiply with their experts'
-weights as ``transformers`` does, whose sums depend on how many rows take part; there, and on eager, text is
-equal but where two tokens tie to the last bits. Drafts cannot change the text, so Medusa heads compute with
-int8 weights, and score the tokens of a token map so.
+The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the weights lie in, and give a node
+the same logits to the last bit alone, in a tree and in a batch. Mixtures of experts multiply with their
+experts' weights as ``transformers`` does, whose sums depend on how many rows take part; there, and on eager,
+text is equal but where two tokens tie to the last bits. Drafts cannot change the text, so Medusa heads
+compute with int8 weights, and score the tokens of a token map so.
 
-The views compute layers that read one input as one product, and norms in one call; see ``views``. Weights that
-are to lie quantised on any device are quantised when ``transformers`` loads the model; ``eager`` runs it so.
+The views compute layers that read one input as one product, and norms in one call; see ``views``. Weights
+that are to lie quantised on any device are quantised when ``transformers`` loads the model; ``eager`` runs it
+so.
 
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.
@@ -80,4 +81,5 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
 
 @functools.cache
 def _say_once(lacks: str) -> None:
-    log_console().print(f"engine='auto' runs eager, several times slower: packed needs {lacks}", style="dim")
+    text = f"engine='auto' runs eager, several times slower: packed needs {lacks}"
+    log_console().print(text, style="dim", soft_wrap=True)

@@ -6,8 +6,8 @@ seconds (:mod:`medusa.engine.libraries`); the library serves every layer of the 
 configuration. Products and attention are calls of the kernels; what is compiled is what lies between them.
 Around the layers the view's own modules run.
 
-Loops that are compiled compute a function such as exp otherwise after the last whole vector. So a row's widths
-must be whole vectors, or its logits would depend on the rows beside it.
+Loops that are compiled compute a function such as exp otherwise after the last whole vector. So a row's
+widths must be whole vectors, or its logits would depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ def missing_for_compiled_layers(view: CausalLM) -> str | None:
 
 
 def _widths(view: CausalLM) -> list[int]:
-    """Of what a row is while it passes through the model."""
-    config = view.config.get_text_config(decoder=True)
-    of_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = (module for layer in decoder_layers(view) for module in layer.modules())
-    return [of_head, *(each.width for each in layers if isinstance(each, Product))]
+    """Of what a row is while it passes through a layer."""
+    parts = [module for layer in decoder_layers(view) for module in layer.modules()]
+    joined = [len(each.weight) for each in parts if isinstance(each, JoinedLinear)]
+    return joined + [each.width for each in parts if isinstance(each, Product)]
 
 
 def compiled_view(view: CausalLM) -> CausalLM:
@@ -85,8 +84,8 @@ def compiled_view(view: CausalLM) -> CausalLM:
     new = {path: call for path, call in zip(paths, calls, strict=True) if not path.exists()}
     for number, (path, call) in enumerate(new.items(), start=1):
         text = (
-            f"compiling {type(call.layer).__name__} for this processor ({number} of {len(new)}): about half a "
-            f"minute, once; kept in {path.parent}"
+            f"compiling {type(call.layer).__name__} for this processor ({number} of {len(new)}): about half "
+            f"a minute, once; kept in {path.parent}"
         )
         compile_library(path, text, functools.partial(_compiled, call))
     for path in set(paths):
@@ -195,8 +194,8 @@ def _calls(view: CausalLM) -> list[_Call]:
         for call, kept in zip(calls, cache.tree_layers, strict=True):
             if not kept.is_initialized:
                 raise ValueError(
-                    f"a {type(call.layer).__name__} of {type(view).__name__} keeps no keys and values of its own, "
-                    "so it cannot be compiled alone; use step='general'"
+                    f"a {type(call.layer).__name__} of {type(view).__name__} keeps no keys and values of "
+                    "its own, so it cannot be compiled alone; use step='general'"
                 )
             call.entries.append(list(kept.entries))
             call.slots.append(cache.slots)
@@ -214,8 +213,8 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def _with_tensors(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor], cache: Cache) -> Any:
-    """The arguments with other tensors and another cache in their places."""
+def _exchanged(call: _Call, tensors: Sequence[Tensor], cache: Cache) -> Any:
+    """The arguments of a call with other tensors and another cache in their places."""
     left = iter(tensors)
 
     def exchanged(value: Any) -> Any:
@@ -225,6 +224,7 @@ def _with_tensors(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence
             return cache
         return tuple(map(exchanged, value)) if isinstance(value, tuple) else value
 
+    args, kwargs = call.args[0], call.kwargs[0]
     return tuple(map(exchanged, args)), {name: exchanged(value) for name, value in kwargs.items()}
 
 
@@ -295,7 +295,7 @@ class _LayerProgram(nn.Module):
         call = self._of[0]
         weights = dict(zip(self._names, inputs, strict=False))
         *tensors, slots, keys, values = inputs[len(weights) :]
-        args, kwargs = _with_tensors(call.args[0], call.kwargs[0], tensors, _Entries(keys, values, slots))
+        args, kwargs = _exchanged(call, tensors, _Entries(keys, values, slots))
         output = torch.func.functional_call(call.layer, weights, args, kwargs)
         return output[0] if isinstance(output, tuple) else output
 

@@ -55,13 +55,19 @@ def missing_kernels() -> str | None:
 
 
 def lanes() -> int:
-    """Outputs of a panel: floats in a vector of the kernels."""
+    """Outputs of a panel: floats in a vector of the kernels, which this loads.
+
+    Raises:
+        ValueError: they cannot run here.
+    """
+    if (lacks := missing_kernels()) is not None:
+        raise ValueError(f"computing with the kernels needs {lacks}")
     return int(torch.ops.medusa.lanes())
 
 
 def _compiled(compiler: str) -> Path:
-    """The library, compiled first where it is not there; in a directory of this process alone where the user's
-    cache cannot be written."""
+    """The library, compiled first where it is not there; in a directory of this process alone where the
+    user's cache cannot be written."""
     path = kept_library("kernels", digest_of({}, torch.device("cpu"), SOURCE.read_text(), compiler, FLAGS))
     text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
     try:
@@ -101,9 +107,8 @@ def _shape_of_attention(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-_PLAIN_OPTIONS = {"dropout", "sliding_window", "position_ids", "cache_position", "use_cache", "is_causal"}
-"""What a layer passes without asking for more than attention: decoding drops nothing out, and the window
-is in what a node sees."""
+_PLACES = ("position_ids", "cache_position")
+"""Tensors that a layer passes on without asking for more than attention."""
 
 
 def tree_attention(
@@ -127,11 +132,13 @@ def tree_attention(
         given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
         given = {name: option for name, option in given.items() if option is not None}
         return _ordinary(module)(module, query, key, value, attention_mask, **given)
-    if unknown := sorted(name for name in kwargs.keys() - _PLAIN_OPTIONS if kwargs[name] is not None):
+    if unknown := [name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in _PLACES]:
         raise ValueError(f"attention over a tree knows no {', '.join(unknown)}")
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    return torch.ops.medusa.tree_attention(query, key, value, attention_mask, scale, softcap or 0.0, s_aux), None
+    return torch.ops.medusa.tree_attention(
+        query, key, value, attention_mask, scale, softcap or 0.0, s_aux
+    ), None
 
 
 def _ordinary(module: Any) -> Any:

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -138,16 +139,17 @@ def compiled_program(exported: torch.export.ExportedProgram, directory: Path) ->
         "aot_inductor.output_path": str(directory),
         "aot_inductor.custom_ops_to_c_shims": {
             torch.ops.medusa.packed_product.default: [
-                "AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, "
-                "AtenTensorHandle*, int64_t, AtenTensorHandle*)"
+                "AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle, AtenTensorHandle, "
+                "AtenTensorHandle*, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
             ],
             torch.ops.medusa.tree_attention.default: [
-                "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
-                "AtenTensorHandle, double, double, AtenTensorHandle*, AtenTensorHandle*)"
+                "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle, AtenTensorHandle, "
+                "AtenTensorHandle, AtenTensorHandle, double, double, AtenTensorHandle*, AtenTensorHandle*)"
             ],
         },
     }
     args, kwargs = exported.example_inputs
-    # without torch's package around it, whose writer ends the process where the disk is full
-    made = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about torch
+        # without torch's package around it, whose writer ends the process where the disk is full
+        made = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
     return Path(cast(str, made))

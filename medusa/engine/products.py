@@ -1,9 +1,10 @@
 """Linear layers that multiply with the kernels, their weights as narrow as they may be.
 
-Arithmetic is in float32. Weights lie in the narrowest of bfloat16, float16 and float32 that holds every number
-exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half the memory
-and nearly half the time. In int8 a weight has one scale per output channel, and the text is that of another
-model: 0.0039 nats of mean KL divergence from float32, on 1,038 tokens of SmolLM2-135M's own answers.
+Arithmetic is in float32. Weights lie in the narrowest of bfloat16, float16 and float32 that holds every
+number exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half
+the memory and nearly half the time. In int8 a weight has one scale per output channel, and the text is that
+of another model: 0.0039 nats of mean KL divergence from float32, on 1,038 tokens of SmolLM2-135M's own
+answers.
 """
 
 from __future__ import annotations

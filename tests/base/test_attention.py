@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from test_candidate_tree import trees
 from transformers import (
     GPTNeoConfig,
-    GPTNeoXConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -19,15 +18,11 @@ from transformers import (
 
 from medusa import CandidateTree
 from medusa.base.attention import (
-    FLOAT64_ATTENTION,
-    GROUPED_ATTENTION,
-    MAX_GROUPED_NODES,
-    float64_attention,
-    grouped_attention,
-    grouped_masks,
+    MOST_TREE_NODES,
     layer_windows,
     mask_dtype,
     node_positions,
+    seen_slots,
     tree_attention_masks,
 )
 from medusa.trees.candidate_tree import TreeTopology
@@ -147,75 +142,49 @@ def test_a_position_is_the_committed_length_plus_the_depth_and_ends_with_the_con
     assert node_positions(lengths, topology, nodes=slice(2, 4)).tolist() == [[5, 6], [1, 2]]
 
 
+def expanded(seen, num_slots):
+    """What :func:`seen_slots` says, as a mask (B, 1, M, S) bool."""
+    starts, ends, marks = seen[..., :1], seen[..., 1:2], seen[..., 2:]
+    slots = torch.arange(num_slots)
+    visible = (slots >= starts) & (slots < ends)
+    for node in range(marks.shape[3]):
+        visible |= (marks[..., node : node + 1] > 0) & (slots == ends + node)
+    return visible
+
+
+@given(tree=trees(), lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_seen_slots_say_what_the_masks_say(tree, lengths, data):
+    topology, lengths = tree.topology("cpu"), torch.tensor(lengths)
+    first = data.draw(st.integers(0, tree.num_nodes - 1))
+    nodes = slice(first, data.draw(st.integers(first + 1, tree.num_nodes)))
+    num_slots = int(lengths.max()) + nodes.stop
+    windows = {"full_attention": None, "sliding_attention": data.draw(st.integers(1, 8))}
+    seen = seen_slots(lengths, topology, windows, nodes)
+    masks = tree_attention_masks(lengths, num_slots, topology, windows, None, nodes)
+    for kind, mask in masks.items():
+        assert seen[kind].dtype == torch.int32 and torch.equal(expanded(seen[kind], num_slots), mask)
+        marked = seen[kind][..., 2:]
+        depths = (marked - 1)[marked > 0]
+        assert set(depths.tolist()) <= set(topology.depths[0, : nodes.stop].tolist())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_long_chain_is_seen_as_ranges_of_slots(window):
+    num_nodes, lengths = MOST_TREE_NODES + 1, torch.tensor([9, 0])
+    chain, windows = TreeTopology.chain(num_nodes, "cpu"), {"full_attention": window}
+    seen = seen_slots(lengths, chain, windows, slice(0, num_nodes))
+    assert seen.shape == (2, 1, num_nodes, 2)
+    mask = tree_attention_masks(lengths, 9 + num_nodes, chain, windows)
+    assert torch.equal(expanded(seen, 9 + num_nodes), mask)
+
+
 def config_with(attention: str) -> LlamaConfig:
     config = LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
     config._attn_implementation = attention
     return config
 
 
-def attention_inputs(num_queries: int, num_slots: int = 11, num_key_heads: int = 2):
-    """Query, key, value and a boolean mask in which every query sees something."""
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn(2, num_queries, 6, 8, generator=generator).transpose(1, 2)
-    key, value = torch.randn(2, 2, num_key_heads, num_slots, 8, generator=generator)
-    mask = torch.rand(2, 1, num_queries, num_slots, generator=generator) < 0.6
-    mask[..., 0] = True
-    return query, key, value, mask
-
-
-def module_with(num_groups: int) -> torch.nn.Module:
-    module = torch.nn.Module()
-    module.num_key_value_groups = num_groups
-    return module
-
-
-@pytest.mark.parametrize("num_key_heads", [1, 2, 6])
-@pytest.mark.parametrize("num_queries", [1, 5])
-@pytest.mark.parametrize("kind", [GROUPED_ATTENTION, FLOAT64_ATTENTION])
-def test_grouped_attention_is_attention_with_keys_repeated_for_their_heads(num_key_heads, num_queries, kind):
-    query, key, value, mask = attention_inputs(num_queries, num_key_heads=num_key_heads)
-    config = config_with(kind)
-    config.num_key_value_heads = num_key_heads
-    additive = torch.zeros(mask.shape, dtype=mask_dtype(config, torch.float32))
-    additive.masked_fill_(~mask, torch.finfo(additive.dtype).min)
-    rows, num_groups = grouped_masks(additive, config), 6 // num_key_heads
-    assert rows.shape[2] == num_groups * num_queries
-    attention = {GROUPED_ATTENTION: grouped_attention, FLOAT64_ATTENTION: float64_attention}[kind]
-    repeated = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
-    for given_mask in (rows, additive):
-        given, _ = attention(module_with(num_groups), query, key, value, given_mask, scaling=0.3)
-        assert torch.allclose(given, expected.transpose(1, 2), atol=1e-6) and given.is_contiguous()
-
-
-def test_attention_that_asks_for_more_is_left_to_transformers():
-    query, key, value, mask = attention_inputs(4)
-    rows = grouped_masks(mask, config_with(GROUPED_ATTENTION))
-    with pytest.raises(ValueError, match="softcap"):
-        grouped_attention(module_with(3), query, key, value, rows, scaling=0.3, softcap=30.0)
-    bias = torch.randn(2, 6, 4, 11)
-    given, _ = grouped_attention(module_with(3), query, key, value, rows, scaling=0.3, position_bias=bias)
-    repeated = (states.repeat_interleave(3, dim=1) for states in (key, value))
-    mask = bias.masked_fill(~mask, torch.finfo(torch.float32).min)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
-    assert torch.allclose(given, expected.transpose(1, 2), atol=1e-6)
-
-
-def test_rows_of_masks_are_repeated_for_grouped_attention_alone_and_not_for_many_nodes():
-    mask = torch.rand(2, 1, 5, 11) < 0.5
-    grouped = config_with(GROUPED_ATTENTION)
-    assert torch.equal(grouped_masks(mask, grouped), torch.cat([mask] * 3, dim=2))
-    both = grouped_masks({"full_attention": mask, "sliding_attention": ~mask}, grouped)
-    assert torch.equal(both["sliding_attention"], torch.cat([~mask] * 3, dim=2))
-    for attention in ("sdpa", "eager"):
-        assert grouped_masks(mask, config_with(attention)) is mask
-    prompt = torch.ones(1, 1, MAX_GROUPED_NODES + 1, 80, dtype=torch.bool)
-    assert grouped_masks(prompt, grouped) is prompt
-    assert grouped_masks(mask, GPTNeoXConfig(attn_implementation=GROUPED_ATTENTION)).shape == mask.shape
-
-
 def test_a_mask_is_boolean_for_sdpa_and_added_to_scores_elsewhere():
     dtypes = {name: mask_dtype(config_with(name), torch.bfloat16) for name in ("sdpa", "eager")}
     assert dtypes == {"sdpa": None, "eager": torch.bfloat16}
-    assert mask_dtype(config_with(GROUPED_ATTENTION), torch.float32) == torch.float32
-    assert mask_dtype(config_with(FLOAT64_ATTENTION), torch.float32) == torch.float64

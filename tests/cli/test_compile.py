@@ -1,4 +1,4 @@
-"""``medusa compile``, and answers in compiled steps once their library is there."""
+"""``medusa compile``, and what commands compile by themselves."""
 
 from __future__ import annotations
 
@@ -6,49 +6,55 @@ import pytest
 from conftest import REAL_BASE, tiny_model
 
 from medusa import MedusaModel
-from medusa.cli.chat_session import use_compiled_if_there
+from medusa.cli import loading
+from medusa.cli.loading import set_step
 from medusa.cli.main import main
 from medusa.decoding.steps import Libraries
 from medusa.drafters.compiled import CompiledDrafter
-
-
-class Compiled:
-    setup_seconds = 321.0
+from medusa.engine.kernels import missing_kernels
 
 
 @pytest.fixture
-def compiling(monkeypatch):
+def compiling(monkeypatch, tmp_path):
     """Compiling leaves an empty library; the directories that it was asked for."""
     made = []
+    missing_kernels()  # in the user's own cache
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
 
-    def compiled_pass(self, layers=()):
+    def compiled_base(self):
         made.extend(self.paths([]))
         made[-1].parent.mkdir(parents=True, exist_ok=True)
         made[-1].touch()
-        return Compiled(), Compiled.setup_seconds
+        return self.base, 321.0
 
     def prepare(self, is_sampled):
         made.append(self.path(is_sampled))
         made[-1].touch()
         return 0.0
 
-    monkeypatch.setattr(Libraries, "compiled_pass", compiled_pass)
+    monkeypatch.setattr(Libraries, "compiled_base", compiled_base)
     monkeypatch.setattr(CompiledDrafter, "prepare", prepare)
-    yield made
-    for path in made:
-        path.unlink(missing_ok=True)
+    return made
 
 
-def test_answers_are_compiled_once_the_library_is_there(compiling):
+def test_what_is_compiled_is_known_by_its_libraries(compiling):
     model = MedusaModel(tiny_model("llama"), engine="packed")
-    use_compiled_if_there(model)
-    assert not model.is_compiled and model.step == "general"
+    assert not model.is_compiled
     assert model.compile() == 321.0 and model.is_compiled
-    use_compiled_if_there(model)
-    assert model.step == "compiled"
-    model.step = "static"
-    use_compiled_if_there(model)
-    assert model.step == "static", "the caller has chosen another kind of step"
+
+
+def test_commands_compile_where_they_can_unless_told_otherwise(monkeypatch, nothing_is_compiled_unasked):
+    monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
+    packed, eager = (MedusaModel(tiny_model("llama"), engine=engine) for engine in ("packed", "eager"))
+    for model, asked, step in (
+        (packed, None, "compiled"),
+        (packed, "general", "general"),
+        (eager, None, "general"),
+    ):
+        set_step(model, asked)
+        assert model.step == step
+    with pytest.raises(ValueError, match="step='compiled' needs engine='packed' or 'int8'"):
+        set_step(eager, "compiled")
 
 
 def test_an_engine_that_keeps_no_library_is_refused(compiling):
@@ -63,6 +69,6 @@ def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys):
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
     assert "compiled, ready after 321.0 s" in capsys.readouterr().err
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
-    assert set(names) == {"llama-int8", "draft"} and len(set(compiling)) == 1 + 2 * 2, "two trees"
+    assert set(names) == {"llama-layer", "draft"} and len(set(compiling)) == 1 + 2 * 2, "two trees"
     assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
     assert "was there" in capsys.readouterr().err

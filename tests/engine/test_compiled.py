@@ -1,4 +1,4 @@
-"""A compiled pass gives what its view gives, a node what it gives that node alone, and is compiled once."""
+"""Compiled layers give what their view gives, a node what it gives that node alone, and are compiled once."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GROUPED, VOCAB_SIZE, left_padded, random_prompts, tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
-from medusa.decoding.steps import Libraries
 from medusa.engine import prepared_base
-from medusa.engine.compiled import (
-    compiled_pass,
-    library_path,
-    loop_attention,
-    missing_for_compiled_pass,
-)
-from medusa.engine.int8 import missing_for_int8
-from medusa.engine.libraries import missing_compiler
+from medusa.engine.compiled import compiled_view, library_paths, missing_for_compiled_layers
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.views import missing_for_kernels
 from medusa.places import cache_home
 
 pytestmark = pytest.mark.skipif(
-    missing_for_int8(tiny_model("llama")) is not None or missing_compiler() is not None,
-    reason="this torch has no oneDNN, or there is no C++ compiler",
+    missing_for_kernels(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
 )
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 HEADS = HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=(1,))
@@ -82,7 +75,7 @@ def check_a_shared_batch(model):
 
 
 def check_a_view(engine, base):
-    """All that is promised of one compiled pass, which takes long to make."""
+    """All that is promised of compiled layers, which take long to make."""
     model = MedusaModel(base, heads(), BUSHY, engine=engine, step="compiled")
     for temperature in (0.0, 0.9):
         said = texts(model, **asked(temperature))
@@ -93,53 +86,69 @@ def check_a_view(engine, base):
     check_a_shared_batch(model)
 
     view, topology = model.runner, BUSHY.topology("cpu")
-    mine, seconds = model._steps.libraries.compiled_pass((1,))
-    assert seconds == 0.0, "the calls above have it"
+    mine, seconds = model._steps.libraries.compiled_base()
+    assert seconds < 0.1, "the calls above have it"
     tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
-    def after_prompt():
-        cache = new_cache(view, 2)
-        prefill(view, random_prompts(2, 21), torch.tensor([21, 13]), cache)
+    def after_prompt(runner):
+        cache = new_cache(runner, 2)
+        prefill(runner, random_prompts(2, 21), torch.tensor([21, 13]), cache)
         return cache
 
     with torch.no_grad():
-        hidden, together = mine.verify(view, tree, topology, after_prompt(), layers=(1,))
-        theirs_hidden, theirs = verify(view, tree, topology, after_prompt(), layers=(1,))
-        assert torch.allclose(together, theirs, atol=2e-3) and torch.allclose(
-            hidden, theirs_hidden, atol=2e-3
-        )
+        hidden, together = verify(mine, tree, topology, after_prompt(mine), layers=(1,))
+        theirs_hidden, theirs = verify(view, tree, topology, after_prompt(view), layers=(1,))
+        torch.testing.assert_close(together, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden, theirs_hidden, atol=1e-4, rtol=1e-4)
         for node, path in enumerate(BUSHY.paths):
-            cache = after_prompt()
+            cache = after_prompt(mine)
             for at in (BUSHY.paths.index(path[:depth]) for depth in range(len(path) + 1)):
-                _, alone = mine.verify(view, tree[:, [at]], CandidateTree.chain(0).topology("cpu"), cache)
+                _, alone = verify(mine, tree[:, [at]], CandidateTree.chain(0).topology("cpu"), cache)
                 cache.commit_prefix(torch.ones(2, dtype=torch.long))
             assert torch.equal(alone[:, 0], together[:, node]), "not a bit depends on the tree"
-    again = compiled_pass(view, (1,))
-    assert again.setup_seconds < 3, "loaded, not compiled again"
+    assert view.config is not mine.config and {id(p) for p in mine.parameters()} == {
+        id(p) for p in base.parameters()
+    }
 
 
-def test_a_compiled_int8_pass_is_exact_and_kept(monkeypatch):
-    as_it_is = lambda runners, drafter, *are_sampled: (drafter, 0.0)  # noqa: E731
-    monkeypatch.setattr(Libraries, "compiled_drafter", as_it_is)  # see tests/drafters/test_compiled_drafts.py
+def test_compiled_layers_are_exact_kept_and_serve_other_weights(capsys):
     torch.manual_seed(7)
-    sizes = {**GROUPED, "head_dim": 16, "num_hidden_layers": 1}
-    check_a_view("int8", LlamaForCausalLM(LlamaConfig(**sizes)).eval())
+    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 2})
+    base, other = (LlamaForCausalLM(config).eval() for _ in range(2))
+    check_a_view("packed", base)
+    paths = library_paths(prepared_base(other, "packed"))
+    assert len(paths) == 1 and paths[0].exists(), "layers of one kind share a library, whatever their weights"
+    capsys.readouterr()
+    view = prepared_base(other, "packed")
+    assert "compiling" not in capsys.readouterr().err
+    ids, given = random_prompts(2, 12), []
+    for runner in (view, compiled_view(view)):
+        with torch.no_grad():
+            cache = new_cache(runner, 2)
+            given.append(prefill(runner, ids, torch.tensor([12, 9]), cache)[1])
+            plain = runner(ids).logits  # without a cache of ours the layers' own modules run
+        torch.testing.assert_close(plain, other(ids).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*given, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "mistral-sliding"])
-def test_a_compiled_float32_pass_is_exact_and_kept(architecture):
-    check_a_view("packed", tiny_model(architecture))
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen3", "gemma3", "mistral-sliding", "gpt-neox", "phi", "mixtral-moe"]
+)
+def test_compiled_layers_are_exact_on_every_architecture(architecture, engine):
+    check_a_view(engine, tiny_model(architecture))
 
 
-def test_a_library_is_named_for_all_that_it_depends_on():
-    view, other = (prepared_base(tiny_model("llama"), engine) for engine in ("int8", "packed"))
-    names = {library_path(view).name, library_path(other).name, library_path(view, (1,)).name}
-    assert len(names) == 3 and library_path(view).name in names
-    with torch.no_grad():
-        changed = prepared_base(copy.deepcopy(tiny_model("llama")), "int8")
-        changed.get_output_embeddings().weight.add_(1e-6)
-    assert library_path(changed).name not in names
+def test_a_library_is_named_for_all_that_it_depends_on_but_weights():
+    def paths(engine="packed", **changes):
+        config = LlamaConfig(**{**GROUPED, **changes})
+        return tuple(library_paths(prepared_base(LlamaForCausalLM(config).eval(), engine)))
+
+    assert paths() == paths() and len(paths()) == 1
+    others = (paths("int8"), paths(rms_norm_eps=0.1), paths(hidden_act="gelu"), paths(intermediate_size=64))
+    assert len({paths(), *others}) == 5
+    assert len(library_paths(prepared_base(tiny_model("gemma3"), "packed"))) == 2, "two kinds of layers"
 
 
 def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
@@ -148,42 +157,29 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
         raise RuntimeError("the compiler died")
 
     monkeypatch.setattr(torch._inductor, "aot_compile", fails)
-    view = prepared_base(tiny_model("qwen3"), "packed")
+    base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "rms_norm_eps": 0.5})).eval()
+    view = prepared_base(base, "packed")
     with pytest.raises(RuntimeError, match="the compiler died"):
-        compiled_pass(view)
-    left = [path.name for path in (cache_home() / "compiled").iterdir() if "qwen3" in path.name]
-    assert all(name.endswith(".lock") for name in left)
+        compiled_view(view)
+    stem = library_paths(view)[0].stem
+    left = [path.name for path in (cache_home() / "compiled").iterdir() if path.name.startswith(stem)]
+    assert left == [f"{stem}.lock"]
 
 
-def test_loop_attention_is_attention():
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 4)
-    mask = torch.zeros(2, 1, 5, 11).masked_fill_(torch.rand(2, 1, 5, 11) < 0.3, torch.finfo().min)
-    mask[..., 0] = 0
-    given, _ = loop_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=0.3, enable_gqa=True
-    )
-    assert torch.allclose(given, expected.transpose(1, 2), atol=1e-6)
-
-
-def test_int8_refuses_widths_that_are_no_whole_vectors():
-    with pytest.raises(ValueError, match="widths that are multiples of 16 for engine='int8', got 8"):
-        MedusaModel(tiny_model("llama"), engine="int8", step="compiled")
-
-
-@pytest.mark.parametrize("what", ["compiler", "attention", "rope"])
+@pytest.mark.parametrize("what", ["compiler", "attention", "width"])
 def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
     base = copy.deepcopy(tiny_model("llama"))
     if what == "compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)
-        reason = r"step='compiled' needs a C\+\+ compiler \(g\+\+, .*none is installed"
+        missing_kernels.cache_clear()
+        reason = r"engine='packed' needs a C\+\+ compiler \(g\+\+ .*none is installed"
     elif what == "attention":
-        base.set_attn_implementation("eager")
-        reason = "step='compiled' needs attn_implementation='sdpa', got 'eager'"
+        base = DogeForCausalLM(DogeConfig(**GROUPED)).eval()
+        reason = "step='compiled' needs attention that the kernels compute, got 'sdpa'"
     else:
-        base.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        reason = "needs rotary embeddings that do not change with the length of the text, got 'dynamic'"
-        assert "dynamic" in missing_for_compiled_pass(prepared_base(base, "packed"))
+        base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "intermediate_size": 40})).eval()
+        assert "multiples of 16, got 40" in str(missing_for_compiled_layers(prepared_base(base, "packed")))
+        reason = "step='compiled' needs widths that are multiples of 16, got 40"
     with pytest.raises(ValueError, match=reason):
         MedusaModel(base, engine="packed", step="compiled")
+    missing_kernels.cache_clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import threading
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,56 +13,51 @@ import transformers
 from torch import nn
 
 from medusa.engine import libraries
-from medusa.engine.libraries import code_of, compile_library, digest_of, open_library
+from medusa.engine.libraries import check_library, code_of, compile_library, digest_of
 from medusa.files import locked, write_json
 
 
-def program():
-    return torch.export.export(nn.Identity(), (torch.zeros(2),))
-
-
 @pytest.fixture
-def compiler(monkeypatch):
-    """A compiler that writes 100 kB, and a runner of torch's that opens anything; the libraries it made."""
+def compiler():
+    """A compiler that writes 100 kB, and the libraries that it made."""
     made = []
 
-    def aot_compile(module, args, kwargs, options):
-        path = Path(options["aot_inductor.output_path"]) / "made.so"
+    def make(directory):
+        path = directory / "made.so"
         path.write_bytes(b"x" * 100_000)
         made.append(path)
-        return str(path)
+        return path
 
-    monkeypatch.setattr(torch._inductor, "aot_compile", aot_compile)
-    monkeypatch.setattr(libraries, "_runner", lambda path: path)
-    return made
+    make.made = made
+    return make
 
 
-def compiled(path):
-    compile_library(path, "compiling", program, lambda library: None)
+def compiled(path, compiler):
+    compile_library(path, "compiling", compiler)
     return path
 
 
 @pytest.mark.parametrize("size", [0, 1000, 99_999])
 def test_a_library_that_is_not_what_was_written_is_refused_with_what_to_delete(tmp_path, compiler, size):
-    path = compiled(tmp_path / "pass.so")
-    assert open_library(path) == path
+    path = compiled(tmp_path / "pass.so", compiler)
+    check_library(path)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=rf"{path} is damaged.* delete it .*medusa compile"):
-        open_library(path)
+    with pytest.raises(ValueError, match=rf"{path} is damaged.* delete it "):
+        check_library(path)
 
 
 def test_a_library_whose_bytes_have_changed_or_whose_seal_is_gone_is_refused(tmp_path, compiler):
-    path = compiled(tmp_path / "pass.so")
+    path = compiled(tmp_path / "pass.so", compiler)
     path.write_bytes(b"y" * 100_000)
     with pytest.raises(ValueError, match="is damaged"):
-        open_library(path)
-    compiled_again = compiled(tmp_path / "other.so")
+        check_library(path)
+    compiled_again = compiled(tmp_path / "other.so", compiler)
     compiled_again.with_suffix(".json").unlink()
     with pytest.raises(ValueError, match="is damaged"):
-        open_library(compiled_again)
+        check_library(compiled_again)
     compiled_again.with_suffix(".json").write_bytes(b"")
     with pytest.raises(ValueError, match="is damaged"):
-        open_library(compiled_again)
+        check_library(compiled_again)
 
 
 def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp_path, compiler):
@@ -71,7 +65,7 @@ def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(OSError, match=r"pass\.so could not be written, and .* GiB are free there"):
-            compiled(tmp_path / "pass.so")
+            compiled(tmp_path / "pass.so", compiler)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["pass.lock"]
@@ -80,21 +74,21 @@ def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp
 def test_who_finds_another_compiling_waits_and_compiles_nothing(tmp_path, compiler, capsys):
     path, waits = tmp_path / "pass.so", threading.Event()
     with locked(path, lock=path.with_suffix(".lock")):
-        waiting = threading.Thread(target=lambda: (waits.set(), compiled(path)))
+        waiting = threading.Thread(target=lambda: (waits.set(), compiled(path, compiler)))
         waiting.start()
         waits.wait()
         while "waiting" not in capsys.readouterr().err:
             assert waiting.is_alive()
         path.write_bytes(b"made")
     waiting.join()
-    assert not compiler and path.read_bytes() == b"made"
+    assert not compiler.made and path.read_bytes() == b"made"
 
 
 def test_what_a_killed_compiler_left_makes_way(tmp_path, compiler):
     left = tmp_path / "pass.partial"
     left.mkdir()
     (left / "half").write_bytes(b"half")
-    assert compiled(tmp_path / "pass.so").exists() and not left.exists()
+    assert compiled(tmp_path / "pass.so", compiler).exists() and not left.exists()
 
 
 CHANGES = {
@@ -133,5 +127,5 @@ def test_a_seal_is_written_before_the_library_takes_its_name(tmp_path, compiler,
 
     monkeypatch.setattr(libraries.files, "write_json", fails)
     with pytest.raises(KeyboardInterrupt):
-        compiled(tmp_path / "pass.so")
+        compiled(tmp_path / "pass.so", compiler)
     monkeypatch.undo()

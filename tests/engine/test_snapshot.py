@@ -13,12 +13,12 @@ from transformers import GenerationConfig
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.batch import Row
-from medusa.engine.packed import missing_for_packed
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
+from medusa.engine.views import missing_for_kernels
 
 pytestmark = pytest.mark.skipif(
-    missing_for_packed(tiny_model("llama")) is not None, reason="this torch has no oneDNN"
+    missing_for_kernels(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
 )
 PROMPT = random_prompts(1, 9)
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}

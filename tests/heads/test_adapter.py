@@ -28,13 +28,14 @@ from medusa import (
     save_heads,
 )
 from medusa.cli.main import main
-from medusa.engine.packed import PackedLinear, missing_for_packed
+from medusa.engine.products import PackedLinear
+from medusa.engine.views import missing_for_kernels
 from medusa.heads.adapter import folded
 from medusa.training.config import JointOptions
 from medusa.training.recipes.joint import TrainedAdapter
 
 ADAPTED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-ENGINES = ["eager", *(["packed"] if missing_for_packed(chat_base()) is None else [])]
+ENGINES = ["eager", *(["packed"] if missing_for_kernels(chat_base()) is None else [])]
 PROMPTS = torch.tensor([[256, 40, 77, 12, 9, 33], [256, 41, 78, 13, 10, 34]])
 
 

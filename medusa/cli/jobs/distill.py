@@ -14,7 +14,7 @@ import medusa
 from medusa.base.loading import load_tokenizer
 from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine
-from medusa.cli.loading import chosen_device, load_base_on
+from medusa.cli.loading import chosen_device, load_base_on, set_step
 from medusa.cli.next_steps import command
 from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
@@ -46,7 +46,7 @@ class DistillOptions:
     Rows are appended as answers end. A run that was stopped goes on with the same command and loses only
     the answers under way. Prompt i gets the i-th temperature (in turn) and the noise stream seed + i, so
     the rows are the same whatever the batch size, the order, or the number of runs; only answers that a
-    time limit cuts depend on the machine. `--engine int8 --step compiled` is the fastest on a CPU; its
+    time limit cuts depend on the machine. `--engine int8` is the fastest on a CPU; its
     answers are the int8 model's.
     """
 
@@ -83,9 +83,9 @@ class DistillOptions:
     """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere."""
     engine: Engine = "auto"
     """How the base is executed; engines that quantise write other text."""
-    step: Literal["general", "compiled"] = "general"
-    """How steps run. compiled: the forward pass compiled for this machine, minutes once, then about twice as
-    fast on a CPU."""
+    step: Literal["general", "compiled"] | None = None
+    """How steps run. compiled: layers compiled for this machine, half a minute once, then the fastest on a
+    CPU. None is compiled with engine packed or int8, general elsewhere."""
     endpoint: list[str] = field(default_factory=list)
     """Let OpenAI-compatible servers answer instead, one or several of the same model, such as
     http://localhost:8000/v1. One that dies is given up, and the others go on."""
@@ -140,7 +140,7 @@ def check(options: DistillOptions) -> None:
         raise ValueError(
             "--endpoint and --model go together: where the server is, and what it calls the model"
         )
-    for name, default in (("engine", "auto"), ("step", "general")):
+    for name, default in (("engine", "auto"), ("step", None)):
         if options.endpoint and (given := getattr(options, name)) != default:
             raise ValueError(f"--{name} {given} is for a base in this process; --endpoint has its own")
     if options.endpoint and options.prompt_free:
@@ -165,7 +165,8 @@ def load_answerer(options: DistillOptions, log: Console) -> Answerer:
     device = chosen_device(options.device)
     base = load_base_on(device, options.base, options.dtype, options.trust_remote_code)
     tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
-    model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine, step=options.step)
+    model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine)
+    set_step(model, options.step)
     return LocalAnswerer(model, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops)
 
 

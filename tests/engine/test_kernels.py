@@ -1,0 +1,298 @@
+"""The kernels compute what torch computes, to the same bits whatever stands beside a row; how they are
+built."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, random_prompts, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_candidate_tree import trees
+from test_causal_lm import OTHERS
+from torch import nn
+
+from medusa import CandidateTree, MedusaModel, engine
+from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
+from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.engine import kernels
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.products import Product, in_panels, narrowest_dtype, quantised
+from medusa.engine.views import view_of
+from medusa.trees.candidate_tree import TreeTopology
+
+needs_kernels = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+
+
+def product(shape, dtype, has_bias=True):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
+    if dtype == torch.int8:
+        return Product(weight, bias, int8=True), weight, bias
+    weight = weight.to(dtype).float()
+    return Product(weight, bias), weight, bias
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(130, 77), (16, 16), (5, 3), (1, 1), (64, 1000)], ids=str)
+def test_a_product_is_the_product(shape, dtype):
+    for has_bias in (True, False):
+        made, weight, bias = product(shape, dtype, has_bias)
+        assert made.panels.dtype == dtype
+        if dtype == torch.int8:
+            codes, scales = quantised(weight)
+            weight = codes.double() * scales[:, None].double()
+        for lead in ((), (3,), (2, 5), (0,), (37,)):
+            x = torch.randn(*lead, shape[1])
+            exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            torch.testing.assert_close(made(x).double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(130, 77), (48, 64)], ids=str)
+def test_a_row_gives_the_same_bits_alone_and_among_any_number(shape, dtype):
+    made = product(shape, dtype)[0]
+    x = torch.randn(61, shape[1])
+    together = made(x)
+    for size in range(1, 50):
+        assert torch.equal(torch.cat([made(part) for part in x.split(size)]), together)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(made(x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernels
+def test_rows_that_do_not_follow_each_other_are_taken_and_wrong_ones_refused():
+    made, weight, bias = product((24, 40), torch.float32)
+    wide = torch.randn(6, 80)
+    torch.testing.assert_close(made(wide[:, ::2]), nn.functional.linear(wide[:, ::2], weight, bias))
+    for rows in (torch.randn(2, 39), torch.randn(2, 40).double()):
+        with pytest.raises(RuntimeError, match="rows must be float32, of the weight's width"):
+            made(rows)
+
+
+def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
+    weight = torch.randn(8, 8)
+    assert narrowest_dtype(weight) == torch.float32
+    assert narrowest_dtype(weight.bfloat16().float()) == torch.bfloat16
+    assert narrowest_dtype(weight.half().float()) == torch.float16
+    assert narrowest_dtype(torch.full((2, 2), float("nan"))) == torch.float32
+    assert narrowest_dtype(torch.full((2, 2), 1e6)) == torch.float32
+    assert narrowest_dtype(torch.tensor([[0.0, -0.0, float("inf"), 1e-30]])) == torch.float32
+
+
+@needs_kernels
+def test_panels_hold_every_output_and_zeros_after_the_last():
+    weight = torch.arange(15.0).view(5, 3)
+    panels = in_panels(weight)
+    assert panels.shape[0] * kernels.lanes() >= 5 and panels.shape[1:] == (3, kernels.lanes())
+    unpacked = panels.transpose(1, 2).reshape(-1, 3)
+    assert torch.equal(unpacked[:5], weight) and not unpacked[5:].any()
+
+
+def attend(query, key, value, seen, scaling=0.3, **options):
+    return kernels.tree_attention(nn.Module(), query, key, value, seen, scaling, **options)[0]
+
+
+def expected(query, key, value, mask, scaling=0.3, softcap=None, s_aux=None):
+    """Attention as it is defined, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.double().repeat_interleave(groups, dim=1) for each in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@needs_kernels
+@given(
+    tree=trees(),
+    lengths=st.lists(st.sampled_from([0, 1, 15, 16, 250, 256, 257, 530]), min_size=1, max_size=3),
+    window=st.sampled_from([None, 1, 3, 20, 300]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    widths=st.sampled_from([(16, 16), (64, 64), (7, 5), (80, 48)]),
+    options=st.sampled_from(["plain", "softcap", "sinks"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_attention_over_a_tree_is_attention_and_the_same_bits_once_committed(
+    tree, lengths, window, heads, widths, options
+):
+    generator = torch.Generator().manual_seed(tree.num_nodes)
+    lengths, topology, windows = torch.tensor(lengths), tree.topology("cpu"), {"full_attention": window}
+    rows, nodes, slots = len(lengths), tree.num_nodes, int(lengths.max()) + tree.num_nodes
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    query = draw(rows, heads[0], nodes, widths[0])
+    key, value = draw(rows, heads[1], slots, widths[0]), draw(rows, heads[1], slots, widths[1])
+    more = {"softcap": {"softcap": 2.0}, "sinks": {"s_aux": draw(heads[0])}}.get(options, {})
+    together = attend(query, key, value, seen_slots(lengths, topology, windows), **more)
+    mask = tree_attention_masks(lengths, slots, topology, windows)
+    exact = expected(query, key, value, mask, **more)
+    torch.testing.assert_close(together.double(), exact, atol=3e-6, rtol=3e-6)
+    path = topology.lineage[0, -1, : int(topology.depths[0, -1]) + 1].tolist()
+    for row, length in enumerate(
+        lengths.tolist()
+    ):  # the path to the last node, committed and read as a prompt
+        keys, values = (each[row : row + 1].clone() for each in (key, value))
+        for states, own in ((keys, key), (values, value)):
+            states[0, :, length : length + len(path)] = own[row, :, [length + node for node in path]]
+            states[0, :, length + len(path) :] = torch.nan  # nobody looks there
+        for depth, node in enumerate(path):
+            first = 0 if window is None else max(0, length + depth - window + 1)
+            seen = torch.tensor([[[[first, length + depth + 1]]]], dtype=torch.int32)
+            alone = attend(query[row : row + 1, :, [node]], keys, values, seen, **more)
+            assert torch.equal(alone[0, 0], together[row, node])
+
+
+@needs_kernels
+def test_attention_over_a_long_chain_is_attention():
+    chain, lengths, windows = TreeTopology.chain(150, "cpu"), torch.tensor([200, 7]), {"full_attention": 90}
+    query, key, value = torch.randn(2, 6, 150, 16), torch.randn(2, 2, 350, 16), torch.randn(2, 2, 350, 16)
+    given = attend(query, key, value, seen_slots(lengths, chain, windows))
+    exact = expected(query, key, value, tree_attention_masks(lengths, 350, chain, windows))
+    torch.testing.assert_close(given.double(), exact, atol=3e-6, rtol=3e-6)
+
+
+@needs_kernels
+def test_attention_takes_any_layout_of_heads_and_refuses_what_it_does_not_know():
+    query, key, value = torch.randn(1, 3, 4, 16), torch.randn(1, 7, 3, 16), torch.randn(1, 3, 7, 16)
+    seen = seen_slots(torch.tensor([3]), CandidateTree.chain(3).topology(), {"full_attention": None})
+    across, plain = key.transpose(1, 2), key.transpose(1, 2).contiguous()
+    together = attend(query, plain, value, seen)
+    assert torch.equal(attend(query, across, value, seen), together)
+    twisted = query.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(attend(twisted, plain, value, seen), together)
+    with pytest.raises(ValueError, match="attention over a tree knows no position_bias"):
+        attend(query, plain, value, seen, position_bias=torch.zeros(1))
+
+
+MIXED = "an expert's product is torch's, which adds in another order for another number of rows"
+INEXACT = {
+    "mixtral-moe": MIXED,
+    "keys wider than values": MIXED,
+    "attention sinks": MIXED,
+    "many experts": MIXED,
+    "one key for all heads": "Falcon's attention is its own, and takes no other",
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("int8", [False, True], ids=["packed", "int8"])
+@pytest.mark.parametrize("architecture", [each for each in (*ARCHITECTURES, *OTHERS) if each not in INEXACT])
+@torch.no_grad()
+def test_the_logits_of_a_node_are_the_same_bits_alone_in_a_tree_and_in_a_batch(architecture, int8):
+    torch.manual_seed(0)
+    base = tiny_model(architecture) if architecture in ARCHITECTURES else OTHERS[architecture]().eval()
+    view = view_of(base, int8)
+    assert view.config.get_text_config(decoder=True)._attn_implementation in TREE_ATTENTION.values()
+    prompts, lengths = random_prompts(3, 41), torch.tensor([41, 13, 30])
+    nodes = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]])
+
+    def read(rows, chunk=512):
+        cache = new_cache(view, len(rows))
+        return cache, prefill(view, prompts[rows], lengths[rows], cache, chunk=chunk)[1]
+
+    cache, after_prompt = read([0, 1, 2])
+    _, together = verify(view, nodes, BUSHY.topology(), cache)
+    for row in range(3):
+        assert all(torch.equal(read([row], chunk)[1][0], after_prompt[row]) for chunk in (512, 7))
+        for node, path in enumerate(BUSHY.paths):
+            cache, _ = read([row])
+            for at in (BUSHY.paths.index(path[:depth]) for depth in range(len(path) + 1)):
+                _, alone = verify(view, nodes[[row]][:, [at]], CandidateTree.chain(0).topology(), cache)
+                cache.commit_prefix(torch.ones(1, dtype=torch.long))
+            assert torch.equal(alone[0, 0], together[row, node])
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    """A cache of one's own, in which nothing has been built; calls that build are made anew."""
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    for function in (kernels.missing_kernels, engine._say_once):
+        function.cache_clear()
+    yield tmp_path / "compiled"
+    monkeypatch.undo()
+    for function in (kernels.missing_kernels, engine._say_once):
+        function.cache_clear()
+
+
+def test_without_a_compiler_auto_says_so_once_and_gives_the_same_text(unbuilt, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    base, prompt = tiny_model("llama"), random_prompts(1, 9)
+    model = MedusaModel(base, engine="auto")
+    assert model.runner is base
+    said = capsys.readouterr().err
+    assert (
+        "engine='auto' runs eager" in said and "C++ compiler (g++ or clang++), and none is installed" in said
+    )
+    MedusaModel(base, engine="auto")
+    assert not capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"engine='packed' needs a C\+\+ compiler .* use engine='eager'"):
+        MedusaModel(base, engine="packed")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    reference = base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
+    assert model.generate(prompt, **options).tolist() == reference.tolist()
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(unbuilt, monkeypatch):
+    def fails(command, **options):
+        raise subprocess.CalledProcessError(
+            1, command, stderr="In file included\nx.cpp:3: error: no header\n"
+        )
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    compiler = kernels.found_compiler()
+    assert missing_kernels() == f"kernels that compile, and {compiler} failed: x.cpp:3: error: no header"
+    assert [path.suffix for path in unbuilt.iterdir()] == [".lock"]
+
+
+@needs_kernels
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(unbuilt, capsys):
+    unbuilt.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert missing_kernels() is None
+    assert "compiled for this process alone" in capsys.readouterr().err
+
+
+BUILD = "import sys; from medusa.engine.kernels import missing_kernels; sys.exit(missing_kernels())"
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_two_processes_build_once_and_another_processor_builds_its_own(unbuilt, monkeypatch):
+    command = [sys.executable, "-c", BUILD]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [each.communicate()[1] for each in both]
+    assert [each.returncode for each in both] == [0, 0]
+    assert sum("compiling kernels" in each for each in said) == 1 and len(list(unbuilt.glob("*.so"))) == 1
+    before = kernels._compiled(kernels.found_compiler())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert kernels._compiled(kernels.found_compiler()) != before
+
+
+@needs_kernels
+def test_a_damaged_library_is_refused_with_what_to_delete(unbuilt, monkeypatch):
+    def writes(command, **options):
+        with open(command[command.index("-o") + 1], "wb") as file:
+            file.write(b"x" * 1000)
+
+    monkeypatch.setattr(subprocess, "run", writes)
+    kernels._compiled(kernels.found_compiler()).write_bytes(b"y" * 999)
+    with pytest.raises(ValueError, match=r"is damaged.* delete it"):
+        missing_kernels()
