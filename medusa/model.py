@@ -31,6 +31,9 @@ from medusa.hub import HUB_ARGUMENTS
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
+PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config")
+"""Arguments of ``transformers`` that say in which precision a base is loaded, or where."""
+
 
 @dataclass(frozen=True)
 class _Options:
@@ -150,7 +153,8 @@ class MedusaModel:
             step: how decode steps are run (see :mod:`medusa.decoding.steps`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
                 ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
-                are for the heads too.
+                are for the heads too. Where there is no GPU and nothing is said of precision or place, the
+                base is loaded in float32.
 
         Raises:
             FileNotFoundError: base or heads are neither here nor on the hub; the message says what to do.
@@ -161,6 +165,10 @@ class MedusaModel:
         hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
         source = str(base) if isinstance(base, (str, Path)) else None
         if isinstance(base, (str, Path)):
+            if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
+                base_kwargs["dtype"] = (
+                    torch.float32
+                )  # exact, and packed holds each weight as narrow as it was
             base = load_base(base, **base_kwargs)
         elif unread := sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys()):
             raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")

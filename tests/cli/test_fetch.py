@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from tiny_chat import chat_base
 from tiny_gguf import written_gguf
 
@@ -197,19 +198,20 @@ def test_another_name_is_refused_with_the_one_there_is(capsys):
     assert "must be smollm2-135m-instruct" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
 def test_a_gguf_file_has_the_weights_and_the_metadata_of_its_source(tmp_path, kind):
     source = written_gguf(chat_base(), tmp_path / "source.gguf")
     write_gguf(source, tmp_path / "written.gguf", kind)
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "written.gguf")
     kept = {name: field.contents() for name, field in after.fields.items() if not name.startswith("GGUF.")}
-    assert kept.pop("general.file_type") == {"f32": 0, "q8_0": 7}[kind]
+    assert kept.pop("general.file_type") == {"f32": 0, "q8_0": 7, "q4_0": 2}[kind]
     wanted = {name: field.contents() for name, field in before.fields.items() if not name.startswith("GGUF.")}
     assert kept == wanted
     assert [tensor.name for tensor in after.tensors] == [tensor.name for tensor in before.tensors]
     for old, new in zip(before.tensors, after.tensors, strict=True):
         is_matrix = len(old.shape) > 1
-        assert new.tensor_type.name == ("Q8_0" if kind == "q8_0" and is_matrix else "F32")
+        assert new.tensor_type.name == (kind.upper() if is_matrix else "F32")
         weights = gguf.dequantize(new.data, new.tensor_type)
-        tolerance = np.abs(old.data).max() / 127 / 2 * 1.2 if kind == "q8_0" and is_matrix else 0
-        assert np.abs(weights - old.data).max() <= tolerance
+        meant = torch.from_numpy(old.data).bfloat16().float().numpy()
+        steps = {"f32": 0, "q8_0": 0.6 / 127, "q4_0": 1.1 / 8}[kind] if is_matrix else 0
+        assert np.abs(weights - meant).max() <= steps * np.abs(meant).max()

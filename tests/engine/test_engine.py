@@ -84,6 +84,18 @@ def test_a_packed_view_heeds_padding_as_the_base_does(architecture):
 
 
 @needs_kernels
+def test_a_base_published_in_bfloat16_is_decoded_in_float32_with_its_weights_as_they_are(tmp_path):
+    copy.deepcopy(tiny_model("llama")).bfloat16().save_pretrained(tmp_path)
+    model = MedusaModel.from_pretrained(tmp_path)
+    assert model.base.dtype == torch.float32 and model.runtime.engine == "packed"
+    assert model.runner.get_output_embeddings().panels.dtype == torch.bfloat16
+    prompt, options = random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
+    reference = model.base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
+    assert model.generate(prompt, **options).tolist() == reference.tolist()
+    assert MedusaModel.from_pretrained(tmp_path, dtype="auto").base.dtype == torch.bfloat16
+
+
+@needs_kernels
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_decoding_on_the_packed_engine_is_token_identical(temperature):
     base = tiny_model("llama")
