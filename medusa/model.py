@@ -166,9 +166,7 @@ class MedusaModel:
         source = str(base) if isinstance(base, (str, Path)) else None
         if isinstance(base, (str, Path)):
             if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
-                base_kwargs["dtype"] = (
-                    torch.float32
-                )  # exact, and packed holds each weight as narrow as it was
+                base_kwargs["dtype"] = torch.float32  # exact; packed holds weights as narrow as they were
             base = load_base(base, **base_kwargs)
         elif unread := sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys()):
             raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")

@@ -216,7 +216,7 @@ def write_gguf(source: Path, target: Path, kind: str) -> None:
             writer.add_key_value(field.name, field.contents(), field.types[0], inner)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     for tensor in read.tensors:
-        dequantised = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        dequantised = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         weights = dequantised.bfloat16().float().numpy()
         if kind != "f32" and weights.ndim > 1:
             quantisation = gguf.GGMLQuantizationType[kind.upper()]

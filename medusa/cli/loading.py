@@ -29,9 +29,11 @@ from medusa.cli.options import (
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
+from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Heads
+from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
@@ -71,6 +73,8 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
     if checkpoint.adapter is not None:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
+    for dtype, size in packed_bytes(model.runner).items():
+        heads += f", {megabytes(size)} of weights packed in {str(dtype).removeprefix('torch.')}"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     return model
 

@@ -122,6 +122,15 @@ def missing_for_plain_weights(base: CausalLM) -> str | None:
     return None
 
 
+def packed_bytes(view: CausalLM) -> dict[torch.dtype, int]:
+    """What packed weights take beside the base's own, by the type that they lie in; empty for no view."""
+    held: dict[torch.dtype, int] = {}
+    for module in view.modules():
+        if isinstance(module, Product):
+            held[module.panels.dtype] = held.get(module.panels.dtype, 0) + module.panels.nbytes
+    return held
+
+
 class InPlaceNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), without the copies that
     ``transformers`` makes.
