@@ -34,7 +34,7 @@ from medusa.engine.libraries import (
 )
 from medusa.trees.candidate_tree import TreeTopology
 
-VERSION = 7
+VERSION = 8
 """Of what is compiled: raise it with every change of what a draft computes."""
 MIN_COLUMNS = 16
 """Columns of tokens that a library wants at least."""

@@ -47,7 +47,7 @@ from medusa.engine.products import Product
 from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree
 
-VERSION = 5
+VERSION = 6
 """Of what is compiled: raise it with every change of what a layer computes."""
 VECTOR = 16
 """Floats in the widest vector of a processor."""

@@ -115,6 +115,7 @@ static inline Vec widened(const Half* from) {
 
 // Weights lie in panels (N / LANES, K, LANES). A block is M rows by J panels; its sums stay in registers.
 constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 6;
+constexpr int PAGE = 4096;
 constexpr int panels_for(int rows) { return std::min(4, (REGISTERS - 3) / (rows + 1)); }
 
 struct Product {
@@ -142,7 +143,11 @@ template <typename W, int M, int J>
   for (int64_t k = 0; k < of.K; k++) {
     Vec weights[J];
 #pragma GCC unroll 4
-    for (int j = 0; j < J; j++) weights[j] = widened(w + (j * of.K + k) * LANES);
+    for (int j = 0; j < J; j++) {
+      const W* next = w + (j * of.K + k) * LANES;
+      weights[j] = widened(next);
+      if (M <= 4) __builtin_prefetch(reinterpret_cast<const char*>(next) + PAGE);  // processors look no page ahead
+    }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
       Vec value = all(x[m * of.K + k]);
@@ -172,25 +177,17 @@ static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
     }
 }
 
-template <typename W, int M>
-static void multiplied(const Product& of, int64_t panels, bool shared) {
+template <typename W, int M = MOST_ROWS>
+static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
+  if constexpr (M > 1) if (rows < M) return multiplied_by<W, M - 1>(rows, of, panels);
   constexpr int J = panels_for(M);
-  if (!shared) return panels_times_rows<W, M>(of, 0, panels);
   torch::stable::parallel_for(0, (panels + J - 1) / J, 1, [&](int64_t begin, int64_t end) { panels_times_rows<W, M>(of, begin * J, std::min(end * J, panels)); });
 }
 
-template <typename W, int M = MOST_ROWS>
-static void multiplied_by(int64_t rows, const Product& of, int64_t panels, bool shared) {
-  if constexpr (M == 1) multiplied<W, 1>(of, panels, shared);
-  else if (rows >= M) multiplied<W, M>(of, panels, shared);
-  else multiplied_by<W, M - 1>(rows, of, panels, shared);
-}
-
-// `shared` by all threads, or done by the calling one.
 template <typename W>
-static void product_of(const Product& of, int64_t panels, bool shared = true) {
+static void product_of(const Product& of, int64_t panels) {
   int64_t blocks = (of.M + MOST_ROWS - 1) / MOST_ROWS;
-  if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels, shared);
+  if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels);
 }
 
 // x (..., K) float32, panels (P, K, LANES), scales and bias (N,) float32 -> (..., N) float32

@@ -137,6 +137,7 @@ def compiled_program(exported: torch.export.ExportedProgram, directory: Path) ->
     """The shared library of a program that may call the kernels, in ``directory``."""
     options = {
         "aot_inductor.output_path": str(directory),
+        "cpp.threads": 1,  # loops of few rows are shorter than waking another thread
         "aot_inductor.custom_ops_to_c_shims": {
             torch.ops.medusa.packed_product.default: [
                 "AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle, AtenTensorHandle, "
