@@ -1,8 +1,8 @@
 """Drafts of Medusa heads, compiled for this processor and kept on disk.
 
 A draft of heads is a few hundred operators, which take several times as long to call as to compute. Its
-programs are compiled as the base's pass is (:mod:`medusa.engine.libraries`): one for greedy rows and one for
-sampled rows, for each tree. Candidates that a rule wants drawn are drafted as before.
+programs are compiled as the layers of a base are (:mod:`medusa.engine.programs`): one for greedy rows and one
+for sampled rows, for each tree. Candidates that a rule wants drawn are drafted as before.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from medusa.engine.kernels import SOURCE
 from medusa.engine.libraries import (
     check_library,
     compile_library,
-    compiled_program,
     digest_of,
     kept_library,
-    open_program,
 )
+from medusa.engine.programs import compiled_program, exported, open_program, weights_of
 from medusa.trees.candidate_tree import TreeTopology
 
 VERSION = 8
@@ -52,13 +51,14 @@ class CompiledDrafter(StatelessDrafter):
     def __init__(self, drafter: HeadsDrafter):
         self.drafter, self.reads_layers = drafter, drafter.reads_layers
         self.needs_features = drafter.needs_features
+        self._weights = weights_of(_Draft(drafter))
         self._libraries: dict[bool, Any] = {}  # by whether rows are sampled
         self._paths: dict[bool, Path] = {}
 
     def for_drafter(self, drafter: HeadsDrafter) -> CompiledDrafter:
         """The same libraries for ``drafter``, made as this one's own, which keeps to itself what it reads."""
         other = copy.copy(self)
-        other.drafter = drafter
+        other.drafter, other._weights = drafter, weights_of(_Draft(drafter))
         return other
 
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
@@ -81,7 +81,7 @@ class CompiledDrafter(StatelessDrafter):
         drafter = self.drafter
         depends_on = (
             drafter.heads.config,
-            [(name, tuple(weight.shape), weight.dtype) for name, weight in _weights(drafter)],
+            [(name, tuple(weight.shape), weight.dtype) for name, weight in self._weights.items()],
             type(drafter).__name__,
             drafter.tree.paths,
             getattr(drafter, "suffix_length", 0),
@@ -112,7 +112,7 @@ class CompiledDrafter(StatelessDrafter):
         return self._drafted(library, context)
 
     def _drafted(self, library: Any, context: DraftContext) -> Draft:
-        tokens, *others = library.run(_inputs(context, self.drafter))
+        tokens, *others = library.run([*self._weights.values(), *_inputs(context, self.drafter)])
         if isinstance(self.drafter, DynamicDrafter):
             *topology, worth = others
             return Draft(tokens, TreeTopology(*topology), worth=worth)
@@ -151,12 +151,10 @@ class CompiledDrafter(StatelessDrafter):
 
     def _exported(self, trial: DraftContext) -> torch.export.ExportedProgram:
         rows, columns = torch.export.Dim("b", min=1), torch.export.Dim("s", min=MIN_COLUMNS)
-        inputs, num_weights = _inputs(trial, self.drafter), len(_weights(self.drafter))
-        shapes: list[dict[int, Any]] = [{}] * num_weights
-        shapes += [{0: rows}, {0: rows}, {0: rows, 1: columns}, {0: rows}, {}]
+        inputs = _inputs(trial, self.drafter)
+        shapes: list[dict[int, Any]] = [{0: rows}, {0: rows}, {0: rows, 1: columns}, {0: rows}, {}]
         shapes += [{0: rows}] * (len(inputs) - len(shapes))
-        module = _ExportedDraft(self.drafter).eval()
-        return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(shapes),), strict=False)
+        return exported(_Draft(self.drafter).eval(), inputs, shapes)
 
 
 def _draft_after_reading(drafter: HeadsDrafter, context: DraftContext) -> Draft:
@@ -164,53 +162,31 @@ def _draft_after_reading(drafter: HeadsDrafter, context: DraftContext) -> Draft:
     return drafter.draft_from(context) if drafter.needs_features else drafter.draft(context)
 
 
-def _weights(drafter: HeadsDrafter) -> list[tuple[str, Tensor]]:
-    """What a draft computes with, by name in :func:`_parts`."""
-    parts = _parts(drafter)
-    return [(name, each.detach()) for name, each in (*parts.named_parameters(), *parts.named_buffers())]
-
-
-def _parts(drafter: HeadsDrafter) -> nn.ModuleDict:
-    """The modules that a draft runs."""
-    return nn.ModuleDict({"heads": drafter.heads, "embedding": drafter.output_embedding})
-
-
 def _inputs(context: DraftContext, drafter: HeadsDrafter) -> list[Tensor]:
-    """What a library takes: see :class:`_ExportedDraft`."""
+    """What a library takes after the weights: see :class:`_Draft`."""
     tokens, rows = context.tokens, embedding_weight(drafter.output_embedding)
     if tokens.shape[1] < MIN_COLUMNS:
         tokens = F.pad(tokens, (0, MIN_COLUMNS - tokens.shape[1]))
-    weights = [weight for _, weight in _weights(drafter)]
-    inputs = [*weights, context.root, context.hidden, tokens, context.lengths, rows.detach()]
+    inputs = [context.root, context.hidden, tokens, context.lengths, rows.detach()]
     if context.noise is not None:
         temperature = torch.as_tensor(context.temperature, dtype=torch.float32)
         inputs += [context.noise, temperature.expand(len(tokens), 1, 1)]
     return [each.contiguous() for each in inputs]  # the strides of the trial's are those of the library
 
 
-class _ExportedDraft(nn.Module):
-    """Drafts as a function of tensors: (weights, root, hidden, tokens, lengths, rows of the output
-    embedding), and for sampled rows (noise, temperature (B, 1, 1)) -> (tokens, the tensors of a topology, and
-    where the draft says it what nodes are worth)."""
-
-    def __init__(self, drafter: HeadsDrafter):
-        super().__init__()
-        self._of = (_Draft(drafter),)  # hidden, so that no weight counts as this module's own
-        self._names = [f"parts.{name}" for name, _ in _weights(drafter)]
-
-    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
-        weights = dict(zip(self._names, inputs, strict=False))
-        return torch.func.functional_call(self._of[0], weights, tuple(inputs[len(weights) :]))
-
-
 class _Draft(nn.Module):
+    """Drafts as a function of tensors: (root, hidden, tokens, lengths, rows of the output embedding), and for
+    sampled rows (noise, temperature (B, 1, 1)) -> (tokens, the tensors of a topology, and where the draft
+    says it what nodes are worth)."""
+
     def __init__(self, drafter: HeadsDrafter):
         super().__init__()
-        self._drafter, self.parts = copy.copy(drafter), _parts(drafter)
+        self._drafter = copy.copy(drafter)
+        self.heads, self.embedding = drafter.heads, drafter.output_embedding
 
     def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
         root, hidden, tokens, lengths, rows, *sampling = inputs
-        self._drafter.output_embedding = _Rows(self.parts["embedding"], rows)  # type: ignore[assignment]
+        self._drafter.output_embedding = _Rows(self.embedding, rows)  # type: ignore[assignment]
         noise, temperature = sampling or (None, 1.0)
         context = DraftContext(root, hidden, tokens, lengths, None, noise, temperature)  # type: ignore[arg-type]
         draft = _draft_after_reading(self._drafter, context)

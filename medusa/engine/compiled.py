@@ -36,14 +36,12 @@ from medusa.base.causal_lm import (
 from medusa.engine.kernels import SOURCE
 from medusa.engine.libraries import (
     check_library,
-    code_of,
     compile_library,
-    compiled_program,
     digest_of,
     kept_library,
-    open_program,
 )
 from medusa.engine.products import Product
+from medusa.engine.programs import code_of, compiled_program, exported, open_program, weights_of
 from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -53,7 +51,7 @@ VECTOR = 16
 """Floats in the widest vector of a processor."""
 TRIALS = ((3, 5, 250), (2, 4, 520))
 """Rows, nodes and tokens of the two passes that tell which dimensions change from pass to pass."""
-TOLERANCE = 1e-4
+TOLERANCE = 1e-3
 """Largest difference of logits between compiled layers and the view's, over the largest logit."""
 
 
@@ -120,7 +118,7 @@ class CompiledLayer(nn.Module):
     def __init__(self, layer: nn.Module, index: int, program: Any, call: _Call):
         super().__init__()
         self.layer, self.index, self._program = layer, index, program
-        self._weights = [tensor.detach() for _, tensor in _weights(layer)]
+        self._weights = list(weights_of(layer).values())
         self._entry_sizes = call.entry_sizes
 
     def __getattr__(self, name: str) -> Any:
@@ -161,10 +159,9 @@ class _Call:
         return [(each.shape[1], each.shape[3]) for each in self.entries[0]]
 
     def inputs(self, trial: int) -> list[Tensor]:
-        """What the program takes: weights, the tensors of the call, slots, keys and values."""
-        weights = [tensor.detach() for _, tensor in _weights(self.layer)]
+        """What the program takes after the weights: the tensors of the call, slots, keys and values."""
         given = _tensors(self.args[trial], self.kwargs[trial])
-        return [*weights, *(each.contiguous() for each in given), self.slots[trial], *self.entries[trial]]
+        return [*(each.contiguous() for each in given), self.slots[trial], *self.entries[trial]]
 
 
 @torch.no_grad()
@@ -228,18 +225,6 @@ def _exchanged(call: _Call, tensors: Sequence[Tensor], cache: Cache) -> Any:
     return tuple(map(exchanged, args)), {name: exchanged(value) for name, value in kwargs.items()}
 
 
-def _weights(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a layer computes with: all but the weights that stand there for others to read."""
-    read = []
-    for prefix, module in layer.named_modules():
-        own = (*module._parameters.items(), *module._buffers.items())
-        for name, tensor in own:
-            is_shown = isinstance(module, JoinedLinear) or (isinstance(module, Product) and name == "weight")
-            if tensor is not None and not is_shown:
-                read.append((f"{prefix}.{name}" if prefix else name, tensor))
-    return read
-
-
 def _library_path(view: CausalLM, call: _Call) -> Path:
     """Where the library of a layer is kept: the name tells apart all that it depends on but weights."""
     config = view.config.get_text_config(decoder=True)
@@ -251,7 +236,7 @@ def _library_path(view: CausalLM, call: _Call) -> Path:
         )
         for module in call.layer.modules()
     ]
-    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _weights(call.layer)]
+    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights_of(call.layer).items()]
     others = [(n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))]
     attention = config._attn_implementation
     kernels = SOURCE.read_bytes()
@@ -265,10 +250,9 @@ def _is_setting(name: str, value: Any) -> bool:
 
 def _exported(call: _Call) -> torch.export.ExportedProgram:
     """A layer as a program of tensors: what differs between the two calls is dynamic."""
-    first, second = call.inputs(0), call.inputs(1)
     dims: dict[tuple[int, int], Any] = {}
     shapes = []
-    for one, other in zip(first, second, strict=True):
+    for one, other in zip(call.inputs(0), call.inputs(1), strict=True):
         sizes = zip(one.shape, other.shape, strict=True)
         changing = {at: pair for at, pair in enumerate(sizes) if pair[0] != pair[1]}
         shapes.append(
@@ -277,26 +261,20 @@ def _exported(call: _Call) -> torch.export.ExportedProgram:
                 for at, pair in changing.items()
             }
         )
-    with torch.no_grad():
-        return torch.export.export(
-            _LayerProgram(call), tuple(first), dynamic_shapes=(tuple(shapes),), strict=False
-        )
+    return exported(_CalledLayer(call), call.inputs(0), shapes)
 
 
-class _LayerProgram(nn.Module):
-    """A layer as a function of its weights, the tensors of a call, slots, keys and values."""
+class _CalledLayer(nn.Module):
+    """A layer as a function of the tensors of a call, slots, keys and values."""
 
     def __init__(self, call: _Call):
         super().__init__()
-        self._of = (call,)  # hidden, so that no weight counts as this module's own
-        self._names = [name for name, _ in _weights(call.layer)]
+        self.layer, self._call = call.layer, call
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        call = self._of[0]
-        weights = dict(zip(self._names, inputs, strict=False))
-        *tensors, slots, keys, values = inputs[len(weights) :]
-        args, kwargs = _exchanged(call, tensors, _Entries(keys, values, slots))
-        output = torch.func.functional_call(call.layer, weights, args, kwargs)
+        *tensors, slots, keys, values = inputs
+        args, kwargs = _exchanged(self._call, tensors, _Entries(keys, values, slots))
+        output = self.layer(*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
 

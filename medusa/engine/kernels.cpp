@@ -13,11 +13,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
-#if defined(__AVX2__)
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -26,7 +29,8 @@
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define WIDEST
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, REGISTERS = 16;
@@ -47,7 +51,7 @@ static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // a * b + c, rounded once where the processor can: a compiler left to choose does so in one loop and not in the next.
 static inline Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
+#if defined(WIDEST)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -65,6 +69,16 @@ static inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
+// What a thread computes in between.
+struct Scratch {
+  std::unique_ptr<float[]> memory;
+  int64_t size = 0;
+  float* of(int64_t wanted) {
+    if (wanted > size) memory.reset(new float[size = wanted]);
+    return memory.get();
+  }
+};
+
 // ---------------------------------------------------------------- weights, widened to float32 in the register
 
 struct BFloat16 { uint16_t bits; };
@@ -81,18 +95,8 @@ static inline Vec widened(const BFloat16* from) {
   return (Vec)(__builtin_convertvector(narrow, Wide) << 16);
 }
 
-static inline Vec widened(const int8_t* from) {
-#if defined(__AVX512F__)  // what g++ 12 makes of the conversion takes ten instructions
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__)
-  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Several<int8_t>*>(from), Int), Vec);
-#endif
-}
-
 static inline Vec widened(const Half* from) {
-#if defined(__AVX512F__)
+#if defined(WIDEST)
   return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__) && defined(__F16C__)
   return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -111,15 +115,73 @@ static inline Vec widened(const Half* from) {
 #endif
 }
 
+// -------------------------------------------------------- int8 weights, multiplied in pairs by numbers of 16 bits
+
+typedef int16_t Pairs __attribute__((vector_size(LANES * 4)));
+
+static inline Pairs widened_pairs(const int8_t* from) {
+#if defined(WIDEST)
+  return (Pairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return (Pairs)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  typedef int8_t Narrow __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const Narrow*>(from), Pairs);
+#endif
+}
+
+// sums + a lane's two weights times the two numbers of `pair`
+static inline Int pairs_added(Int sums, Pairs weights, int32_t pair) {
+#if defined(WIDEST) && defined(__AVX512VNNI__)
+  return (Int)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(pair));
+#elif defined(WIDEST)
+  return sums + (Int)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__)
+  return sums + (Int)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(pair));
+#elif defined(__x86_64__)
+  return sums + (Int)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(pair));
+#else
+  Int both = (Int)weights;
+  return sums + (both << 16 >> 16) * static_cast<int16_t>(pair) + (both >> 16) * (pair >> 16);
+#endif
+}
+
+constexpr int64_t RUN = 256;        // numbers of a row that share a step: 32,767 * 128 * 256 < 2^31
+constexpr float STEPS = 32767.f;
+constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: a float32 that is added to it is rounded to a whole number
+
+// Numbers as `rounded` whole ones times a step; the step is not finite where one of them is not.
+static float rounded(const float* x, int64_t count, int16_t* rounded) {
+  Vec highest = {}, spoilt = {};
+  float padded[RUN] = {};
+  if (count < RUN) x = static_cast<const float*>(std::memcpy(padded, x, count * sizeof(float)));
+  for (int64_t k = 0; k < RUN; k += LANES) {
+    Vec value = load(x + k);
+    highest = larger(value < 0.f ? -value : value, highest);
+    spoilt += value - value;
+  }
+  float most = 0, broken = 0;
+  for (int lane = 0; lane < LANES; lane++) most = std::max(most, highest[lane]), broken += spoilt[lane];
+  Vec per_step = all(most > 0 ? STEPS / most : 0.f);
+  for (int64_t k = 0; k < RUN; k += LANES) {
+    Int whole = (Int)(load(x + k) * per_step + ROUNDER) - (Int)all(ROUNDER);
+    *reinterpret_cast<Several<int16_t>*>(rounded + k) = __builtin_convertvector(whole, Several<int16_t>);
+  }
+  return most / STEPS + broken;
+}
+
 // ------------------------------------------------------------------------------------------------- the product
 
-// Weights lie in panels (N / LANES, K, LANES). A block is M rows by J panels; its sums stay in registers.
+// Weights lie in panels (N / LANES, K, LANES), int8 in (N / LANES, K / 2, LANES, 2). A block is M rows by J panels;
+// its sums stay in registers.
 constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 6;
 constexpr int PAGE = 4096;
 constexpr int panels_for(int rows) { return std::min(4, (REGISTERS - 3) / (rows + 1)); }
 
 struct Product {
-  const float* x;       // (M, K)
+  const float* x;         // (M, K)
+  const int16_t* rounded; // (M, runs, RUN) of int8 weights: x in steps
+  const float* steps;     // (M, runs)
   const void* panels;
   const float* scales;  // (N,) of int8 weights, or null
   const float* bias;    // (N,), or null
@@ -136,9 +198,7 @@ static void finished(const Product& of, const float* sums, int64_t row, int64_t 
 }
 
 template <typename W, int M, int J>
-[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel) {
-  Vec sums[M][J] = {};
-  const W* w = static_cast<const W*>(of.panels) + panel * of.K * LANES;
+static inline void sum_up(const Product& of, const W* w, int64_t row, Vec (&sums)[M][J]) {
   const float* x = of.x + row * of.K;
   for (int64_t k = 0; k < of.K; k++) {
     Vec weights[J];
@@ -155,6 +215,44 @@ template <typename W, int M, int J>
       for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j], sums[m][j]);
     }
   }
+}
+
+template <int M, int J>
+static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Vec (&sums)[M][J]) {
+  int64_t pairs = (of.K + 1) / 2, runs = (of.K + RUN - 1) / RUN;
+  const int16_t* x = of.rounded + row * runs * RUN;
+  for (int64_t run = 0; run < runs; run++) {
+    Int whole[M][J] = {};
+    for (int64_t k = run * RUN / 2; k < std::min(pairs, (run + 1) * RUN / 2); k++) {
+      Pairs weights[J];
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) {
+        const int8_t* next = w + (j * pairs + k) * 2 * LANES;
+        weights[j] = widened_pairs(next);
+        if (M <= 4) __builtin_prefetch(next + PAGE);
+      }
+#pragma GCC unroll 12
+      for (int m = 0; m < M; m++) {
+        int32_t pair;
+        std::memcpy(&pair, x + m * runs * RUN + 2 * k, sizeof(pair));
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) whole[m][j] = pairs_added(whole[m][j], weights[j], pair);
+      }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      Vec step = all(of.steps[(row + m) * runs + run]);
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) sums[m][j] = multiply_add(__builtin_convertvector(whole[m][j], Vec), step, sums[m][j]);
+    }
+  }
+}
+
+template <typename W, int M, int J>
+[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel) {
+  Vec sums[M][J] = {};
+  int64_t height = std::is_same_v<W, int8_t> ? of.K + of.K % 2 : of.K;
+  sum_up(of, static_cast<const W*>(of.panels) + panel * height * LANES, row, sums);
   float results[M * J * LANES];
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++)
@@ -190,22 +288,36 @@ static void product_of(const Product& of, int64_t panels) {
   if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels);
 }
 
-// x (..., K) float32, panels (P, K, LANES), scales and bias (N,) float32 -> (..., N) float32
+// The same with rows in steps, for int8 weights; it holds until this thread computes another.
+static Product in_steps(Product of) {
+  thread_local Scratch scratch;
+  int64_t runs = (of.K + RUN - 1) / RUN;
+  float* steps = scratch.of(of.M * runs * (1 + RUN / 2));
+  int16_t* numbers = reinterpret_cast<int16_t*>(steps + of.M * runs);
+  for (int64_t row = 0; row < of.M; row++)
+    for (int64_t run = 0; run < runs; run++)
+      steps[row * runs + run] = rounded(of.x + row * of.K + run * RUN, std::min(RUN, of.K - run * RUN), numbers + (row * runs + run) * RUN);
+  of.rounded = numbers, of.steps = steps;
+  return of;
+}
+
+// x (..., K) float32, panels (P, K, LANES) or of int8 (P, K / 2, LANES, 2), scales and bias (N,) float32 -> (..., N) float32
 static Tensor product(const Tensor& given, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
   Tensor x = torch::stable::contiguous(given);
-  int64_t K = panels.size(1);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.dim() > 0 && x.size(x.dim() - 1) == K, "rows must be float32, of the weight's width");
+  int64_t K = x.dim() ? x.size(x.dim() - 1) : 0, M = K ? x.numel() / K : 0;
+  bool is_int8 = panels.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && panels.size(1) == (is_int8 ? (K + 1) / 2 : K), "rows must be float32, of the weight's width");
   STD_TORCH_CHECK(panels.size(2) == LANES && (width + LANES - 1) / LANES == panels.size(0), "panels must be packed for this processor");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
   Tensor y = torch::stable::empty(shape, ScalarType::Float);
-  Product of{static_cast<const float*>(x.data_ptr()), panels.data_ptr(), scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
-             bias ? static_cast<const float*>(bias->data_ptr()) : nullptr, static_cast<float*>(y.data_ptr()), K ? x.numel() / K : 0, K, width};
+  Product of{static_cast<const float*>(x.data_ptr()), nullptr, nullptr, panels.data_ptr(), scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
+             bias ? static_cast<const float*>(bias->data_ptr()) : nullptr, static_cast<float*>(y.data_ptr()), M, K, width};
   switch (panels.scalar_type()) {
     case ScalarType::Float: product_of<float>(of, panels.size(0)); break;
     case ScalarType::BFloat16: product_of<BFloat16>(of, panels.size(0)); break;
     case ScalarType::Half: product_of<Half>(of, panels.size(0)); break;
-    case ScalarType::Char: product_of<int8_t>(of, panels.size(0)); break;
+    case ScalarType::Char: product_of<int8_t>(in_steps(of), panels.size(0)); break;
     default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16 or int8");
   }
   return y;
@@ -333,7 +445,7 @@ static void sum_values(int64_t rows, const float* weights, int64_t stride, const
   if constexpr (M > 1) if (rows) sum_values<M - 1>(rows, weights, stride, values, apart, count, sums, width);
 }
 
-constexpr int64_t CHUNK = 256;     // positions that are summed apart from others, and then added in order
+constexpr int64_t CHUNK = 128;        // positions that are summed apart from others, and then added in order
 constexpr int64_t MOST_QUERIES = 48;  // of one key head that are taken together
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -360,15 +472,6 @@ static inline float sum_of(Vec lanes) {
     for (int lane = 0; lane < half; lane++) halves[lane] += halves[lane + half];
   return halves[0];
 }
-
-struct Scratch {
-  std::unique_ptr<float[]> memory;
-  int64_t size = 0;
-  float* of(int64_t wanted) {
-    if (wanted > size) memory.reset(new float[size = wanted]);
-    return memory.get();
-  }
-};
 
 // One chunk of positions. A position before `end` lies in the slot of its number. A node of the tree stands at `end`
 // and its depth, whatever its slot is: where it will lie once it is committed.

@@ -1,9 +1,7 @@
 """Libraries that are compiled for this processor and kept on disk.
 
 They are kept in the user's cache directory, under a digest of all that they depend on: what is computed, the
-versions of torch and transformers, the processor and its threads. A program that ``torch.export`` has traced
-becomes one with AOTInductor; run as modules, a step of a small model is thousands of operators, and calling
-them takes as long as what they compute.
+versions of torch and transformers, the processor and its threads.
 """
 
 from __future__ import annotations
@@ -13,15 +11,13 @@ import math
 import os
 import platform
 import shutil
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from medusa import files
 from medusa.hardware import device_name
@@ -52,16 +48,6 @@ def digest_of(tensors: Mapping[str, Tensor], device: torch.device, *depends_on: 
     return digest.hexdigest()[:24]
 
 
-def code_of(module: nn.Module) -> str:
-    """A digest of the source files of the classes in ``module`` that are of no installed library."""
-    digest, known = hashlib.sha256(), ("torch.", "transformers.", "medusa.")
-    for name in sorted({type(part).__module__ for part in module.modules()}):
-        source = getattr(sys.modules.get(name), "__file__", None)
-        if not name.startswith(known) and source is not None:
-            digest.update(name.encode() + Path(source).read_bytes())
-    return digest.hexdigest()
-
-
 def kept_library(name: str, digest: str) -> Path:
     """Where a library is, or will be."""
     return cache_home() / "compiled" / f"{name}-{digest}.so"
@@ -78,11 +64,6 @@ def check_library(path: Path) -> None:
             f"the compiled library {path} is damaged: it is not the file that was written; delete it "
             "(it is then made anew), and look whether the disk is full"
         )
-
-
-def open_program(path: Path) -> Any:
-    """Torch's runner of a program: its ``run`` takes and gives lists of tensors."""
-    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
 
 
 def _seal(path: Path) -> Path:
@@ -130,27 +111,3 @@ def compile_library(
                 os.replace(library, path)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-
-
-@torch.no_grad()  # Inductor takes weights for constants in no other mode
-def compiled_program(exported: torch.export.ExportedProgram, directory: Path) -> Path:
-    """The shared library of a program that may call the kernels, in ``directory``."""
-    options = {
-        "aot_inductor.output_path": str(directory),
-        "cpp.threads": 1,  # loops of few rows are shorter than waking another thread
-        "aot_inductor.custom_ops_to_c_shims": {
-            torch.ops.medusa.packed_product.default: [
-                "AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle, AtenTensorHandle, "
-                "AtenTensorHandle*, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
-            ],
-            torch.ops.medusa.tree_attention.default: [
-                "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle, AtenTensorHandle, "
-                "AtenTensorHandle, AtenTensorHandle, double, double, AtenTensorHandle*, AtenTensorHandle*)"
-            ],
-        },
-    }
-    args, kwargs = exported.example_inputs
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about torch
-        # without torch's package around it, whose writer ends the process where the disk is full
-        made = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
-    return Path(cast(str, made))

@@ -38,7 +38,7 @@ class Product(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool = False):
         super().__init__()
-        self.width, self.int8 = len(weight), int8
+        self.width = len(weight)
         if isinstance(bias, nn.Parameter):
             self.bias = bias  # shared with the base
         else:
@@ -75,7 +75,9 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_panels(weight: Tensor) -> Tensor:
-    """A weight (out, in) as the kernels read it, (panels, in, lanes); the last panel is filled with zeros."""
-    out, width = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -out % lanes()))
-    return padded.view(-1, lanes(), width).transpose(1, 2).contiguous()
+    """A weight (out, in) as the kernels read it: (panels, in, lanes), in int8 (panels, in / 2, lanes, 2).
+    What is missing of the last panel, and of the last pair, are zeros."""
+    together = (2,) if weight.dtype == torch.int8 else ()
+    padded = F.pad(weight, (0, -weight.shape[1] % 2 if together else 0, 0, -len(weight) % lanes()))
+    panels = padded.view(-1, lanes(), padded.shape[1] // max(together, default=1), *together)
+    return panels.transpose(1, 2).contiguous()

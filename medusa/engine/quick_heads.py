@@ -36,7 +36,7 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
         for module in list(quick.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(module, name, _QuickLinear(child))
+                    setattr(module, name, PackedLinear(child, int8=True))
         if isinstance(heads, MedusaHeads):
             quick.__class__ = QuickHeads
             quick.path_products = nn.ModuleList(
@@ -56,19 +56,6 @@ class QuickHeads(MedusaHeads):
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self.path_products[index](rows)
-
-
-class _QuickLinear(nn.Linear):
-    """A linear layer that reads its product in place of its weight."""
-
-    def __init__(self, linear: nn.Linear):
-        nn.Module.__init__(self)
-        self.weight, self.bias = linear.weight, linear.bias
-        bias = None if linear.bias is None else linear.bias.detach()
-        self.product = Product(linear.weight.detach(), bias, int8=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
 
 
 def _scorer(output_embedding: nn.Module, token_map: Tensor) -> Product:

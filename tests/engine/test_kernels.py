@@ -54,7 +54,9 @@ def test_a_product_is_the_product(shape, dtype):
         for lead in ((), (3,), (2, 5), (0,), (37,)):
             x = torch.randn(*lead, shape[1])
             exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-            torch.testing.assert_close(made(x).double(), exact, atol=1e-4, rtol=1e-4)
+            step = x.abs().max() / 32767 if dtype == torch.int8 and x.numel() else torch.tensor(0.0)
+            most = float(step / 2 * weight.abs().sum(1).max())  # that rounding rows to such steps may do
+            torch.testing.assert_close(made(x).double(), exact, atol=1e-4 + most, rtol=1e-4)
 
 
 @needs_kernels
@@ -72,6 +74,32 @@ def test_a_row_gives_the_same_bits_alone_and_among_any_number(shape, dtype):
         assert torch.equal(made(x), together)
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(dtype, broken):
+    made = product((48, 600), dtype)[0]
+    x = torch.randn(5, 600)
+    whole = made(x)
+    x[2, 555] = broken
+    assert not made(x)[2].isfinite().any()
+    assert torch.equal(made(x)[[0, 1, 3, 4]], whole[[0, 1, 3, 4]])
+
+
+@needs_kernels
+def test_numbers_of_every_size_keep_their_digits_in_int8():
+    """A large number takes digits from the 256 that stand beside it, and from no others."""
+    made = product((16, 512), torch.int8, has_bias=False)[0]
+    x = torch.randn(2, 512)
+    x[0, 0] = 1e6
+    x[1, 256:] = 0
+    far = torch.zeros_like(x)
+    far[:, :256] = x[:, :256]
+    apart = made(x) - made(far)  # what the second half gives
+    torch.testing.assert_close(apart[0], made(x - far)[0], atol=0.5, rtol=0)
+    assert not apart[1].any() and not made(torch.zeros(1, 512)).any()
 
 
 @needs_kernels

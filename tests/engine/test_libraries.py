@@ -13,7 +13,8 @@ import transformers
 from torch import nn
 
 from medusa.engine import libraries
-from medusa.engine.libraries import check_library, code_of, compile_library, digest_of
+from medusa.engine.libraries import check_library, compile_library, digest_of
+from medusa.engine.programs import code_of
 from medusa.files import locked, write_json
 
 

@@ -88,7 +88,7 @@ def test_sampling_draws_the_tokens_that_the_adapted_model_would(saved, engine):
     assert ours.tolist() == plain.tolist()
 
 
-@pytest.mark.skipif("packed" not in ENGINES, reason="this torch has no oneDNN to pack weights with")
+@pytest.mark.skipif("packed" not in ENGINES, reason="no C++ compiler to compile the kernels with")
 def test_packing_folds_the_adapter_into_the_packed_weights_and_leaves_the_base_alone(saved):
     """Two more products a layer would cost a third of a step."""
     model = MedusaModel.from_pretrained(*saved, engine="packed")
