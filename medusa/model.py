@@ -92,7 +92,7 @@ class MedusaModel:
         check_step(self.step, prepared.runner)
         # all at once from here on: other threads may be in calls
         self._prepared = prepared
-        self._steps, self._drafters = Steps(prepared.runner), Drafters(self)
+        self._steps, self._drafters = Steps(prepared.runner, prepared.drafting_heads), Drafters(self)
         self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
 
@@ -248,24 +248,17 @@ class MedusaModel:
     @property
     def is_compiled(self) -> bool:
         """Whether the libraries of :meth:`compile` are on disk; false where none are made."""
-        return self.can_compile and all(
-            path.exists() for path in self._steps.libraries.paths(self._default_drafters())
-        )
+        return self.can_compile and all(path.exists() for path in self._steps.libraries.paths())
 
     def compile(self) -> float:
-        """Have the libraries of ``step="compiled"`` on disk and loaded: the base's pass, and the drafts of
-        :meth:`drafter_for` any number of rows. The seconds that this took.
+        """Have the libraries of ``step="compiled"`` on disk and loaded: those of the base's passes and of
+        heads. The seconds that this took.
 
         Raises:
             ValueError: this engine compiles no pass, or something is missing.
         """
         check_step("compiled", self.runner)
-        return self._steps.libraries.make(self._default_drafters())
-
-    def _default_drafters(self) -> list[Drafter]:
-        """Those of :meth:`drafter_for` compiled steps, for every number of rows that a tree was tuned for."""
-        rows = sorted({1, *(entry.batch_size for entry in self.tuned)})
-        return [self.drafter_for(num_rows, "compiled") for num_rows in rows]
+        return self._steps.libraries.compiled_pass()[1]
 
     def generate(
         self,
@@ -357,10 +350,7 @@ class MedusaModel:
 
         def guide_for(num_rows: int) -> tuple[Drafter, Pausing | None]:
             drafter = self._drafters.make("plain") if plain else self.drafter_for(num_rows, kind)
-            pausing = self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
-            if kind == "compiled":
-                drafter, _ = steps.libraries.compiled_drafter(drafter, False, True)
-            return drafter, pausing
+            return drafter, self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
         return Batch(

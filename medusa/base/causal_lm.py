@@ -91,12 +91,15 @@ def context_length(base: CausalLM) -> int | None:
 
 def switch_length(base: CausalLM) -> int | None:
     """The position from which LongRoPE takes its long factors; None for other models."""
-    lengths = [
-        parameters["original_max_position_embeddings"]
-        for parameters in _rope_parameters(base)
-        if parameters.get("rope_type", parameters.get("type")) == "longrope"
-    ]
-    return min(lengths, default=None)
+    sets = zip(rope_types(base), _rope_parameters(base), strict=True)
+    return min(
+        (each["original_max_position_embeddings"] for kind, each in sets if kind == "longrope"), default=None
+    )
+
+
+def rope_types(base: CausalLM) -> list[str | None]:
+    """The kinds of the model's rotary embeddings, None where its configuration names none."""
+    return [each.get("rope_type", each.get("type")) for each in _rope_parameters(base)]
 
 
 def _rope_parameters(base: CausalLM) -> list[dict]:

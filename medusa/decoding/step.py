@@ -6,6 +6,7 @@ accepts. Who takes part is decided in :mod:`medusa.decoding.batch`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,19 +36,21 @@ from medusa.trees.candidate_tree import TreeTopology
 
 @dataclass(frozen=True)
 class Forward:
-    """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes.
-    With the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
+    """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes, by
+    ``run``. With the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
 
     base: CausalLM
     layers: tuple[int, ...] = ()
+    run: Callable[..., tuple[Tensor, Tensor]] = verify
+    """As :func:`medusa.base.causal_lm.verify`."""
 
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
-        return prefill(self.base, tokens, lengths, cache, layers=self.layers)
+        return prefill(self.base, tokens, lengths, cache, layers=self.layers, run=self.run)
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
-        return verify(self.base, tokens, topology, cache, layers=self.layers)
+        return self.run(self.base, tokens, topology, cache, layers=self.layers)
 
 
 @dataclass(frozen=True)

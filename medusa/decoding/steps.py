@@ -7,9 +7,9 @@
               and shape, which never waits for the device          or plain decoding; acceptance "exact", no
               (``static.py``)                                      stopping criteria, no logits processor that
                                                                    reads the text
-    compiled  as general, with layers (``engine/compiled.py``)     engine "packed" or "int8" on a CPU
-              and drafts of heads (``drafters/compiled.py``)
-              compiled ahead and kept on disk
+    compiled  as general, with passes (``engine/compiled.py``)     engine "packed" or "int8" on a CPU
+              and heads (``engine/quick_heads.py``) compiled
+              ahead and kept on disk
     captured  static, replayed as a CUDA graph                     as static, on one CUDA device
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
@@ -24,68 +24,44 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import StaticRows, StepRunner, keep_newest, static_drafter
+from medusa.decoding.static import StaticRows, StepRunner, static_drafter
 from medusa.decoding.step import Forward
-from medusa.drafters.compiled import CompiledDrafter
-from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
-from medusa.engine.compiled import compiled_view, library_paths, missing_for_compiled_layers
+from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
+from medusa.engine.quick_heads import compile_heads, parts_of_heads
 from medusa.engine.views import is_view
+from medusa.heads.eagle3 import Heads
 
 
 class Libraries:
-    """What is compiled ahead for one base, its layers and the drafts of heads; kept for the calls to come."""
+    """What is compiled ahead for one base, its passes and its heads; kept for the calls to come."""
 
-    def __init__(self, base: CausalLM):
-        self.base = base
+    def __init__(self, base: CausalLM, heads: Heads | None):
+        self.base, self.heads = base, heads
         self._lock = threading.Lock()
-        self._compiled: CausalLM | None = None
-        self._drafters: dict[Hashable, CompiledDrafter] = {}
+        self._pass: CompiledPass | None = None
 
-    def compiled_base(self) -> tuple[CausalLM, float]:
-        """The base with compiled layers, and the seconds that getting it took."""
+    def compiled_pass(self) -> tuple[CompiledPass, float]:
+        """The base's passes, and the seconds that getting them took; the heads are compiled with them."""
         with self._lock:
             began = time.perf_counter()
-            if self._compiled is None:
-                self._compiled = compiled_view(self.base)
-            return self._compiled, time.perf_counter() - began
+            if self._pass is None:
+                compile_heads(self.heads, output_embedding(self.base))
+                self._pass = CompiledPass(self.base)
+            return self._pass, time.perf_counter() - began
 
-    def compiled_drafter(self, drafter: Drafter, *are_sampled: bool) -> tuple[Drafter, float]:
-        """``drafter``, and the seconds that this took: one of Medusa heads with compiled drafts for rows that
-        are sampled, or not."""
-        if not isinstance(drafter, HeadsDrafter):
-            return drafter, 0.0
-        with self._lock:
-            made = self._drafter_to_compile(drafter)
-            return made.for_drafter(drafter), sum([made.prepare(sampled) for sampled in are_sampled])
-
-    def make(self, drafters: Sequence[Drafter]) -> float:
-        """Have the libraries of the layers and of ``drafters`` on disk and loaded; the seconds that it
-        took."""
-        seconds = self.compiled_base()[1]
-        return seconds + sum([self.compiled_drafter(each, False, True)[1] for each in drafters])
-
-    def paths(self, drafters: Sequence[Drafter]) -> list[Path]:
-        """Where the libraries of the layers and of ``drafters`` are, or will be."""
-        heads = [self._drafter_to_compile(each) for each in drafters if isinstance(each, HeadsDrafter)]
-        return [
-            *library_paths(self.base),
-            *(each.path(sampled) for each in heads for sampled in (False, True)),
-        ]
-
-    def _drafter_to_compile(self, drafter: HeadsDrafter) -> CompiledDrafter:
-        key = drafter.static_key
-        made = self._drafters.pop(key, None) or CompiledDrafter(drafter)
-        keep_newest(self._drafters, key, made)
-        return made
+    def paths(self) -> list[Path]:
+        """Where the libraries are, or will be."""
+        heads = parts_of_heads(self.heads, output_embedding(self.base))
+        return [*library_paths(self.base), *(part.path for part in heads)]
 
 
 @dataclass(frozen=True)
@@ -100,11 +76,11 @@ class Way:
 
 
 class Steps:
-    """The ways to run the steps of one base; what is compiled or captured for it is kept."""
+    """The ways to run the steps of one base and its heads; what is compiled or captured for them is kept."""
 
-    def __init__(self, base: CausalLM):
+    def __init__(self, base: CausalLM, heads: Heads | None = None):
         self.base = base
-        self.libraries = Libraries(base)
+        self.libraries = Libraries(base, heads)
         self.captured: dict[Hashable, StepRunner] = {}
         self._checked: set[str] = set()
 
@@ -126,11 +102,9 @@ class Steps:
         if step == "general":
             return Way(Forward(self.base, drafter.reads_layers), drafter)
         if step == "compiled":
-            base, seconds = self.libraries.compiled_base()
-            if request.rule is None:  # others draw their candidates
-                drafter, more = self.libraries.compiled_drafter(drafter, request.seeds is not None)
-                seconds += more
-            return Way(Forward(base, drafter.reads_layers), drafter, setup_seconds=seconds)
+            compiled, seconds = self.libraries.compiled_pass()
+            forward = Forward(self.base, drafter.reads_layers, compiled.verify)
+            return Way(forward, drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         rows = StaticRows(self.base, checked, captured, host_sync_interval)
@@ -154,7 +128,7 @@ class Steps:
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
-        return Forward(self.libraries.compiled_base()[0], layers)
+        return Forward(self.base, layers, self.libraries.compiled_pass()[0].verify)
 
 
 def check_step(step: str, base: CausalLM) -> None:

@@ -27,6 +27,8 @@ from medusa.drafters.heads import BETA, HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext
 from medusa.drafters.suffix import MAX_MATCH, longest_match
+from medusa.engine.products import PackedLinear
+from medusa.engine.views import is_view
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -65,6 +67,8 @@ class DynamicDrafter(LevelDrafter):
 
     suffix_length: int
     """Tokens of a suffix match that take part."""
+    has_kernels = False
+    """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
@@ -81,9 +85,8 @@ class DynamicDrafter(LevelDrafter):
         sizes += [1] * (suffix_length - tree.depth)
         depths = [torch.full((size,), depth, device=device) for depth, size in enumerate(sizes, 1)]
         self._depths = torch.cat(depths)
-        if suffix_length:
-            self._weights = torch.tensor(MATCH_WEIGHTS, device=device)
-            self._columns = _columns_of(self.token_map, self.vocab_size, device)
+        self._weights = torch.tensor(MATCH_WEIGHTS, device=device)
+        self._columns = _columns_of(self.token_map, self.vocab_size, device)
 
     def with_suffix(self, suffix_length: int) -> Self:
         """The same heads, together with a suffix match of ``suffix_length`` tokens."""
@@ -119,6 +122,8 @@ class DynamicDrafter(LevelDrafter):
         return DraftKind.RANKED if self.suffix_length else super().sampled_kind(wanted)
 
     def _ranked(self, context: DraftContext) -> Draft:
+        if self.has_kernels:
+            return self._ranked_by_kernels(context)
         tokens, values, parents = self._candidates(context)  # (B, C) each
         # No candidate is worth more than its parent, which stands before it and goes first in a tie.
         worth, order = values.sort(dim=1, descending=True, stable=True)
@@ -133,6 +138,28 @@ class DynamicDrafter(LevelDrafter):
         )
         tokens = torch.cat([root, tokens.gather(1, chosen)], dim=1)
         return Draft(tokens, topology, worth=torch.nn.functional.pad(worth, (1, 0)))
+
+    def _ranked_by_kernels(self, context: DraftContext) -> Draft:
+        """The same draft with the operators of :mod:`medusa.engine.kernels`: one for a level in the place of
+        some thirty."""
+        kernels, levels, first = torch.ops.medusa, [], 0
+        match = kernels.longest_match(context.tokens, context.lengths, self._weights, self.suffix_length)
+        sharpness = None
+        if context.noise is not None:
+            sharpness = torch.as_tensor(context.sharpness(self.beta), dtype=torch.float32)
+            sharpness = sharpness.expand(len(context.root), 1, 1).flatten().contiguous()
+        paths, parents, beam = context.root[:, None, None], None, (None, None, None)
+        for _ in range(self.tree.depth):
+            logits = self.logits_after_beam(context, paths, parents).float()
+            given = logits, sharpness, context.noise, self.token_map, self._columns, *match, paths, *beam
+            *level, paths, follows, worth, numbers, parents = kernels.grow(
+                *given, first, self._fanout, self.beam
+            )
+            levels += level
+            beam, first = (follows, worth, numbers), first + level[0].shape[1]
+        sizes = self.num_nodes, self.max_depth
+        tokens, *topology, worth = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
+        return Draft(tokens, TreeTopology(*topology), worth=worth)
 
     def _candidates(self, context: DraftContext) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, values (log-probabilities of paths) and parents of all candidates, level after level.
@@ -238,7 +265,7 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
         beta: float = BETA,
         suffix_length: int = 0,
     ):
-        self.suffix_length = suffix_length
+        self.suffix_length, self.has_kernels = suffix_length, isinstance(output_embedding, PackedLinear)
         HeadsDrafter.__init__(self, heads, output_embedding, tree, beta)
 
     @property
@@ -264,7 +291,7 @@ class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
         beta: float = 1.0,
         suffix_length: int = 0,
     ):
-        self.suffix_length = suffix_length
+        self.suffix_length, self.has_kernels = suffix_length, is_view(base)
         Eagle3Drafter.__init__(self, head, base, tree, beta)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""

@@ -22,7 +22,8 @@ MAX_MATCH = 16
 
 @dataclass(frozen=True)
 class SuffixMatch:
-    """Where each row's last tokens occurred before: the longest such match, the latest of equals.
+    """Where each row's last tokens occurred before: the longest such match. Of equals the one that agrees in
+    more of the tokens before it, the newest first; then the latest.
 
     In 54,000 tokens of SmolLM2-135M-Instruct's answers to 400 prompts, half of them greedy, the token after
     the latest match was right more often than that after the first: 24 % and 19 % after matches of one

@@ -1,10 +1,14 @@
-"""A view whose decoder layers are compiled for this processor; the libraries are kept on disk.
+"""Passes of a view as compiled programs; their libraries are kept on disk.
 
-A model's layers are of one kind or two, which differ in their weights alone. Each kind is exported once, with
-its weights, keys and values as arguments and with dynamic rows, nodes and slots, and compiled in some twenty
-seconds (:mod:`medusa.engine.libraries`); the library serves every layer of the kind, and every model of that
-configuration. Products and attention are calls of the kernels; what is compiled is what lies between them.
-Around the layers the view's own modules run.
+A pass is what comes before the decoder layers (embedding, rotary angles), the layers, and what comes after
+them (norm, output embedding). The layers of a model are of one kind or two, which differ in their weights
+alone. Each kind is exported once, with its weights, keys and values as arguments and with dynamic rows, nodes
+and slots, and compiled in some ten seconds (:mod:`medusa.engine.programs`), as are the two ends. The
+libraries serve every model of that configuration. Products and attention are calls of the kernels; what is
+compiled is what lies between them.
+
+It is not what they compute that makes modules slow, but what they are: the weights of a pass drive all code
+out of the processor's caches, so that each operator between two layers takes 20 to 80 microseconds.
 
 Loops that are compiled compute a function such as exp otherwise after the last whole vector. So a row's
 widths must be whole vectors, or its logits would depend on the rows beside it.
@@ -13,8 +17,10 @@ widths must be whole vectors, or its logits would depend on the rows beside it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +36,28 @@ from medusa.base.causal_lm import (
     decoder_layers,
     new_cache,
     prefill,
+    rope_types,
+    seen_hidden,
+    tree_inputs,
     verify,
     vocab_size,
 )
-from medusa.engine.kernels import SOURCE
-from medusa.engine.libraries import (
-    check_library,
-    compile_library,
-    digest_of,
-    kept_library,
-)
 from medusa.engine.products import Product
-from medusa.engine.programs import code_of, compiled_program, exported, open_program, weights_of
+from medusa.engine.programs import Part, Program
 from medusa.engine.views import JoinedLinear
-from medusa.trees.candidate_tree import CandidateTree
+from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
-VERSION = 6
-"""Of what is compiled: raise it with every change of what a layer computes."""
 VECTOR = 16
 """Floats in the widest vector of a processor."""
 TRIALS = ((3, 5, 250), (2, 4, 520))
 """Rows, nodes and tokens of the two passes that tell which dimensions change from pass to pass."""
+SELECTED = (6, 8)
+"""Nodes whose logits these passes are asked for."""
 TOLERANCE = 1e-3
-"""Largest difference of logits between compiled layers and the view's, over the largest logit."""
+"""Largest difference of logits between compiled passes and the view's, over the largest logit. Steps of int8
+products are rounded to other sides."""
+READ_ON_THE_HOST = ("dynamic", "longrope")
+"""Kinds of rotary angles that ask how long the text is, which no program can."""
 
 
 def missing_for_compiled_layers(view: CausalLM) -> str | None:
@@ -71,197 +76,219 @@ def _widths(view: CausalLM) -> list[int]:
     return joined + [each.width for each in parts if isinstance(each, Product)]
 
 
-def compiled_view(view: CausalLM) -> CausalLM:
-    """``view`` with compiled layers, which are taken from the cache directory, or compiled first.
+class CompiledPass:
+    """The passes of ``view``, computed by libraries from the cache directory, or compiled first.
 
     Raises:
-        ValueError: a layer cannot be exported, or what was compiled computes something else.
+        ValueError: a part cannot be exported, or what was compiled computes something else.
     """
-    calls = _calls(view)
-    paths = [_library_path(view, call) for call in calls]
-    new = {path: call for path, call in zip(paths, calls, strict=True) if not path.exists()}
-    for number, (path, call) in enumerate(new.items(), start=1):
-        text = (
-            f"compiling {type(call.layer).__name__} for this processor ({number} of {len(new)}): about half "
-            f"a minute, once; kept in {path.parent}"
+
+    def __init__(self, view: CausalLM):
+        self.view = view
+        parts = _parts(view)
+        new = [part for part in parts.compiled.values() if not part.path.exists()]
+        for number, part in enumerate(new, start=1):
+            part.compile(f" ({number} of {len(new)})")
+        before = None if parts.before_is_read else parts.before
+        self._before, self._after = (
+            Program(parts.before.module, before),
+            Program(parts.after.module, parts.after),
         )
-        compile_library(path, text, functools.partial(_compiled, call))
-    for path in set(paths):
-        check_library(path)
-    programs = {path: open_program(path) for path in set(paths)}
-    made = copy_sharing_parameters(view)
-    layers = decoder_layers(made)
-    for index, (path, call) in enumerate(zip(paths, calls, strict=True)):
-        layers[index] = CompiledLayer(layers[index], index, programs[path], call)
-    if new:
-        try:
-            _check_same(made, view)
-        except ValueError:
-            for path in new:
-                path.unlink()
-            raise
-    return made
+        self._layers = [Program(part.module, part) for part in parts.layers]
+        self._entry_sizes, self._takes = parts.entry_sizes, parts.takes
+        if new:
+            try:
+                self._check_same()
+            except ValueError:
+                for part in new:
+                    part.path.unlink()
+                raise
 
+    def verify(
+        self,
+        base: CausalLM,
+        tokens: Tensor,
+        topology: TreeTopology,
+        cache: TreeCache,
+        select: Tensor | None = None,
+        first_node: int = 0,
+        layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`medusa.base.causal_lm.verify` of ``base``, which is the view."""
+        given = [
+            each.contiguous() for each in _tensors(tree_inputs(base, tokens, topology, cache, first_node))
+        ]
+        shared = [*given, *self._before(given)]
+        hidden, states = shared[self._takes[0][0]], []
+        for index, (layer, takes) in enumerate(zip(self._layers, self._takes, strict=True)):
+            own = cache.tree_layers[index]
+            if not own.is_initialized:
+                sizes = self._entry_sizes[index]
+                own.lazy_initialization(
+                    *(tokens.new_empty(len(tokens), n, 0, w, dtype=hidden.dtype) for n, w in sizes)
+                )
+            own.reserve(cache.num_slots)
+            (hidden,) = layer([hidden, *(shared[at] for at in takes[1:]), cache.slots, *own.entries])
+            states.append(hidden)
+        if select is None:
+            select = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+        last, logits = self._after([hidden, select.contiguous(), *given])
+        return torch.cat([last, *(states[layer - 1] for layer in layers)], dim=-1) if layers else last, logits
 
-def _compiled(call: _Call, directory: Path) -> Path:
-    return compiled_program(_exported(call), directory)
+    def _check_same(self) -> None:
+        """Raise ValueError unless the programs give the logits of the view."""
+        tree = CandidateTree.from_paths([(0,), (1,), (0, 0)])
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocab_size(self.view), (2, 24), generator=generator)
+        found = []
+        for run in (verify, self.verify):
+            cache = new_cache(self.view, 2)
+            with torch.no_grad():
+                _, after_prompt = prefill(self.view, ids[:, :20], torch.tensor([20, 13]), cache, run=run)
+                _, after_nodes = run(self.view, ids[:, 20:], tree.topology("cpu"), cache)
+            found.append(torch.cat([after_prompt[:, None], after_nodes], dim=1))
+        apart = float((found[0] - found[1]).abs().max() / found[0].abs().max())
+        if not apart <= TOLERANCE:
+            raise ValueError(
+                f"compiled passes of {type(self.view).__name__} give other logits than the model "
+                f"({apart:.1e} of the largest); use step='general'"
+            )
 
 
 def library_paths(view: CausalLM) -> list[Path]:
-    """Where the libraries of a view's layers are, or will be; one for each kind."""
-    return list(dict.fromkeys(_library_path(view, call) for call in _calls(view)))
+    """Where the libraries of a view's passes are, or will be."""
+    return list(_parts(view).compiled)
 
 
-class CompiledLayer(nn.Module):
-    """A decoder layer that a library computes in passes over a :class:`TreeCache`."""
+@dataclass
+class _Parts:
+    """What a pass of a view is made of."""
 
-    def __init__(self, layer: nn.Module, index: int, program: Any, call: _Call):
-        super().__init__()
-        self.layer, self.index, self._program = layer, index, program
-        self._weights = list(weights_of(layer).values())
-        self._entry_sizes = call.entry_sizes
-
-    def __getattr__(self, name: str) -> Any:
-        """What a model reads of its layers, such as the type of their attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, TreeCache):
-            return self.layer(*args, **kwargs)
-        entries = cache.tree_layers[self.index]
-        if not entries.is_initialized:
-            rows, device = len(cache.lengths), cache.lengths.device
-            entries.lazy_initialization(
-                *(torch.empty(rows, n, 0, w, device=device) for n, w in self._entry_sizes)
-            )
-        entries.reserve(cache.num_slots)
-        given = [each.contiguous() for each in _tensors(args, kwargs)]
-        return self._program.run([*self._weights, *given, cache.slots, *entries.entries])[0]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """How a model calls one of its layers, twice: once for each of :data:`TRIALS`."""
-
-    layer: nn.Module
-    args: list[tuple]
-    kwargs: list[dict[str, Any]]
-    entries: list[list[Tensor]]
-    slots: list[Tensor]
+    before: Part
+    layers: list[Part]
+    after: Part
+    entry_sizes: list[list[tuple[int, int]]]
+    """Of each layer, heads and width of keys, and of values."""
+    takes: list[list[int]]
+    """Of each layer, what it is given: places in the inputs of a pass and what ``before`` gives together; the
+    first is what goes through all layers."""
+    before_is_read: bool
+    """Whether ``before`` must run as it is."""
 
     @property
-    def entry_sizes(self) -> list[tuple[int, int]]:
-        """Heads and width of keys, and of values."""
-        return [(each.shape[1], each.shape[3]) for each in self.entries[0]]
+    def compiled(self) -> dict[Path, Part]:
+        """One for each library."""
+        ends = [self.after] if self.before_is_read else [self.before, self.after]
+        return {part.path: part for part in (*ends, *self.layers)}
 
-    def inputs(self, trial: int) -> list[Tensor]:
-        """What the program takes after the weights: the tensors of the call, slots, keys and values."""
-        given = _tensors(self.args[trial], self.kwargs[trial])
-        return [*(each.contiguous() for each in given), self.slots[trial], *self.entries[trial]]
+
+@dataclass
+class _Call:
+    """How a model calls one of its layers, in each of :data:`TRIALS`."""
+
+    layer: nn.Module
+    args: list[tuple] = field(default_factory=list)
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
 
 
 @torch.no_grad()
-def _calls(view: CausalLM) -> list[_Call]:
-    """How ``view`` calls its layers, found by running it."""
+def _parts(view: CausalLM) -> _Parts:
+    """What a pass of ``view`` is made of, found by running it."""
     layers = list(decoder_layers(view))
-    calls = [_Call(layer, [], [], [], []) for layer in layers]
-
-    def note(index: int) -> Any:
-        def look(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            calls[index].args.append(args)
-            calls[index].kwargs.append(kwargs)
-
-        return look
-
+    calls = [_Call(layer) for layer in layers]
+    given, slots, entries = [], [], []
     for rows, nodes, length in TRIALS:
         cache = new_cache(view, rows)
         cache.lengths += length  # empty, as if it had been read: what is computed is of no interest
         cache.longest = length
-        tokens = torch.zeros(rows, nodes, dtype=torch.long)
-        hooks = [layer.register_forward_pre_hook(note(i), with_kwargs=True) for i, layer in enumerate(layers)]
+        tokens, chain = torch.zeros(rows, nodes, dtype=torch.long), CandidateTree.chain(nodes - 1).topology()
+        hooks = [
+            call.layer.register_forward_hook(functools.partial(_note, call), with_kwargs=True)
+            for call in calls
+        ]
         try:
-            verify(view, tokens, CandidateTree.chain(nodes - 1).topology(), cache)
+            given.append(_tensors(inputs := tree_inputs(view, tokens, chain, cache)))
+            view(**inputs)
         finally:
             for hook in hooks:
                 hook.remove()
-        for call, kept in zip(calls, cache.tree_layers, strict=True):
-            if not kept.is_initialized:
-                raise ValueError(
-                    f"a {type(call.layer).__name__} of {type(view).__name__} keeps no keys and values of "
-                    "its own, so it cannot be compiled alone; use step='general'"
-                )
-            call.entries.append(list(kept.entries))
-            call.slots.append(cache.slots)
-    return calls
-
-
-def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors in the arguments of a layer, in order."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple):
-            found.extend(each for each in value if isinstance(each, Tensor))
-    return found
-
-
-def _exchanged(call: _Call, tensors: Sequence[Tensor], cache: Cache) -> Any:
-    """The arguments of a call with other tensors and another cache in their places."""
-    left = iter(tensors)
-
-    def exchanged(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return next(left)
-        if isinstance(value, TreeCache):
-            return cache
-        return tuple(map(exchanged, value)) if isinstance(value, tuple) else value
-
-    args, kwargs = call.args[0], call.kwargs[0]
-    return tuple(map(exchanged, args)), {name: exchanged(value) for name, value in kwargs.items()}
-
-
-def _library_path(view: CausalLM, call: _Call) -> Path:
-    """Where the library of a layer is kept: the name tells apart all that it depends on but weights."""
-    config = view.config.get_text_config(decoder=True)
+        slots.append(cache.slots)
+        entries.append([list(layer.entries) for layer in cache.tree_layers])
+    if not all(entries[0]) or not _follow_each_other(calls):
+        raise ValueError(
+            f"the layers of {type(view).__name__} do not follow each other with keys and values of their "
+            "own, so they cannot be compiled apart; use step='general'"
+        )
+    config, name = view.config.get_text_config(decoder=True), view.config.model_type
     settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    parts = [
-        (
-            type(module).__qualname__,
-            sorted((n, repr(v)) for n, v in vars(module).items() if _is_setting(n, v)),
-        )
-        for module in call.layer.modules()
+    common = (settings, config._attn_implementation)
+
+    parts = []
+    for index, call in enumerate(calls):
+        taken = [
+            [*map(Tensor.contiguous, _tensors((args, kwargs))), slots[trial], *entries[trial][index]]
+            for trial, (args, kwargs) in enumerate(zip(call.args, call.kwargs, strict=True))
+        ]
+        others = [
+            (n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))
+        ]
+        parts.append(Part(f"{name}-layer", _CalledLayer(call), taken, (common, others)))
+    before = _Before(view, calls, inputs)
+    trial = [before(*each) for each in given]
+    hidden = [made[0] for made in trial]
+    select = [
+        torch.zeros(rows, many, dtype=torch.long) for (rows, *_), many in zip(TRIALS, SELECTED, strict=True)
     ]
-    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights_of(call.layer).items()]
-    others = [(n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))]
-    attention = config._attn_implementation
-    kernels = SOURCE.read_bytes()
-    depends_on = (settings, attention, parts, shapes, others, code_of(call.layer), kernels, VERSION)
-    return kept_library(f"{view.config.model_type}-layer", digest_of({}, view.device, *depends_on))
+    return _Parts(
+        Part(f"{name}-before", before, given, common),
+        parts,
+        Part(
+            f"{name}-after",
+            _After(view, calls, inputs),
+            [[*each] for each in zip(hidden, select, *zip(*given, strict=True), strict=True)],
+            common,
+        ),
+        [[(each.shape[1], each.shape[3]) for each in own] for own in entries[0]],
+        before.takes(given[1]),
+        any(kind in READ_ON_THE_HOST for kind in rope_types(view)),
+    )
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    return name not in ("layer_idx", "training") and isinstance(value, (int, float, str, type(None)))
+def _follow_each_other(calls: Sequence[_Call]) -> bool:
+    """Whether each layer is called once a pass, with what the one before it gave."""
+    if any(len(call.args) != len(TRIALS) for call in calls):
+        return False
+    return all(
+        _tensors((after.args[0], after.kwargs[0]))[0] is _tensors((before.outputs[0],))[0]
+        for before, after in itertools.pairwise(calls)
+    )
 
 
-def _exported(call: _Call) -> torch.export.ExportedProgram:
-    """A layer as a program of tensors: what differs between the two calls is dynamic."""
-    dims: dict[tuple[int, int], Any] = {}
-    shapes = []
-    for one, other in zip(call.inputs(0), call.inputs(1), strict=True):
-        sizes = zip(one.shape, other.shape, strict=True)
-        changing = {at: pair for at, pair in enumerate(sizes) if pair[0] != pair[1]}
-        shapes.append(
-            {
-                at: dims.setdefault(pair, torch.export.Dim(f"d{len(dims)}", min=1))
-                for at, pair in changing.items()
-            }
-        )
-    return exported(_CalledLayer(call), call.inputs(0), shapes)
+def _note(call: _Call, _module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    call.args.append(args)
+    call.kwargs.append(kwargs)
+    call.outputs.append(output)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in ``value``, in order."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        return [each for part in value for each in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _exchanged(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
+    """``value`` with other tensors and another cache in their places."""
+    if isinstance(value, dict):
+        return {name: _exchanged(part, tensors, cache) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_exchanged(part, tensors, cache) for part in value)
+    if isinstance(value, Tensor):
+        return next(tensors)
+    return cache if isinstance(value, TreeCache) else value
 
 
 class _CalledLayer(nn.Module):
@@ -271,11 +298,12 @@ class _CalledLayer(nn.Module):
         super().__init__()
         self.layer, self._call = call.layer, call
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
         *tensors, slots, keys, values = inputs
-        args, kwargs = _exchanged(self._call, tensors, _Entries(keys, values, slots))
+        call = self._call.args[0], self._call.kwargs[0]
+        args, kwargs = _exchanged(call, iter(tensors), _Entries(keys, values, slots))
         output = self.layer(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        return [output[0] if isinstance(output, tuple) else output]
 
 
 class _Entries(Cache):
@@ -294,21 +322,82 @@ class _Entries(Cache):
         return self.entries
 
 
-def _check_same(compiled: CausalLM, view: CausalLM) -> None:
-    """Raise ValueError unless compiled layers give the logits of the view they were made of."""
-    tree = CandidateTree.from_paths([(0,), (1,), (0, 0)])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size(view), (2, 24), generator=generator)
-    given = []
-    for base in (view, compiled):
-        cache = new_cache(base, 2)
-        with torch.no_grad():
-            _, after_prompt = prefill(base, ids[:, :20], torch.tensor([20, 13]), cache)
-            _, after_nodes = verify(base, ids[:, 20:], tree.topology("cpu"), cache)
-        given.append(torch.cat([after_prompt[:, None], after_nodes], dim=1))
-    apart = float((given[0] - given[1]).abs().max() / given[0].abs().max())
-    if not apart <= TOLERANCE:
-        raise ValueError(
-            f"the compiled layers of {type(view).__name__} give other logits than the model ({apart:.1e} of "
-            "the largest); use step='general'"
-        )
+class _Ends(nn.Module):
+    """A view without its layers, as a function of the tensors that it takes."""
+
+    def __init__(self, view: CausalLM, calls: Sequence[_Call], inputs: dict[str, Any]):
+        super().__init__()
+        self.base, self._inputs = copy_sharing_parameters(view), inputs
+        self._stubs = [_Stub(call) for call in calls]
+        layers = decoder_layers(self.base)
+        for index, stub in enumerate(self._stubs):
+            layers[index] = stub
+
+    def run(self, given: Sequence[Tensor]) -> Tensor:
+        """The logits that follow what the last stub gives."""
+        inputs = _exchanged(self._inputs, iter(given), self._inputs["past_key_values"])
+        return self.base(**inputs).logits
+
+
+class _Before(_Ends):
+    """What the layers are given that is not an input of the pass."""
+
+    def forward(self, *given: Tensor) -> list[Tensor]:
+        self.run(given)
+        return [each.contiguous() for each in self._made(given)]
+
+    def takes(self, given: Sequence[Tensor]) -> list[list[int]]:
+        """See :class:`_Parts`."""
+        self.run(given)
+        shared = [*given, *self._made(given)]
+        return [[_place(shared, each) for each in stub.given] for stub in self._stubs]
+
+    def _made(self, given: Sequence[Tensor]) -> list[Tensor]:
+        made: list[Tensor] = []
+        for stub in self._stubs:
+            made += [each for each in stub.given if _place([*given, *made], each) < 0]
+        return made
+
+
+def _place(among: Sequence[Tensor], wanted: Tensor) -> int:
+    return next((at for at, each in enumerate(among) if each is wanted), -1)
+
+
+class _After(_Ends):
+    """What follows the layers: (hidden (B, M, D), select (B, S) long, inputs) -> (what the output embedding
+    reads (B, M, D), logits (B, S, V))."""
+
+    def forward(self, hidden: Tensor, select: Tensor, *given: Tensor) -> list[Tensor]:
+        def wanted(states: Tensor) -> Tensor:
+            return states.gather(1, select[..., None].expand(-1, -1, states.shape[2]))
+
+        self._stubs[-1].result = hidden
+        with seen_hidden(self.base, wanted) as seen:
+            logits = self.run(given)
+        return [seen.last, logits]
+
+
+class _Stub(nn.Module):
+    """Stands for a layer: notes the tensors that it is given, and gives the first of them, or ``result``."""
+
+    def __init__(self, call: _Call):
+        super().__init__()
+        self._of, self._is_tuple = (call.layer,), isinstance(call.outputs[0], tuple)
+        self._noted = threading.local()
+        self.result: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of its layers, such as the type of their attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_of"][0], name)
+
+    @property
+    def given(self) -> list[Tensor]:
+        return self._noted.given
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._noted.given = _tensors((args, kwargs))
+        result = self._noted.given[0] if self.result is None else self.result
+        return (result,) if self._is_tuple else result

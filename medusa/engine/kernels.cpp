@@ -18,6 +18,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 #if defined(__x86_64__)
@@ -604,16 +605,204 @@ static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value
   return output;
 }
 
+// ------------------------------------------------------------------------------------------------------- drafts
+
+constexpr float WORST = -1e30f;  // as medusa.drafters.dynamic.WORST
+
+// The `count` largest of what is offered, largest first; of equals those that were offered first.
+struct Largest {
+  size_t count;
+  std::vector<std::pair<float, int64_t>> kept = {};
+
+  void offer(float value, int64_t at) {
+    if (kept.size() == count && !(value > kept.back().first)) return;
+    if (kept.size() == count) kept.pop_back();
+    kept.insert(std::upper_bound(kept.begin(), kept.end(), value, [](float offered, const auto& each) { return offered > each.first; }), {value, at});
+  }
+};
+
+// log(sum(e^x)) of `size` numbers, which are followed by room for a vector.
+static float log_sum_exp(float* x, int64_t size) {
+  for (int64_t i = size; i % LANES; i++) x[i] = NOTHING;
+  Vec highest = all(NOTHING), total = {};
+  for (int64_t i = 0; i < size; i += LANES) highest = larger(load(x + i), highest);
+  float top = NOTHING;
+  for (int lane = 0; lane < LANES; lane++) top = std::max(top, highest[lane]);
+  for (int64_t i = 0; i < size; i += LANES) total += exponential(load(x + i) - top);
+  return top + std::log(sum_of(total));
+}
+
+static float log_add_exp(float a, float b) { return a == b ? a + std::log(2.f) : std::max(a, b) + std::log1p(std::exp(-std::abs(a - b))); }
+
+// What a level of a tree is grown from; medusa.drafters.dynamic.grown says what each is.
+struct Level {
+  int64_t columns, fanout;
+  const int64_t *token_map, *column_of;  // or null
+
+  int64_t token(int64_t column) const { return token_map ? token_map[column] : column; }
+
+  // The `fanout` best tokens after a node, then with a match its token, and the logarithms of their shares. The match counts by its weight where
+  // the node lies on it.
+  void follow(const float* logits, float sharpness, const float* noise, const int64_t* matched, bool is_on_match, float weight, int64_t* tokens, float* shares) const {
+    thread_local Scratch scratch;
+    float *scores = scratch.of(columns + LANES), known = NOTHING, others = 0, own = NOTHING;
+    for (int64_t i = 0; i < columns; i++) scores[i] = logits[i] * sharpness;
+    float sum = log_sum_exp(scores, columns);
+    for (int64_t i = 0; i < columns; i++) scores[i] -= sum;
+    if (noise) for (int64_t i = 0; i < columns; i++) scores[i] += noise[token(i)];
+    if (is_on_match) {
+      int64_t column = column_of ? column_of[*matched] : *matched;
+      if (column >= 0) known = scores[column] - (noise ? noise[*matched] : 0.f), scores[column] = NOTHING;
+      others = std::log1p(-weight);
+      own = log_add_exp(std::isnan(known) ? WORST : known + others, std::log(weight)) + (noise ? noise[*matched] : 0.f);
+    }
+    if (noise) {
+      float total = log_add_exp(log_sum_exp(scores, columns) + others, own);
+      others -= total, own -= total;
+    }
+    Largest best{static_cast<size_t>(fanout)};
+    for (int64_t i = 0; i < columns; i++) best.offer(std::isnan(scores[i]) ? WORST : scores[i], i);
+    for (int64_t i = 0; i < fanout; i++) tokens[i] = token(best.kept[i].second), shares[i] = best.kept[i].first + others;
+    if (matched) tokens[fanout] = *matched, shares[fanout] = own;
+    for (int64_t i = 0; i < fanout + (matched != nullptr); i++) shares[i] = shares[i] >= WORST ? std::min(shares[i], 0.f) : WORST;
+  }
+};
+
+template <typename T> static T* numbers(const Tensor& of) { return static_cast<T*>(of.data_ptr()); }
+template <typename T> static T* numbers(const std::optional<Tensor>& of) { return of ? static_cast<T*>(of->data_ptr()) : nullptr; }
+static Tensor made(std::vector<int64_t> shape, ScalarType type) { return torch::stable::empty(shape, type); }
+
+// The longest earlier match of each row's end, as medusa.drafters.suffix.longest_match finds it: the tokens that followed (B, `wanted`), and of
+// `weights` (most + 1,) those of so many matched tokens, which are one more after each token.
+static std::tuple<Tensor, Tensor> longest_match(Tensor tokens, const Tensor& lengths, const Tensor& weights, int64_t wanted) {
+  tokens = torch::stable::contiguous(tokens);
+  int64_t B = tokens.size(0), S = tokens.size(1), most = weights.numel() - 1;
+  Tensor continuation = made({B, wanted}, ScalarType::Long), shares = made({B, wanted}, ScalarType::Float);
+  for (int64_t row = 0; row < B && wanted; row++) {
+    const int64_t* text = numbers<int64_t>(tokens) + row * S;
+    int64_t last = numbers<int64_t>(lengths)[row] - 1, longest = 0, end = 0;
+    uint64_t best = 0;  // which tokens agree, the last one's bit first: of equally long matches the one that agrees further back too
+    for (int64_t at = last - 1; at >= 0; at--) {
+      if (text[at] != text[last]) continue;
+      uint64_t agrees = 0;
+      for (int64_t i = 0; i < most; i++) agrees = agrees << 1 | (i <= at && text[at - i] == text[last - i]);
+      if (agrees > best) best = agrees, end = at;
+    }
+    while (longest < most && best >> (most - 1 - longest) & 1) longest++;
+    for (int64_t i = 0; i < wanted; i++) {
+      numbers<int64_t>(continuation)[row * wanted + i] = text[std::min(end + 1 + i % std::max<int64_t>(last - end, 1), S - 1)];
+      numbers<float>(shares)[row * wanted + i] = longest ? numbers<float>(weights)[std::min(longest + i, most)] : 0.f;
+    }
+  }
+  return {continuation, shares};
+}
+
+// A level: logits (B, M, C) of what follows the M nodes of the beam at `paths` (B, M, depth), with sharpness (B,) and noise (B, depths, V) in
+// sampled rows; token_map (C,), column_of (V,); match and shares (B, wanted) as above; the beam's `follows` (B, M): its path is the match's, worth (B, M)
+// and numbers `beam` (B, M), where it is not the root. Gives tokens, values, above (B, M F) of the candidates, the first of them number `first`, and of
+// the `width` best paths, follows, worth, beam, and their places in the beam above.
+static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise, std::optional<Tensor> token_map, std::optional<Tensor> column_of,
+                                const Tensor& match, const Tensor& shares, const Tensor& paths, std::optional<Tensor> follows, std::optional<Tensor> worth,
+                                std::optional<Tensor> beam, int64_t first, int64_t fanout, int64_t width) {
+  logits = torch::stable::contiguous(logits);
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 3 && fanout <= logits.size(2), "logits must be (B, M, C) float32 of as many columns as are wanted");
+  int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), wanted = match.size(1);
+  bool has_match = depth <= wanted;
+  int64_t F = fanout + has_match, W = std::min(width, M * F);
+  Level level{C, fanout, numbers<int64_t>(token_map), numbers<int64_t>(column_of)};
+  Tensor tokens = made({B, M * F}, ScalarType::Long), values = made({B, M * F}, ScalarType::Float), above = made({B, M * F}, ScalarType::Long);
+  Tensor best_paths = made({B, W, depth + 1}, ScalarType::Long), best_follows = made({B, W}, ScalarType::Bool), best_worth = made({B, W}, ScalarType::Float);
+  Tensor best_beam = made({B, W}, ScalarType::Long), parents = made({B, W}, ScalarType::Long);
+  auto is_followed = [&](int64_t node) { return has_match && (!follows || numbers<bool>(follows)[node]); };
+  torch::stable::parallel_for(0, B * M, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t node = begin; node < end; node++) {
+      int64_t row = node / M, at = row * wanted + depth - 1;
+      level.follow(numbers<float>(logits) + node * C, sharpness ? numbers<float>(sharpness)[row] : 1.f, noise ? numbers<float>(noise) + row * noise->stride(0) + (depth - 1) * noise->stride(1) : nullptr,
+                   has_match ? numbers<int64_t>(match) + at : nullptr, is_followed(node), has_match ? numbers<float>(shares)[at] : 0.f, numbers<int64_t>(tokens) + node * F, numbers<float>(values) + node * F);
+      for (int64_t i = node * F; i < (node + 1) * F; i++) {
+        numbers<float>(values)[i] += worth ? numbers<float>(worth)[node] : 0.f;
+        numbers<int64_t>(above)[i] = beam ? numbers<int64_t>(beam)[node] : -1;
+      }
+    }
+  });
+  for (int64_t row = 0; row < B; row++) {
+    Largest best{static_cast<size_t>(W)};
+    for (int64_t i = 0; i < M * F; i++) best.offer(numbers<float>(values)[row * M * F + i], i);
+    for (int64_t w = 0; w < W; w++) {
+      auto [value, i] = best.kept[w];
+      int64_t to = row * W + w, node = row * M + i / F, *path = numbers<int64_t>(best_paths) + to * (depth + 1);
+      std::copy_n(numbers<int64_t>(paths) + node * depth, depth, path);
+      path[depth] = numbers<int64_t>(tokens)[row * M * F + i];
+      numbers<bool>(best_follows)[to] = is_followed(node) && i % F == fanout;
+      numbers<float>(best_worth)[to] = value;
+      numbers<int64_t>(best_beam)[to] = first + i;
+      numbers<int64_t>(parents)[to] = i / F;
+    }
+  }
+  return {tokens, values, above, best_paths, best_follows, best_worth, best_beam, parents};
+}
+
+// The tree of root (B,) and the `nodes` - 1 candidates worth most, of `levels`: tokens, values and above of each; the beam of the last with follows, worth
+// (B, M), below which the match goes on alone. Gives tokens, parents, depths (B, N), ancestors (B, N, N), lineage (B, N, L) and worth (B, N). No candidate is
+// worth more than the one above it, which comes before it.
+static std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> levels, const Tensor& match, const Tensor& shares, const Tensor& follows, const Tensor& worth,
+                                   const Tensor& beam, int64_t nodes, int64_t max_depth) {
+  struct Candidate { int64_t token, above, depth; float value; };
+  int64_t B = root.numel(), N = nodes, L = max_depth + 1, wanted = match.size(1), num_levels = levels.size() / 3, M = beam.size(1);
+  Tensor tokens = made({B, N}, ScalarType::Long), parents = made({B, N}, ScalarType::Long), depths = made({B, N}, ScalarType::Long), ancestors = made({B, N, N}, ScalarType::Bool);
+  Tensor lineage = made({B, N, L}, ScalarType::Long), values = made({B, N}, ScalarType::Float);
+  std::vector<Candidate> found;
+  std::vector<int64_t> order, node_of;
+  for (int64_t row = 0; row < B; row++) {
+    found.clear();
+    for (int64_t level = 0; level < num_levels; level++) {
+      int64_t size = levels[3 * level].size(1);
+      for (int64_t i = row * size; i < (row + 1) * size; i++)
+        found.push_back({numbers<int64_t>(levels[3 * level])[i], numbers<int64_t>(levels[3 * level + 2])[i], level + 1, numbers<float>(levels[3 * level + 1])[i]});
+    }
+    int64_t last = -1;  // of the beam, the best that follows the match
+    for (int64_t m = row * M; m < (row + 1) * M; m++)
+      if (numbers<bool>(follows)[m] && (last < 0 || numbers<float>(worth)[m] > numbers<float>(worth)[last])) last = m;
+    float value = last < 0 ? NOTHING : numbers<float>(worth)[last];
+    for (int64_t depth = num_levels; depth < wanted; depth++) {
+      int64_t above = depth == num_levels ? numbers<int64_t>(beam)[last < 0 ? row * M : last] : static_cast<int64_t>(found.size()) - 1;
+      value += std::log(numbers<float>(shares)[row * wanted + depth]);
+      found.push_back({numbers<int64_t>(match)[row * wanted + depth], above, depth + 1, value});
+    }
+    order.resize(found.size()), node_of.resize(found.size());
+    for (size_t i = 0; i < found.size(); i++) order[i] = i;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return found[a].value > found[b].value; });
+    for (int64_t node = 0; node < N; node++) {
+      Candidate of = node ? found[order[node - 1]] : Candidate{numbers<int64_t>(root)[row], -1, 0, 0.f};
+      if (node) node_of[order[node - 1]] = node;
+      int64_t at = row * N + node, parent = of.above < 0 ? 0 : node_of[of.above], over = row * N + parent;
+      numbers<int64_t>(tokens)[at] = of.token;
+      numbers<int64_t>(parents)[at] = parent;
+      numbers<int64_t>(depths)[at] = of.depth;
+      numbers<float>(values)[at] = of.value;
+      for (int64_t other = 0; other < N; other++) numbers<bool>(ancestors)[at * N + other] = other == node || (node && numbers<bool>(ancestors)[over * N + other]);
+      for (int64_t level = 0; level < L; level++) numbers<int64_t>(lineage)[at * L + level] = level < of.depth ? numbers<int64_t>(lineage)[over * L + level] : node;
+    }
+  }
+  return {tokens, parents, depths, ancestors, lineage, values};
+}
+
 static int64_t lanes() { return LANES; }
 
 STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
+  m.def("longest_match(Tensor tokens, Tensor lengths, Tensor weights, int wanted) -> (Tensor, Tensor)");
+  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor match, Tensor shares, Tensor paths, Tensor? follows, Tensor? worth, Tensor? beam, int first, int fanout, int width) -> Tensor[]");
+  m.def("tree_of(Tensor root, Tensor[] levels, Tensor match, Tensor shares, Tensor follows, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
   m.def("lanes() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("packed_product", TORCH_BOX(&product));
   m.impl("tree_attention", TORCH_BOX(&attend));
+  m.impl("grow", TORCH_BOX(&grow));
+  m.impl("tree_of", TORCH_BOX(&tree_of));
+  m.impl("longest_match", TORCH_BOX(&longest_match));
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) { m.impl("lanes", TORCH_BOX(&lanes)); }
 

@@ -8,18 +8,25 @@ weights, so it serves every module of the same shapes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from medusa.engine.kernels import SOURCE
+from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
 from medusa.engine.products import Product
 from medusa.engine.views import JoinedLinear
+
+VERSION = 8
+"""Of what is compiled: raise it with every change of what a program computes."""
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -33,6 +40,88 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return read
 
 
+@dataclass
+class Part:
+    """What is compiled once: a function of tensors, and what it is given on two trials."""
+
+    name: str
+    module: nn.Module
+    trials: Sequence[Sequence[Tensor]]
+    """Inputs, twice: dimensions that differ are dynamic."""
+    settings: tuple = ()
+    """What the code of ``module`` depends on, beside the settings of its modules."""
+    twin: nn.Module | None = None
+    """That of the second trial, where one of other sizes is to be computed by the same library."""
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """Where the library is kept: the name tells apart all that it depends on but weights."""
+        modules = [
+            (
+                type(each).__qualname__,
+                sorted((n, repr(v)) for n, v in vars(each).items() if _is_setting(n, v)),
+            )
+            for each in self.module.modules()
+        ]
+        shapes = [(name, tuple(each.shape), each.dtype) for name, each in weights_of(self.module).items()]
+        depends_on = (self.settings, modules, shapes, code_of(self.module), SOURCE.read_bytes(), VERSION)
+        return kept_library(self.name, digest_of({}, torch.device("cpu"), *depends_on))
+
+    def compile(self, count: str = "") -> None:
+        """Have the library on disk; ``count`` is said of it to the user."""
+        text = (
+            f"compiling {self.name} for this processor{count}: some ten seconds, once; kept in "
+            f"{self.path.parent}"
+        )
+        compile_library(self.path, text, lambda directory: compiled_program(self._exported(), directory))
+
+    @torch.no_grad()
+    def _exported(self) -> torch.export.ExportedProgram:
+        modules = self.module, self.twin or self.module
+        first, second = (
+            [*weights_of(module).values(), *given] for module, given in zip(modules, self.trials, strict=True)
+        )
+        dims: dict[tuple[int, int], Any] = {}
+        shapes = []
+        for one, other in zip(first, second, strict=True):
+            sizes = zip(one.shape, other.shape, strict=True)
+            changing = {at: pair for at, pair in enumerate(sizes) if pair[0] != pair[1]}
+            shapes.append(
+                {
+                    at: dims.setdefault(pair, torch.export.Dim(f"d{len(dims)}", min=1))
+                    for at, pair in changing.items()
+                }
+            )
+        of_its_weights = _OfItsWeights(self.module)
+        return torch.export.export(
+            of_its_weights, tuple(first), dynamic_shapes=(tuple(shapes),), strict=False
+        )
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return name not in ("layer_idx", "training") and isinstance(value, (int, float, str, type(None)))
+
+
+class Program:
+    """A module that the library of a part computes, or its own code where there is none."""
+
+    def __init__(self, module: nn.Module, part: Part | None):
+        self._module, self._weights = module, list(weights_of(module).values())
+        self._library = None if part is None else _opened(part.path)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._library is None:
+            return self._module(*inputs)
+        return self._library.run([*self._weights, *inputs])
+
+
+@functools.lru_cache(64)
+def _opened(path: Path) -> Any:
+    """Torch's runner of a program: its ``run`` takes and gives lists of tensors."""
+    check_library(path)
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+
+
 class _OfItsWeights(nn.Module):
     """A module as a function of its weights and then of its inputs."""
 
@@ -44,18 +133,6 @@ class _OfItsWeights(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         weights = dict(zip(self._names, inputs, strict=False))
         return torch.func.functional_call(self._of[0], weights, inputs[len(weights) :])
-
-
-@torch.no_grad()
-def exported(
-    module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]
-) -> torch.export.ExportedProgram:
-    """``module`` as a program that takes :func:`weights_of` it and then ``inputs``, whose dimensions in
-    ``shapes`` are dynamic."""
-    weights = list(weights_of(module).values())
-    dynamic = (*({} for _ in weights), *shapes)
-    given = (*weights, *inputs)
-    return torch.export.export(_OfItsWeights(module), given, dynamic_shapes=(dynamic,), strict=False)
 
 
 @torch.no_grad()
@@ -80,11 +157,6 @@ def compiled_program(exported: torch.export.ExportedProgram, directory: Path) ->
         # without torch's package around it, whose writer ends the process where the disk is full
         made = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
     return Path(cast(str, made))
-
-
-def open_program(path: Path) -> Any:
-    """Torch's runner of a program: its ``run`` takes and gives lists of tensors."""
-    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
 
 
 def code_of(module: nn.Module) -> str:

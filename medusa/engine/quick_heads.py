@@ -3,17 +3,24 @@
 Every guess is verified, so heads need not be computed in the precision they were trained in. Where the base
 computes with the kernels, the heads' own layers do so with int8 weights, and so do the scores of a token map.
 On any other engine the rows of a token map are gathered once.
+
+Heads that read their path run once for each level of a dynamic tree, and calling their operators takes longer
+than computing them. For compiled steps all of them are one program (:func:`compile_heads`).
 """
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
 from medusa.engine.products import PackedLinear, Product
+from medusa.engine.programs import Part, Program
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.token_map import GatheredRows, TokenMapped
 
@@ -53,9 +60,115 @@ class QuickHeads(MedusaHeads):
     """Medusa heads whose products are the kernels'."""
 
     path_products: nn.ModuleList
+    programs: list[Program] | None = None
+    """What computes each head, once :func:`compile_heads` has made them."""
+    fusing: Program | None = None
+    """What computes :meth:`fuse` then."""
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        if self.fusing is None or hidden.dim() != 2:
+            return super().fuse(hidden)
+        return self.fusing([hidden.contiguous()])[0]
+
+    def logits_of(
+        self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
+    ) -> Tensor:
+        if self.programs is None or path is None:
+            return super().logits_of(index, hidden, output_embedding, path)
+        given = hidden, path, embedding_weight(output_embedding).detach()
+        return self.programs[index]([each.contiguous() for each in given])[0]
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self.path_products[index](rows)
+
+
+def parts_of_heads(heads: Any, output_embedding: nn.Module) -> list[Part]:
+    """What :func:`compile_heads` compiles: a head, and how layers are fused; nothing where it gains none."""
+    if not isinstance(heads, QuickHeads) or not heads.config.reads_path or heads.num_heads < 3:
+        return []
+    config, tokens = heads.config, embedding_weight(output_embedding).detach()
+    settings = (replace(config, context=None),)
+    trials = [
+        (
+            torch.randn(rows, nodes, config.hidden_size),
+            torch.zeros(rows, nodes, depth, dtype=torch.long),
+            tokens,
+        )
+        for rows, nodes, depth in ((4, 7, 2), (5, 6, 3))
+    ]
+    one, other = (_OneHead(heads, index, output_embedding) for index in (1, 2))
+    parts = [Part("heads", one, trials, settings, other)]
+    if config.fused_layers:
+        states = [
+            (torch.randn(rows, (1 + len(config.fused_layers)) * config.hidden_size),) for rows in (4, 5)
+        ]
+        parts.append(Part("heads-fuse", _Fused(heads), states, settings))
+    return parts
+
+
+def compile_heads(heads: Any, output_embedding: nn.Module) -> None:
+    """Have programs compute ``heads``, where :func:`parts_of_heads` has some."""
+    parts = parts_of_heads(heads, output_embedding)
+    if parts and heads.programs is None:
+        for number, part in enumerate(parts, start=1):
+            part.compile(f" ({number} of {len(parts)})")
+        modules = [_OneHead(heads, index, output_embedding) for index in range(heads.num_heads)]
+        heads.programs = [Program(module, parts[0]) for module in modules]
+        heads.fusing = Program(_Fused(heads), parts[1]) if parts[1:] else None
+
+
+def _with_parts(
+    heads: QuickHeads, parts: dict[str, nn.Module | None], buffers: dict[str, Tensor | None]
+) -> QuickHeads:
+    """``heads`` with some of their parts alone, computed by their own code."""
+    some = copy.copy(heads)
+    some.programs = some.fusing = None
+    some._modules, some._parameters, some._buffers = parts, {}, buffers
+    return some
+
+
+class _OneHead(nn.Module):
+    """A head as a function of (hidden (B, M, D), path (B, M, d) long, rows of the output embedding (V, D)):
+    logits (B, M, V')."""
+
+    def __init__(self, heads: QuickHeads, index: int, output_embedding: nn.Module):
+        super().__init__()
+        parts: dict[str, nn.Module | None] = {
+            "blocks": nn.ModuleList([heads.blocks[index]]),
+            "path_products": nn.ModuleList([heads.path_products[index]]),
+        }
+        if isinstance(heads.scorer, nn.Module):
+            parts["scorer"] = heads.scorer
+        else:
+            self.embedding = output_embedding
+        self.heads = _with_parts(heads, parts, {"token_map": heads.token_map})
+        self._embed = output_embedding.forward
+
+    def forward(self, hidden: Tensor, path: Tensor, rows: Tensor) -> list[Tensor]:
+        return [self.heads.logits_of(0, hidden, cast(nn.Module, _Rows(self._embed, rows)), path)]
+
+
+class _Fused(nn.Module):
+    """How heads fuse layers, as a function of hidden (B, (1 + L) D): (B, D)."""
+
+    def __init__(self, heads: QuickHeads):
+        super().__init__()
+        parts: dict[str, nn.Module | None] = {
+            "fusion": heads.fusion,
+            "blocks": nn.ModuleList(heads.blocks[:1]),
+        }
+        self.heads = _with_parts(heads, parts, {"layer_scale": heads.layer_scale})
+
+    def forward(self, hidden: Tensor) -> list[Tensor]:
+        return [self.heads.fuse(hidden)]
+
+
+@dataclass
+class _Rows:
+    """An output embedding whose rows are an input, so that no library holds a copy of them."""
+
+    forward: Callable[[Tensor], Tensor]
+    weight: Tensor
 
 
 def _scorer(output_embedding: nn.Module, token_map: Tensor) -> Product:

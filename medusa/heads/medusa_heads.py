@@ -214,7 +214,8 @@ class MedusaHeads(TokenMapped):
         ``path_rows`` (..., K, D) are those of the K tokens after the hidden state's own (see
         :meth:`rows_of_path`), for heads that read their path.
         """
-        return torch.stack([self._features_of(k, hidden, path_rows) for k in range(self.num_heads)], dim=-2)
+        seen = [None if path_rows is None else path_rows[..., : k + 1, :] for k in range(self.num_heads)]
+        return torch.stack([self._features_of(k, hidden, rows) for k, rows in enumerate(seen)], dim=-2)
 
     def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').
@@ -279,7 +280,7 @@ class MedusaHeads(TokenMapped):
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
         hidden = self._typed(hidden)
         if path_rows is not None:
-            hidden = hidden + self._read_path(index, path_rows[..., : index + 1, :].flatten(-2))
+            hidden = hidden + self._read_path(index, path_rows.flatten(-2))
         return self.blocks[index](hidden)
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:

@@ -1,0 +1,99 @@
+"""The operators that grow dynamic trees draft what the tensor operations draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import GROUPED, VOCAB_SIZE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads
+from medusa.base.causal_lm import output_embedding
+from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.protocol import DraftContext
+from medusa.engine import prepared_base
+from medusa.engine.quick_heads import quick_heads
+from medusa.engine.views import missing_for_kernels
+
+BASE = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})).eval()
+SIZE = BASE.config.hidden_size
+
+pytestmark = pytest.mark.skipif(missing_for_kernels(BASE) is not None, reason="no C++ compiler is installed")
+
+
+def drafter(num_nodes, depth, suffix_length, token_map_size=None):
+    torch.manual_seed(1)
+    mapped = {"unembedding": "token_map", "token_map_size": token_map_size} if token_map_size else {}
+    config = HeadsConfig(SIZE, VOCAB_SIZE, num_heads=3, reads_path=True, **mapped)
+    heads = MedusaHeads(config, range(3, 3 + token_map_size) if token_map_size else None)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    embedding = output_embedding(prepared_base(BASE, "packed"))
+    broad, deep = range(1, num_nodes - depth), range(1, depth + 1)
+    tree = CandidateTree.from_paths([*((rank,) for rank in broad), *((0,) * length for length in deep)])
+    made = DynamicHeadsDrafter(quick_heads(heads, embedding), embedding, tree, suffix_length=suffix_length)
+    assert made.has_kernels
+    return made
+
+
+def context(lengths, is_sampled, drafter, num_different):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    rows, longest = len(lengths), max(lengths)
+    tokens = torch.randint(num_different, (rows, longest), generator=generator)
+    given = DraftContext(
+        root=tokens.gather(1, torch.tensor(lengths)[:, None] - 1)[:, 0],
+        hidden=torch.randn(rows, SIZE, generator=generator),
+        tokens=tokens,
+        lengths=torch.tensor(lengths),
+        cache=None,
+        noise=None,
+    )
+    if not is_sampled:
+        return given
+    noise = -torch.rand(rows, drafter.max_depth + 1, VOCAB_SIZE, generator=generator).log().neg().log()
+    return replace(given, noise=noise, temperature=torch.linspace(0, 1.5, rows)[:, None, None])
+
+
+def both(made, given):
+    with torch.no_grad():
+        mine = made.draft(given)
+        made.has_kernels = False
+        theirs = made.draft(given)
+        made.has_kernels = True
+    return mine, theirs
+
+
+@given(
+    size=st.sampled_from([(2, 1), (4, 2), (9, 3), (30, 3)]),
+    suffix_length=st.sampled_from([0, 1, 3, 8]),
+    token_map_size=st.sampled_from([None, 30]),
+    lengths=st.lists(st.sampled_from([1, 2, 3, 17, 60]), min_size=1, max_size=3),
+    is_sampled=st.booleans(),
+    num_different=st.sampled_from([2, 5, 90]),
+)
+@settings(max_examples=60, deadline=None)
+def test_both_draft_the_same(size, suffix_length, token_map_size, lengths, is_sampled, num_different):
+    made = drafter(*size, suffix_length, token_map_size)
+    mine, theirs = both(made, context(lengths, is_sampled, made, num_different))
+    torch.testing.assert_close(mine.worth, theirs.worth, atol=1e-3, rtol=1e-3)
+    is_clear = (theirs.worth.diff(dim=1).abs() > 1e-3).all()  # equals may change places
+    if is_clear:
+        assert torch.equal(mine.tokens, theirs.tokens)
+        for name in ("parents", "depths", "ancestors", "lineage"):
+            assert torch.equal(getattr(mine.topology, name), getattr(theirs.topology, name)), name
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_heads_that_are_no_numbers_still_draft_a_tree(broken):
+    made = drafter(9, 3, 8)
+    given = context([17, 9], False, made, 5)
+    given.hidden[0, 3] = broken
+    draft = made.draft(given)
+    assert (draft.tokens >= 0).all() and (draft.tokens < VOCAB_SIZE).all()
+    assert not draft.worth.isnan().any() and (draft.worth.diff(dim=1) <= 0).all()
+    alone, _ = both(made, context([17, 9], False, made, 5))
+    assert torch.equal(draft.tokens[1], alone.tokens[1]), "it spoils no other row"
