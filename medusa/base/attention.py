@@ -163,26 +163,16 @@ def seen_slots(
     lengths: Tensor, topology: TreeTopology, windows: LayerWindows, nodes: slice = ALL_NODES
 ) -> Tensor | dict[str, Tensor]:
     """What :func:`tree_attention_masks` says in a form whose size does not grow with the text: (B, 1, M, 2 +
-    T) int32, or one for each layer type of a hybrid model.
+    T) int32, or one for each layer type of a hybrid model. Made by the kernels that read it.
 
     For each node the first slot that it sees and the end of those, and then for each of the T nodes of the
     tree, in the slots from there on, 1 + its depth where it is seen and 0 elsewhere. A long chain has no such
     nodes: the slots of its own past come before its end.
     """
-    rows, depths = len(lengths), topology.depths[:, nodes]
-    positions, ends = lengths[:, None] + depths, lengths[:, None].expand(-1, depths.shape[1])
-    ancestors = topology.ancestors[:, nodes, : nodes.stop]  # later nodes have no slots yet
-    if topology.is_chain and depths.shape[1] > MOST_TREE_NODES:
-        ends, ancestors = positions + 1, ancestors[:, :, :0]
-    depth_of = topology.depths[:, None, : ancestors.shape[2]]
-    seen = {}
-    for kind, window in windows.items():
-        visible, starts = ancestors, torch.zeros_like(ends)
-        if window is not None:
-            visible = ancestors & (depths[:, :, None] - depth_of < window)
-            starts = torch.minimum((positions - window + 1).clamp_(min=0), ends)
-        marks = (visible * (depth_of + 1)).expand(rows, -1, -1)
-        seen[kind] = torch.cat([starts[..., None], ends[..., None], marks], dim=2).to(torch.int32)[:, None]
+    first, end, _ = nodes.indices(topology.num_nodes)
+    by_range = topology.is_chain and end - first > MOST_TREE_NODES
+    given = lengths, topology.depths, topology.ancestors, first, end, by_range
+    seen = {kind: torch.ops.medusa.seen_slots(*given, window) for kind, window in windows.items()}
     return seen if len(seen) > 1 else seen.popitem()[1]
 
 

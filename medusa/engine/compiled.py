@@ -65,6 +65,8 @@ def missing_for_compiled_layers(view: CausalLM) -> str | None:
     config = view.config.get_text_config(decoder=True)
     if not takes_seen_slots(config):
         return f"attention that the kernels compute, got {config._attn_implementation!r}"
+    if any(weight.dim() > 2 for layer in decoder_layers(view) for weight in layer.parameters()):
+        return "layers without experts, whose products no library has an operator for"
     odd = [width for width in _widths(view) if width % VECTOR]
     return f"widths that are multiples of {VECTOR}, got {odd[0]}" if odd else None
 

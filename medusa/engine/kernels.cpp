@@ -1,4 +1,4 @@
-// Two operators of torch for passes of few rows on a CPU: a product with packed weights, and tree attention.
+// Operators of torch for a CPU. For passes of few rows, a product with packed weights and tree attention; for drafts, what grows a dynamic tree.
 //
 // Every sum has one order that depends on nothing but the row itself: not on how many rows take part, on which
 // thread computes it, or on what lies in slots that the row does not see. So the logits of a node are the same
@@ -589,6 +589,28 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
     }
 }
 
+// What nodes `first` to `end` of trees see, as medusa.base.attention.seen_slots says: lengths (B,), depths (R, N) and ancestors (R, N, N) with R 1 or B
+// -> (B, 1, M, 2 + T) int32. A chain `by_range` has T = 0.
+static Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors, int64_t first, int64_t end, bool by_range, std::optional<int64_t> window) {
+  depths = torch::stable::contiguous(depths);
+  if (!by_range) ancestors = torch::stable::contiguous(ancestors);
+  int64_t B = lengths.numel(), N = depths.size(1), T = by_range ? 0 : end, M = end - first;
+  Tensor seen = torch::stable::empty({B, 1, M, 2 + T}, ScalarType::Int);
+  for (int64_t row = 0; row < B; row++) {
+    int64_t tree = depths.size(0) > 1 ? row : 0, length = static_cast<const int64_t*>(lengths.data_ptr())[row * lengths.stride(0)];
+    const int64_t* depth_of = static_cast<const int64_t*>(depths.data_ptr()) + tree * N;
+    for (int64_t node = first; node < end; node++) {
+      int32_t* sees = static_cast<int32_t*>(seen.data_ptr()) + (row * M + node - first) * (2 + T);
+      int64_t position = length + depth_of[node], past = by_range ? position + 1 : length;
+      sees[0] = window ? std::min(std::max<int64_t>(position - *window + 1, 0), past) : 0;
+      sees[1] = past;
+      const bool* is_ancestor = static_cast<const bool*>(ancestors.data_ptr()) + (tree * N + node) * N;
+      for (int64_t other = 0; other < T; other++) sees[2 + other] = is_ancestor[other] && (!window || depth_of[node] - depth_of[other] < *window) ? depth_of[other] + 1 : 0;
+    }
+  }
+  return seen;
+}
+
 // query (B, H, N, D), key (B, H', S, D), value (B, H', S, E), seen (B, 1, N, 2 + T) int32 -> (B, N, H, E)
 static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& seen, double scale, double cap, std::optional<Tensor> sinks) {
   int64_t B = query.size(0), heads = query.size(1), N = query.size(2), E = value.size(3), shared = heads / key.size(1);
@@ -792,6 +814,7 @@ static int64_t lanes() { return LANES; }
 STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
+  m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
   m.def("longest_match(Tensor tokens, Tensor lengths, Tensor weights, int wanted) -> (Tensor, Tensor)");
   m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor match, Tensor shares, Tensor paths, Tensor? follows, Tensor? worth, Tensor? beam, int first, int fanout, int width) -> Tensor[]");
   m.def("tree_of(Tensor root, Tensor[] levels, Tensor match, Tensor shares, Tensor follows, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
@@ -800,6 +823,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("packed_product", TORCH_BOX(&product));
   m.impl("tree_attention", TORCH_BOX(&attend));
+  m.impl("seen_slots", TORCH_BOX(&seen_slots));
   m.impl("grow", TORCH_BOX(&grow));
   m.impl("tree_of", TORCH_BOX(&tree_of));
   m.impl("longest_match", TORCH_BOX(&longest_match));

@@ -3,7 +3,8 @@
 ``kernels.cpp`` holds a product with packed weights and attention over a tree. A CPU's ordinary operators are
 poor between 2 and 32 rows, which is exactly what verifying a tree asks for, and they add in another order for
 another number of rows. These read every weight, key and value once, and add in one order, so what a row
-gives is the same to the last bit whatever stands beside it.
+gives is the same to the last bit whatever stands beside it. It also grows dynamic trees, where
+:mod:`medusa.drafters.dynamic` would call some two hundred small operators.
 
 The compiler that is found compiles them for this processor in some ten seconds.
 """

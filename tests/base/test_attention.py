@@ -25,6 +25,7 @@ from medusa.base.attention import (
     seen_slots,
     tree_attention_masks,
 )
+from medusa.engine.kernels import missing_kernels
 from medusa.trees.candidate_tree import TreeTopology
 
 WINDOWS = {
@@ -36,6 +37,8 @@ WINDOWS = {
     "phi": {"full_attention": None},
     "mixtral-moe": {"full_attention": None},
 }
+
+needs_kernels = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -152,6 +155,7 @@ def expanded(seen, num_slots):
     return visible
 
 
+@needs_kernels
 @given(tree=trees(), lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_seen_slots_say_what_the_masks_say(tree, lengths, data):
@@ -169,6 +173,7 @@ def test_seen_slots_say_what_the_masks_say(tree, lengths, data):
         assert set(depths.tolist()) <= set(topology.depths[0, : nodes.stop].tolist())
 
 
+@needs_kernels
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_long_chain_is_seen_as_ranges_of_slots(window):
     num_nodes, lengths = MOST_TREE_NODES + 1, torch.tensor([9, 0])
