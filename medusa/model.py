@@ -413,7 +413,11 @@ class MedusaModel:
         return self.base.generate(inputs, custom_generate=handed_over, **arguments)
 
     def _decoded(
-        self, prepared: dict[str, Any], options: _Options, statistics: DecodingStatistics | None
+        self,
+        prepared: dict[str, Any],
+        options: _Options,
+        statistics: DecodingStatistics | None,
+        is_streamed: bool = True,
     ) -> Iterator[StepResult]:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
@@ -432,6 +436,7 @@ class MedusaModel:
             statistics=statistics,
             static=way.static,
             needs_features=way.drafter.needs_features,
+            is_streamed=is_streamed,
         )
         return decode(batch, request)
 
@@ -443,7 +448,7 @@ class MedusaModel:
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
         statistics = DecodingStatistics()
-        steps = self._decoded(prepared, options, statistics)
+        steps = self._decoded(prepared, options, statistics, streamer is not None)
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())

@@ -151,6 +151,7 @@ class Batch:
             number.
         check_base: raises ValueError where base or heads are no longer those that the batch was made for.
             Called with True for each new request, with False once a turn.
+        is_streamed: whether a request alone hands out each token at once; it is checked at its end otherwise.
         static: what runs whole steps in the place of the general one, for a request alone.
         needs_features: whether drafters want the states of the whole text.
         max_nodes: of a draft.
@@ -166,6 +167,7 @@ class Batch:
         static: StaticRows | None = None,
         needs_features: bool = False,
         max_nodes: int = 1,
+        is_streamed: bool = True,
     ):
         self.limits = limits
         self.statistics = DecodingStatistics() if statistics is None else statistics
@@ -175,7 +177,7 @@ class Batch:
         self.waiting: deque[Row] = deque()
         self._forward, self._static = forward, static
         self._guide_for, self._check_base = guide_for, check_base
-        self._needs_features, self._max_nodes = needs_features, max_nodes
+        self._needs_features, self._max_nodes, self._is_streamed = needs_features, max_nodes, is_streamed
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(forward.base))
         self._readings: list[_Reading] = []  # each less than half as long as what the one before has left
         self._has_read = False  # prompts, in the last turn
@@ -288,7 +290,7 @@ class Batch:
             passes = [self._read_prompts()]
         else:
             passes = self._decode() if self._rows else []
-        if is_alone:  # no token of other weights is handed out
+        if is_alone and (self._is_streamed or not self.is_busy):  # no token of other weights is handed out
             self._check_base(False)
         return passes
 

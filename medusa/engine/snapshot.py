@@ -90,7 +90,7 @@ class Snapshot:
 
     def _held_now(self) -> list[Any]:
         """The class, the modules and the weights of every part: all that makes a tree of modules."""
-        return [*map(type, self._parts), *chain.from_iterable(each.values() for each in self._holders)]
+        return [*map(type, self._parts), *chain.from_iterable(map(dict.values, self._holders))]
 
     def _buffers_now(self) -> list[Tensor]:
         return [each for part in self._parts for each in part._buffers.values() if each is not None]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import BUSHY, random_prompts, tiny_model
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.batch import Row
@@ -300,3 +300,20 @@ def test_autocast_that_is_switched_in_the_middle_is_told(engine):
             next(stream)
         with pytest.raises(ValueError, match="autocast was switched"):
             batch.step()
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_an_answer_during_which_weights_change_is_not_given(engine, write):
+    base = fresh_base()
+    model = MedusaModel(base, heads(), BUSHY, engine=engine)
+
+    class Writes(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == PROMPT.shape[1] + 5:
+                WRITES[write](base)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with pytest.raises(ValueError, match="have changed since this answer or batch was begun"):
+        model.generate(PROMPT, **OPTIONS, stopping_criteria=StoppingCriteriaList([Writes()]))
