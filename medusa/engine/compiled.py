@@ -61,7 +61,7 @@ READ_ON_THE_HOST = ("dynamic", "longrope")
 
 
 def missing_for_compiled_layers(view: CausalLM) -> str | None:
-    """What :func:`compiled_view` lacks to compile the layers of ``view``; None when nothing."""
+    """What :class:`CompiledPass` lacks to compile the layers of ``view``; None when nothing."""
     config = view.config.get_text_config(decoder=True)
     if not takes_seen_slots(config):
         return f"attention that the kernels compute, got {config._attn_implementation!r}"
@@ -91,7 +91,7 @@ class CompiledPass:
         new = [part for part in parts.compiled.values() if not part.path.exists()]
         for number, part in enumerate(new, start=1):
             part.compile(f" ({number} of {len(new)})")
-        before = None if parts.before_is_read else parts.before
+        before = None if parts.before_is_code else parts.before
         self._before, self._after = (
             Program(parts.before.module, before),
             Program(parts.after.module, parts.after),
@@ -174,13 +174,13 @@ class _Parts:
     takes: list[list[int]]
     """Of each layer, what it is given: places in the inputs of a pass and what ``before`` gives together; the
     first is what goes through all layers."""
-    before_is_read: bool
-    """Whether ``before`` must run as it is."""
+    before_is_code: bool
+    """Whether ``before`` runs as it is, and is not compiled."""
 
     @property
     def compiled(self) -> dict[Path, Part]:
         """One for each library."""
-        ends = [self.after] if self.before_is_read else [self.before, self.after]
+        ends = [self.after] if self.before_is_code else [self.before, self.after]
         return {part.path: part for part in (*ends, *self.layers)}
 
 
@@ -236,9 +236,10 @@ def _parts(view: CausalLM) -> _Parts:
             (n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))
         ]
         parts.append(Part(f"{name}-layer", _CalledLayer(call), taken, (common, others)))
+    inputs["past_key_values"] = new_cache(view, 1)  # one that holds nothing
     before = _Before(view, calls, inputs)
-    trial = [before(*each) for each in given]
-    hidden = [made[0] for made in trial]
+    takes = before.takes(given[1])
+    hidden = [[*each, *before(*each)][takes[0][0]] for each in given]
     select = [
         torch.zeros(rows, many, dtype=torch.long) for (rows, *_), many in zip(TRIALS, SELECTED, strict=True)
     ]
@@ -252,7 +253,7 @@ def _parts(view: CausalLM) -> _Parts:
             common,
         ),
         [[(each.shape[1], each.shape[3]) for each in own] for own in entries[0]],
-        before.takes(given[1]),
+        takes,
         any(kind in READ_ON_THE_HOST for kind in rope_types(view)),
     )
 

@@ -106,13 +106,14 @@ class Program:
     """A module that the library of a part computes, or its own code where there is none."""
 
     def __init__(self, module: nn.Module, part: Part | None):
-        self._module, self._weights = module, list(weights_of(module).values())
+        self._weights = list(weights_of(module).values())
         self._library = None if part is None else _opened(part.path)
+        self._module = module if part is None else None  # it holds on to what it was tried with
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._library is None:
-            return self._module(*inputs)
-        return self._library.run([*self._weights, *inputs])
+        if self._module is not None:
+            return cast("list[Tensor]", self._module(*inputs))
+        return cast("list[Tensor]", self._library.run([*self._weights, *inputs]))
 
 
 @functools.lru_cache(64)

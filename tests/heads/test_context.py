@@ -16,6 +16,7 @@ from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.decoding.batch import Row
 from medusa.drafters import layer_cache
 from medusa.drafters.heads import HeadsDrafter
+from medusa.engine.products import PackedLinear
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.causal_layer import LayerConfig
@@ -260,8 +261,9 @@ def test_a_directory_that_describes_no_such_layer_is_refused(tmp_path, context, 
 def test_every_product_of_the_layer_is_a_quick_one():
     model = MedusaModel(tiny_model("llama"), new_heads(), engine="int8")
     quick = quick_heads(model.heads, output_embedding(model.runner))
-    kinds = {type(each).__name__ for each in quick.context.modules() if isinstance(each, torch.nn.Linear)}
-    assert kinds == {"_QuickLinear"}
+    assert not any(isinstance(each, torch.nn.Linear) for each in quick.context.modules())
+    products = [each.panels.dtype for each in quick.context.modules() if isinstance(each, PackedLinear)]
+    assert products == [torch.int8] * 7
 
 
 def test_steps_of_one_shape_and_foreign_formats_refuse_them(tmp_path):
