@@ -107,7 +107,7 @@ class Program:
 
     def __init__(self, module: nn.Module, part: Part | None):
         self._weights = list(weights_of(module).values())
-        self._library = None if part is None else _opened(part.path)
+        self._library: Any = None if part is None else _opened(part.path)
         self._module = module if part is None else None  # it holds on to what it was tried with
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
