@@ -52,7 +52,7 @@ demo: $(DEMO)/.tuned
 # The base model answers prompts of our own writing.
 $(DEMO)/.answered: | $(BASE)/config.json
 	$(BIN)/medusa distill --base $(BASE) --prompts demo_prompts \
-	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 2.7
+	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 2.2
 	@touch $@
 
 # Heads learn to foresee those answers.
