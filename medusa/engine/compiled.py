@@ -91,11 +91,8 @@ class CompiledPass:
         new = [part for part in parts.compiled.values() if not part.path.exists()]
         for number, part in enumerate(new, start=1):
             part.compile(f" ({number} of {len(new)})")
-        before = None if parts.before_is_code else parts.before
-        self._before, self._after = (
-            Program(parts.before.module, before),
-            Program(parts.after.module, parts.after),
-        )
+        ends = [(part.module, None if parts.ends_are_code else part) for part in (parts.before, parts.after)]
+        self._before, self._after = (Program(*end) for end in ends)
         self._layers = [Program(part.module, part) for part in parts.layers]
         self._entry_sizes, self._takes = parts.entry_sizes, parts.takes
         if new:
@@ -174,13 +171,13 @@ class _Parts:
     takes: list[list[int]]
     """Of each layer, what it is given: places in the inputs of a pass and what ``before`` gives together; the
     first is what goes through all layers."""
-    before_is_code: bool
-    """Whether ``before`` runs as it is, and is not compiled."""
+    ends_are_code: bool
+    """Whether ``before`` and ``after`` run as they are, and are not compiled."""
 
     @property
     def compiled(self) -> dict[Path, Part]:
         """One for each library."""
-        ends = [self.after] if self.before_is_code else [self.before, self.after]
+        ends = [] if self.ends_are_code else [self.before, self.after]
         return {part.path: part for part in (*ends, *self.layers)}
 
 
@@ -386,8 +383,7 @@ class _Stub(nn.Module):
     def __init__(self, call: _Call):
         super().__init__()
         self._of, self._is_tuple = (call.layer,), isinstance(call.outputs[0], tuple)
-        self._noted = threading.local()
-        self.result: Tensor | None = None
+        self._noted = threading.local()  # several threads may run an end that is not compiled
 
     def __getattr__(self, name: str) -> Any:
         """What a model reads of its layers, such as the type of their attention."""
@@ -399,6 +395,14 @@ class _Stub(nn.Module):
     @property
     def given(self) -> list[Tensor]:
         return self._noted.given
+
+    @property
+    def result(self) -> Tensor | None:
+        return getattr(self._noted, "result", None)
+
+    @result.setter
+    def result(self, tensor: Tensor) -> None:
+        self._noted.result = tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._noted.given = _tensors((args, kwargs))

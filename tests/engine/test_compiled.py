@@ -155,13 +155,13 @@ def test_compiled_passes_are_exact_on_every_architecture(architecture, engine):
 @pytest.mark.slow
 def test_angles_that_depend_on_the_length_are_computed_as_they_are():
     config = LlamaConfig(
-        **{**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 24},
+        **{**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 40},
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     )
     torch.manual_seed(7)
     base = LlamaForCausalLM(config).eval()
     model = MedusaModel(base, heads(), BUSHY, engine="packed", step="compiled")
-    assert len(library_paths(model.runner)) == 2, "what comes before the layers runs as it is"
+    assert len(library_paths(model.runner)) == 1, "what comes before and after the layers runs as it is"
     said = texts(model, **asked(0.0))
     assert said["heads"] == said["plain"] == MedusaModel(base).generate(**BATCH, **asked(0.0)).tolist()
 
