@@ -70,6 +70,9 @@ static inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
+template <typename T> static T* numbers(const Tensor& of) { return static_cast<T*>(of.data_ptr()); }
+template <typename T> static T* numbers(const std::optional<Tensor>& of) { return of ? static_cast<T*>(of->data_ptr()) : nullptr; }
+
 // What a thread computes in between.
 struct Scratch {
   std::unique_ptr<float[]> memory;
@@ -312,8 +315,8 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
   Tensor y = torch::stable::empty(shape, ScalarType::Float);
-  Product of{static_cast<const float*>(x.data_ptr()), nullptr, nullptr, panels.data_ptr(), scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
-             bias ? static_cast<const float*>(bias->data_ptr()) : nullptr, static_cast<float*>(y.data_ptr()), M, K, width};
+  Product of{numbers<float>(x), nullptr, nullptr, panels.data_ptr(), numbers<float>(scales),
+             numbers<float>(bias), numbers<float>(y), M, K, width};
   switch (panels.scalar_type()) {
     case ScalarType::Float: product_of<float>(of, panels.size(0)); break;
     case ScalarType::BFloat16: product_of<BFloat16>(of, panels.size(0)); break;
@@ -597,14 +600,14 @@ static Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors,
   int64_t B = lengths.numel(), N = depths.size(1), T = by_range ? 0 : end, M = end - first;
   Tensor seen = torch::stable::empty({B, 1, M, 2 + T}, ScalarType::Int);
   for (int64_t row = 0; row < B; row++) {
-    int64_t tree = depths.size(0) > 1 ? row : 0, length = static_cast<const int64_t*>(lengths.data_ptr())[row * lengths.stride(0)];
-    const int64_t* depth_of = static_cast<const int64_t*>(depths.data_ptr()) + tree * N;
+    int64_t tree = depths.size(0) > 1 ? row : 0, length = numbers<int64_t>(lengths)[row * lengths.stride(0)];
+    const int64_t* depth_of = numbers<int64_t>(depths) + tree * N;
     for (int64_t node = first; node < end; node++) {
-      int32_t* sees = static_cast<int32_t*>(seen.data_ptr()) + (row * M + node - first) * (2 + T);
+      int32_t* sees = numbers<int32_t>(seen) + (row * M + node - first) * (2 + T);
       int64_t position = length + depth_of[node], past = by_range ? position + 1 : length;
       sees[0] = window ? std::min(std::max<int64_t>(position - *window + 1, 0), past) : 0;
       sees[1] = past;
-      const bool* is_ancestor = static_cast<const bool*>(ancestors.data_ptr()) + (tree * N + node) * N;
+      const bool* is_ancestor = numbers<bool>(ancestors) + (tree * N + node) * N;
       for (int64_t other = 0; other < T; other++) sees[2 + other] = is_ancestor[other] && (!window || depth_of[node] - depth_of[other] < *window) ? depth_of[other] + 1 : 0;
     }
   }
@@ -618,9 +621,9 @@ static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value
   for (const Tensor* each : {&query, &key, &value})
     STD_TORCH_CHECK(each->scalar_type() == ScalarType::Float && each->stride(3) == 1, "queries, keys and values must be float32 with whole rows");
   Tensor output = torch::stable::empty({B, N, heads, E}, ScalarType::Float);
-  Attention of{static_cast<const float*>(query.data_ptr()), static_cast<const float*>(key.data_ptr()), static_cast<const float*>(value.data_ptr()),
+  Attention of{numbers<float>(query), numbers<float>(key), numbers<float>(value),
                {query.stride(0), query.stride(1), query.stride(2)}, {key.stride(0), key.stride(1), key.stride(2)}, {value.stride(0), value.stride(1), value.stride(2)},
-               static_cast<const int32_t*>(seen.data_ptr()), sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr, static_cast<float*>(output.data_ptr()),
+               numbers<int32_t>(seen), numbers<float>(sinks), numbers<float>(output),
                B, heads, key.size(1), N, query.size(3), E, seen.size(3) - 2, static_cast<float>(scale), static_cast<float>(cap)};
   int64_t together = std::max<int64_t>(1, MOST_QUERIES / shared);
   for (int64_t first = 0; first < N; first += together) attend_nodes(of, first, std::min(together, N - first));
@@ -656,7 +659,7 @@ static float log_sum_exp(float* x, int64_t size) {
 
 static float log_add_exp(float a, float b) { return a == b ? a + std::log(2.f) : std::max(a, b) + std::log1p(std::exp(-std::abs(a - b))); }
 
-// What a level of a tree is grown from; medusa.drafters.dynamic.grown says what each is.
+// What all nodes of a level are grown by.
 struct Level {
   int64_t columns, fanout;
   const int64_t *token_map, *column_of;  // or null
@@ -690,8 +693,6 @@ struct Level {
   }
 };
 
-template <typename T> static T* numbers(const Tensor& of) { return static_cast<T*>(of.data_ptr()); }
-template <typename T> static T* numbers(const std::optional<Tensor>& of) { return of ? static_cast<T*>(of->data_ptr()) : nullptr; }
 static Tensor made(std::vector<int64_t> shape, ScalarType type) { return torch::stable::empty(shape, type); }
 
 // The longest earlier match of each row's end, as medusa.drafters.suffix.longest_match finds it: the tokens that followed (B, `wanted`), and of

@@ -69,7 +69,7 @@ def lanes() -> int:
 def _compiled(compiler: str) -> Path:
     """The library, compiled first where it is not there; in a directory of this process alone where the
     user's cache cannot be written."""
-    path = kept_library("kernels", digest_of({}, torch.device("cpu"), SOURCE.read_text(), compiler, FLAGS))
+    path = kept_library("kernels", digest_of(SOURCE.read_text(), compiler, FLAGS))
     text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
     try:
         compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))

@@ -65,7 +65,7 @@ class Part:
         ]
         shapes = [(name, tuple(each.shape), each.dtype) for name, each in weights_of(self.module).items()]
         depends_on = (self.settings, modules, shapes, code_of(self.module), SOURCE.read_bytes(), VERSION)
-        return kept_library(self.name, digest_of({}, torch.device("cpu"), *depends_on))
+        return kept_library(self.name, digest_of(*depends_on))
 
     def compile(self, count: str = "") -> None:
         """Have the library on disk; ``count`` is said of it to the user."""

@@ -79,7 +79,11 @@ def check_heads(heads, embedding):
     programs, fusing = heads.programs, heads.fusing
     with torch.no_grad():
         for rows, nodes in ((1, 1), (2, 1), (3, 4)):
-            hidden = heads.fuse(torch.randn(rows, 64))
+            states = torch.randn(rows, 64)
+            heads.programs, heads.fusing = programs, fusing
+            hidden = heads.fuse(states)
+            heads.fusing = None
+            torch.testing.assert_close(hidden, heads.fuse(states), atol=1e-3, rtol=1e-3)
             paths = torch.randint(VOCAB_SIZE, (rows, nodes, heads.num_heads))
             per_node = hidden[:, None].expand(-1, nodes, -1)
             for index in range(heads.num_heads):
