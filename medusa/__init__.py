@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; _HOME says the same to Python
     from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
+    from medusa.drafters.references import SuffixCorpus
     from medusa.heads.adapter import Adapter, apply_adapter
     from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_heads, save_tree
     from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
@@ -34,6 +35,7 @@ _HOME = {
     "MedusaHeads": "medusa.heads.medusa_heads",
     "MedusaModel": "medusa.model",
     "MedusaOutput": "medusa.decoding.statistics",
+    "SuffixCorpus": "medusa.drafters.references",
     "apply_adapter": "medusa.heads.adapter",
     "best_tree": "medusa.trees.candidate_tree",
     "custom_generate": "medusa.interop.custom_generate",

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base, check_is_model
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.choices import Engine, StepKind
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
@@ -23,6 +23,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps, check_step
 from medusa.drafters.protocol import Drafter
+from medusa.drafters.references import SuffixCorpus, references_of
 from medusa.drafters.registry import Drafters
 from medusa.engine.prepared import Prepared
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
@@ -44,6 +45,8 @@ class _Options:
     drafter: Drafter | str | None
     acceptance: str
     step: StepKind | None
+    prediction: Any = None
+    corpus: SuffixCorpus | None = None
 
 
 class MedusaModel:
@@ -269,6 +272,8 @@ class MedusaModel:
         drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
+        prediction: Any = None,
+        corpus: SuffixCorpus | None = None,
         streamer: BaseStreamer | None = None,
         **kwargs: Any,
     ) -> Tensor | MedusaOutput:
@@ -291,6 +296,9 @@ class MedusaModel:
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.
+            prediction: the answer that is expected, an edited file say, as a text or token ids (P,), or a
+                list with one of these or None for each row. Drafts copy from it; the tokens are the same.
+            corpus: earlier texts that drafts copy from as well; the caller adds to it.
             streamer: gets the tokens as they are accepted, several at a time; batch size 1.
             kwargs: as in ``transformers`` (``max_new_tokens``, ``do_sample``, ``temperature``,
                 ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``stop_strings``, ...).
@@ -299,7 +307,7 @@ class MedusaModel:
             sequences (B, T + new) long, or a :class:`MedusaOutput` with ``statistics`` when
             ``return_dict_in_generate=True``.
         """
-        options = _Options(seed, tree, drafter, acceptance, step)
+        options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
         return self._joined(self._prepared_call(inputs, kwargs), options, streamer)
 
     def stream(
@@ -311,12 +319,14 @@ class MedusaModel:
         drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
+        prediction: Any = None,
+        corpus: SuffixCorpus | None = None,
         statistics: DecodingStatistics | None = None,
         **kwargs: Any,
     ) -> Iterator[StepResult]:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
         With another ``step`` than "general", steps come in bursts on a GPU."""
-        options = _Options(seed, tree, drafter, acceptance, step)
+        options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
         return self._decoded(self._prepared_call(inputs, kwargs), options, statistics)
 
     def continuous_batch(
@@ -368,6 +378,8 @@ class MedusaModel:
         *,
         seed: int | Sequence[int] | Tensor | None = None,
         num_logprobs: int | None = None,
+        prediction: Any = None,
+        corpus: SuffixCorpus | None = None,
         **kwargs: Any,
     ) -> DecodeRequest:
         """What :meth:`continuous_batch` takes, from the arguments of :meth:`generate`: (1, T) long inputs.
@@ -375,7 +387,21 @@ class MedusaModel:
         ``num_logprobs`` asks for the base's own log-probability of each token, and of so many likeliest ones.
         """
         request = decode_request(self.base, seed=seed, **self._prepared_call(inputs, kwargs))
-        return replace(request, num_logprobs=num_logprobs)
+        request = replace(request, num_logprobs=num_logprobs)
+        return self._with_references(request, prediction, corpus)
+
+    def _with_references(
+        self, request: DecodeRequest, prediction: Any, corpus: SuffixCorpus | None
+    ) -> DecodeRequest:
+        def encode(text: str) -> list[int]:
+            if self.tokenizer is None:
+                raise ValueError("prediction as a text needs a tokenizer; pass tokenizer= to from_pretrained")
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        rows = zip(request.tokens, request.lengths.tolist(), strict=True)
+        prompts = [tokens[:length] for tokens, length in rows]
+        references = references_of(prediction, corpus, prompts, vocab_size(self.base), encode)
+        return replace(request, references=references)
 
     def decode(
         self,
@@ -389,6 +415,8 @@ class MedusaModel:
         drafter: Drafter | str | None = None,
         acceptance: str = "exact",
         step: StepKind | None = None,
+        prediction: Any = None,
+        corpus: SuffixCorpus | None = None,
         **prepared: Any,
     ) -> Tensor | MedusaOutput:
         """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``.
@@ -400,7 +428,7 @@ class MedusaModel:
         if base is not self.base:
             raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
         prepared |= {"input_ids": input_ids, "generation_config": generation_config}
-        return self._joined(prepared, _Options(seed, tree, drafter, acceptance, step), streamer)
+        return self._joined(prepared, _Options(seed, tree, drafter, acceptance, step, prediction, corpus), streamer)
 
     def _prepared_call(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """What ``transformers``' ``generate`` makes of its arguments for a decoding method."""
@@ -421,6 +449,7 @@ class MedusaModel:
     ) -> Iterator[StepResult]:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
+        request = self._with_references(request, options.prediction, options.corpus)
         self._check_prepared()
         guard = self._prepared.guard()
         kind = options.step or self.step
@@ -476,7 +505,7 @@ class MedusaModel:
                 return drafter
             return drafter.fill(tree) if tree.depth else self._drafters.make("plain")
         if drafter is None and tree is None and (request.is_exact or self.heads is None):
-            return self._drafters.default(num_rows, kind)
+            return self._drafters.default(num_rows, kind, bool(request.references))
         only_chain = request.rule is not None and request.rule.only_chains and tree is None
         if drafter is None:
             self._checked_tree(tree)

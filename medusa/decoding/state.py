@@ -18,6 +18,7 @@ from medusa.acceptance.rules import VerificationRule, rule_named
 from medusa.acceptance.sampling import gumbel_noise
 from medusa.base.cache import TreeCache
 from medusa.decoding.lockstep import LockstepBatch
+from medusa.drafters.references import References
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class DecodeRequest:
     """The tokens that padded each row on the left in the caller's batch, (P,) long each; () for none."""
     num_logprobs: int | None = None
     """Report what the base thinks of each token, and of so many likeliest ones; None reports nothing."""
+    references: tuple[References, ...] = ()
+    """What each row may copy from beside its own text; () for nothing."""
     acceptance: str = "exact"
     """"exact", "typical" (lossy), or the name of a rule in ``medusa.acceptance.rules``."""
 
@@ -123,6 +126,8 @@ class DecodeState:
     seeds: Tensor | None = None
     """(B,) long: noise streams; None where every row is greedy, anything for a greedy row among others."""
     padding: tuple[Tensor, ...] = ()
+    """As in a request, of these rows."""
+    references: tuple[References, ...] = ()
     """As in a request, of these rows."""
     num_new: list[int] = field(default_factory=list)
     """Tokens of each row's answer so far, root token included."""
@@ -217,6 +222,7 @@ class DecodeState:
         self.requests = [self.requests[row] for row in kept]
         self.num_new = [self.num_new[row] for row in kept]
         self.padding = tuple(self.padding[row] for row in kept) if self.padding else ()
+        self.references = tuple(self.references[row] for row in kept) if self.references else ()
         self.seeds = None if self.seeds is None or not self.sampled_rows else self.seeds[index]
 
     def join(self, other: DecodeState, most_rows: int = 0) -> None:
@@ -238,6 +244,9 @@ class DecodeState:
             )
             self.seeds = torch.cat([ours, theirs])
         self.padding = self._padding_of_rows() + other._padding_of_rows()
+        if self.references or other.references:
+            both = (state.references or (References(),) * len(state.rows) for state in (self, other))
+            self.references = sum(both, ())
         self.rows = self.rows + other.rows
         self.requests, self.num_new = self.requests + other.requests, self.num_new + other.num_new
         self.tokens = torch.cat(_as_wide(self.tokens, other.tokens))

@@ -415,6 +415,8 @@ def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> Stati
         problem, instead = f"acceptance={request.acceptance!r}", "acceptance='exact', or "
     elif reading:
         problem = f"logits processors that read the tokens before each node on the host: {', '.join(reading)}"
+    elif request.references:
+        problem = "prediction or corpus, which are read on the host"
     elif request.criteria:
         problem = "stopping criteria (stop_strings are one), which are asked on the host after every token"
     if problem or not isinstance(drafter, StaticDrafter):

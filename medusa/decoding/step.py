@@ -145,6 +145,7 @@ def begin(
         requests=[request] * num_rows,
         seeds=request.seeds,
         padding=request.padding,
+        references=request.references,
         num_new=[num_before] * num_rows,
         features=prefix.features_with(hidden) if needs_features else None,
         refuses_nan=refuses_nan,
@@ -185,6 +186,7 @@ def draft_context(state: DecodeState, drafter: Drafter, base: CausalLM) -> Draft
         sampled=state.sampled,
         seeds=state.seeds,
         processors=state.request.processors,
+        references=state.references,
     )
 
 

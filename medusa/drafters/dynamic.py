@@ -26,7 +26,7 @@ from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import BETA, HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext
-from medusa.drafters.suffix import MAX_MATCH, longest_match
+from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations
 from medusa.engine.products import PackedLinear
 from medusa.engine.views import is_view
 from medusa.heads.eagle3 import Eagle3Head
@@ -38,15 +38,6 @@ MIN_BEAM, MAX_BEAM = 4, 16
 WORST = -1e30
 """The least that a token adds to the value of its path, and what scores that are no numbers add: values can
 always be compared, and no child is worth more than its parent."""
-
-MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
-"""How much the continuation of a suffix match of so many tokens counts beside the heads, 0 to 1.
-
-The weights that make the mixture of both likeliest for the shipped heads: 3,532 tokens that followed a
-match in SmolLM2-135M-Instruct's greedy answers to 24 prompts of twelve kinds, MT-bench not among them. The
-continuation alone is right more often (23 % after one token, 52 after two, 56 after three, 68 after four,
-98 after 16 or more), but some of that the heads know as well. A token that was right makes the match longer
-by one; the weights hold for such matches too."""
 
 
 class DynamicDrafter(LevelDrafter):
@@ -79,13 +70,9 @@ class DynamicDrafter(LevelDrafter):
         self._fanout = min(max(self.beam, -(-wanted // parents)), self.num_columns)
         sizes: list[int] = []  # candidates of each level
         while len(sizes) < tree.depth:
-            fanout = self._fanout + (len(sizes) < suffix_length)
+            fanout = self._fanout + MAX_CHILDREN * (len(sizes) < suffix_length)
             sizes.append(min(self.beam, sizes[-1] if sizes else 1) * fanout)
         self._num_nodes = 1 + min(wanted, sum(sizes))
-        sizes += [1] * (suffix_length - tree.depth)
-        depths = [torch.full((size,), depth, device=device) for depth, size in enumerate(sizes, 1)]
-        self._depths = torch.cat(depths)
-        self._weights = torch.tensor(MATCH_WEIGHTS, device=device)
         self._columns = _columns_of(self.token_map, self.vocab_size, device)
 
     def with_suffix(self, suffix_length: int) -> Self:
@@ -122,9 +109,10 @@ class DynamicDrafter(LevelDrafter):
         return DraftKind.RANKED if self.suffix_length else super().sampled_kind(wanted)
 
     def _ranked(self, context: DraftContext) -> Draft:
+        expected = self._expected(context)
         if self.has_kernels:
-            return self._ranked_by_kernels(context)
-        tokens, values, parents = self._candidates(context)  # (B, C) each
+            return self._ranked_by_kernels(context, expected)
+        tokens, values, parents, depths = self._candidates(context, expected)  # (B, C) each
         # No candidate is worth more than its parent, which stands before it and goes first in a tie.
         worth, order = values.sort(dim=1, descending=True, stable=True)
         worth, chosen = worth[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
@@ -133,27 +121,27 @@ class DynamicDrafter(LevelDrafter):
         nodes = (chosen[:, None] == kept_parents[..., None]).int().argmax(2) + 1
         topology = TreeTopology.from_parents(
             torch.cat([torch.zeros_like(root), nodes.masked_fill(kept_parents < 0, 0)], dim=1),
-            torch.cat([torch.zeros_like(root), self._depths[chosen]], dim=1),
+            torch.cat([torch.zeros_like(root), depths.gather(1, chosen)], dim=1),
             self.max_depth,
         )
         tokens = torch.cat([root, tokens.gather(1, chosen)], dim=1)
         return Draft(tokens, topology, worth=torch.nn.functional.pad(worth, (1, 0)))
 
-    def _ranked_by_kernels(self, context: DraftContext) -> Draft:
+    def _ranked_by_kernels(self, context: DraftContext, expected: Continuations) -> Draft:
         """The same draft with the operators of :mod:`medusa.engine.kernels`: one for a level in the place of
         some thirty."""
         kernels, levels, first = torch.ops.medusa, [], 0
-        match = kernels.longest_match(context.tokens, context.lengths, self._weights, self.suffix_length)
+        match = expected.tokens, expected.children, expected.shares
         sharpness = None
         if context.noise is not None:
             sharpness = torch.as_tensor(context.sharpness(self.beta), dtype=torch.float32)
             sharpness = sharpness.expand(len(context.root), 1, 1).flatten().contiguous()
         paths, parents, beam = context.root[:, None, None], None, (None, None, None)
-        for _ in range(self.tree.depth):
+        for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents).float()
             given = logits, sharpness, context.noise, self.token_map, self._columns, *match, paths, *beam
             *level, paths, follows, worth, numbers, parents = kernels.grow(
-                *given, first, self._fanout, self.beam
+                *given, first, self._fanout, self.beam, depth <= self.suffix_length
             )
             levels += level
             beam, first = (follows, worth, numbers), first + level[0].shape[1]
@@ -161,97 +149,112 @@ class DynamicDrafter(LevelDrafter):
         tokens, *topology, worth = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
         return Draft(tokens, TreeTopology(*topology), worth=worth)
 
-    def _candidates(self, context: DraftContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, values (log-probabilities of paths) and parents of all candidates, level after level.
+    def _expected(self, context: DraftContext) -> Continuations:
+        """What the sources beside the heads say of the next tokens."""
+        return continuations(context, self.suffix_length)
+
+    def _candidates(
+        self, context: DraftContext, expected: Continuations
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, values (log-probabilities of paths), parents and depths of all candidates, level by level.
 
         (B, C) each; parents count candidates, -1 is the root.
         """
-        match = self._match(context)
         paths = context.root[:, None, None]  # (B, M, depth): the beam, tokens from the root on
         beam = paths.new_full(paths.shape[:2], -1)  # (B, M): which candidates they are
         worth = torch.zeros(beam.shape, device=beam.device)
-        follows = torch.ones_like(beam, dtype=torch.bool)  # (B, M): the path is the match's continuation
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        at = torch.zeros_like(beam)  # (B, M): the node of `expected` that they are; -1 for none
+        found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         first, parents = 0, None
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents)
             if depth <= self.suffix_length:
-                tokens, log_q = self._mixed(context, depth, logits, match, follows)  # (B, M, R + 1)
+                tokens, log_q, nodes = self._mixed(context, depth, logits, expected, at)  # (B, M, R + W)
             else:
                 scores = self.scores(context, depth, logits).float()
                 log_q, columns = scores.log_softmax(-1).topk(self._fanout, dim=-1)  # (B, M, R)
-                tokens = self._tokens_in(columns)
+                tokens, nodes = self._tokens_in(columns), torch.full_like(columns, -1)
             fanout, tokens = tokens.shape[2], tokens.flatten(1)
             log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN or infinity makes a whole row NaN
             values = (worth[..., None] + log_q).flatten(1)
-            found.append((tokens, values, beam.repeat_interleave(fanout, dim=1)))
+            found.append(
+                (tokens, values, beam.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
+            )
             worth, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
-            parents = kept // fanout
-            follows = follows.gather(1, parents) & (kept % fanout == self._fanout)
+            parents, at = kept // fanout, nodes.flatten(1).gather(1, kept)
             came_from = parents[..., None].expand(-1, -1, depth)
             paths = torch.cat([paths.gather(1, came_from), tokens.gather(1, kept)[..., None]], dim=2)
             beam, first = first + kept, first + values.shape[1]
         if self.suffix_length > self.tree.depth:
-            found.append(self._below_heads(match, beam, worth.masked_fill(~follows, -torch.inf), first))
-        tokens, values, above = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-        return tokens, values, above
+            found.append(self._below_heads(expected, beam, worth, at, first))
+        tokens, values, above, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        return tokens, values, above, depths
 
     def _tokens_in(self, columns: Tensor) -> Tensor:
         """The tokens that columns of the heads' logits stand for."""
         return columns if self.token_map is None else self.token_map[columns]
 
-    def _match(self, context: DraftContext) -> _Continuation:
-        """What the row's match says of the next tokens, as many as ``suffix_length``."""
-        if not self.suffix_length:
-            nothing = context.hidden[:, :0]
-            return _Continuation(nothing.long(), nothing)
-        match = longest_match(context.tokens, context.lengths, self.suffix_length)
-        matched = match.num_matched[:, None]
-        ahead = torch.arange(self.suffix_length, device=matched.device)
-        after = torch.where(matched > 0, (matched + ahead).clamp(max=MAX_MATCH), 0)
-        return _Continuation(match.continuation, self._weights[after])
-
     def _mixed(
-        self, context: DraftContext, depth: int, logits: Tensor, match: _Continuation, follows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The heads' R best tokens after each node, and last the match's own; log-probabilities of them all.
+        self, context: DraftContext, depth: int, logits: Tensor, expected: Continuations, at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads' R best tokens after each node, and last the W that are expected after ``at`` (B, M);
+        log-probabilities of them all in the mixture, and which nodes of ``expected`` they are, -1 for none.
 
-        (B, M, R + 1) each, of the mixture after nodes that ``follows`` (B, M) bool marks. After others the
-        heads decide alone, and the last is worth nothing.
+        (B, M, R + W) each. What is not expected, where fewer than W tokens are, is worth nothing.
         """
-        token = match.tokens[:, depth - 1, None]  # (B, 1)
-        weight = match.weights[:, depth - 1, None] * follows  # (B, M)
-        column = self._columns[token]
-        is_known = follows & (column >= 0)
-        place = column.clamp(min=0)[..., None].expand(-1, logits.shape[1], 1)
+        width = expected.children.shape[2]
+        row = torch.arange(len(at), device=at.device)[:, None]
+        nodes = expected.children[row, at.clamp(min=0)].masked_fill(at[..., None] < 0, 0)  # (B, M, W)
+        tokens, weights = expected.tokens[row[..., None], nodes], expected.shares[row[..., None], nodes]
+        weights = weights * (nodes > 0)
+        columns = self._columns[tokens]
+        is_known = (nodes > 0) & (columns >= 0)
+        places, infinity = columns.clamp(min=0), torch.inf
         log_q = (logits.float() * context.sharpness(self.beta)).log_softmax(-1)
-        known = log_q.gather(2, place)  # (B, M, 1)
-        log_q = log_q.scatter(2, place, known.masked_fill(is_known[..., None], -torch.inf))
-        known = known.squeeze(2).nan_to_num(nan=WORST).masked_fill(~is_known, -torch.inf)
-        others = torch.log1p(-weight)
-        own = torch.logaddexp(known + others, weight.log())
+        known = log_q.gather(2, places).nan_to_num(nan=WORST).masked_fill(~is_known, -infinity)
+        without = torch.where(is_known, -infinity, infinity)
+        log_q = log_q.scatter_reduce(2, places, without, "amin")
+        others = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1)
+        own = torch.logaddexp(known + others, weights.log())
         if context.noise is not None:
             noise = context.noise[:, None, depth - 1]  # (B, 1, V)
             log_q = log_q + self.in_columns(noise)
-            own = own + noise.gather(2, token[..., None]).squeeze(2)
-            total = torch.logaddexp(log_q.logsumexp(-1) + others, own)
+            own = own + noise.expand(-1, at.shape[1], -1).gather(2, tokens)
+            total = torch.logaddexp(log_q.logsumexp(-1, True) + others, own.logsumexp(-1, True))
             others, own = others - total, own - total
         best, columns = log_q.topk(self._fanout, dim=-1)  # (B, M, R)
-        tokens = torch.cat([self._tokens_in(columns), token[..., None].expand_as(place)], dim=2)
-        return tokens, torch.cat([best + others[..., None], own[..., None]], dim=2)
+        all_nodes = torch.nn.functional.pad(nodes.masked_fill(nodes == 0, -1), (self._fanout, 0), value=-1)
+        assert all_nodes.shape[2] == self._fanout + width
+        return (
+            torch.cat([self._tokens_in(columns), tokens], dim=2),
+            torch.cat([best + others, own], dim=2),
+            all_nodes,
+        )
 
     def _below_heads(
-        self, match: _Continuation, beam: Tensor, worth: Tensor, first: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the match says below the deepest head, as :meth:`_candidates` gives it.
+        self, expected: Continuations, beam: Tensor, worth: Tensor, at: Tensor, first: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is expected below the deepest head, as :meth:`_candidates` gives it: all nodes of ``expected``
+        but its root, worth nothing where they do not lie below the last beam.
 
-        ``worth`` (B, M) is that of the beam (B, M), minus infinity but where it follows the match; the first
-        of these candidates is number ``first``.
+        ``worth``, ``at`` (B, M) are of the beam (B, M), numbers of candidates; the first of these is number
+        ``first``.
         """
-        value, last = worth.max(dim=1, keepdim=True)
-        tokens, weights = (each[:, self.tree.depth :] for each in (match.tokens, match.weights))
-        above = torch.arange(first, first + tokens.shape[1] - 1, device=beam.device).expand(beam.shape[0], -1)
-        return tokens, value + weights.log().cumsum(1), torch.cat([beam.gather(1, last), above], dim=1)
+        rows, num_nodes = expected.tokens.shape
+        spare = at.masked_fill(at < 0, num_nodes)  # a column for what is no node
+        value = worth.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, spare, worth)[:, :-1]
+        number = torch.arange(first - 1, first - 1 + num_nodes, device=at.device).repeat(rows, 1)
+        number = torch.nn.functional.pad(number, (0, 1)).scatter(1, spare, beam)[:, :-1]
+        depth = torch.full_like(number, self.tree.depth)
+        below = torch.zeros_like(value, dtype=torch.bool)
+        parents, log_shares = expected.parents, expected.shares.log()
+        for _ in range(self.suffix_length - self.tree.depth):  # a level of `expected` each time
+            reached = ~value.isfinite() & value.gather(1, parents).isfinite()
+            below = below | reached
+            value = torch.where(reached, value.gather(1, parents) + log_shares, value)
+            depth = torch.where(reached, depth.gather(1, parents) + 1, depth)
+        values = value.masked_fill(~below, -torch.inf)[:, 1:]
+        return expected.tokens[:, 1:], values, number.gather(1, parents)[:, 1:], depth[:, 1:]
 
 
 class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
@@ -312,15 +315,6 @@ class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
         topology = TreeTopology.from_parents(self._parents, self._depths_run, depth)
         return self.logits_after_nodes(paths[..., -1], topology, first_node)
 
-
-@dataclass(frozen=True)
-class _Continuation:
-    """What a suffix match says of the next C tokens, each if those before it are right."""
-
-    tokens: Tensor
-    """(B, C) long."""
-    weights: Tensor
-    """(B, C): how much each counts beside the heads; 0 without a match."""
 
 
 def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:

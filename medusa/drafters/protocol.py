@@ -8,7 +8,7 @@ share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList
 
 from medusa.acceptance.protocol import DraftKind
 from medusa.base.cache import TreeCache
+from medusa.drafters.references import References
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 
@@ -47,6 +48,8 @@ class DraftContext:
     """(B,) long: noise streams of the rows, for drawing candidates."""
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
+    references: Sequence[References] = ()
+    """What each row may copy from beside its own text; () for nothing."""
     fixed_shape: bool = False
     """Static steps: the draft must have all of the drafter's nodes, and the host may read no tensor."""
 

@@ -309,13 +309,15 @@ class Drafters:
         only_heads = all(DRAFTERS[part].needs_heads for part in part_names(name))
         return only_heads and self._host.heads is not None and not self._host.tree_for(num_rows, step).depth
 
-    def default(self, num_rows: int, step: StepKind | None = None) -> Drafter:
+    def default(
+        self, num_rows: int, step: StepKind | None = None, has_references: bool = False
+    ) -> Drafter:
         """The one measured fastest for the model's heads, :data:`DEFAULT_DRAFTER`; where steps of fixed shape
-        cannot run it, the heads alone. Nothing is drafted without heads, and where the model's tree is the
-        root alone."""
+        cannot run it, the heads alone. Without heads, and where the model's tree is the root alone, what rows
+        may copy from beside their own text is followed, if there is any, and else nothing drafted."""
         host = self._host
         if host.heads is None or not host.tree_for(num_rows, step).depth:
-            return PlainDrafter()
+            return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
         is_static = (step or host.step) != "general"
         if is_static and host_bound_parts(fastest):

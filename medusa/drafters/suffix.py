@@ -1,8 +1,15 @@
-"""What followed last time: the longest suffix that occurred before, in prompt or answer, is continued.
+"""What followed last time: places where the last tokens of a text stood before are continued.
 
-Prompt lookup over prompt and answer (SAM-Decoding, arXiv 2411.10666, finds the same matches with an automaton
-on the host). It costs no model call and shines where text repeats. The search is a few tensor operations over
-the tokens of all rows: it keeps nothing between steps and never waits for the device.
+Prompt lookup in prompt and answer, in what the caller expects, and in texts of the past
+(:mod:`medusa.drafters.references`). It costs no model call and shines where text repeats.
+
+Several places may be continued in several ways, so what comes back is a tree. Each place counts by its odds: how
+often its continuation was right, against what the heads guess otherwise (:data:`ODDS`). Places that agree add
+up, and the tree says what part of the probability is theirs (SuffixDecoding, arXiv 2411.04975, counts
+occurrences in the same way; pointer-generator networks, arXiv 1704.04368, mix so with a model).
+
+The search is one operator of :mod:`medusa.engine.kernels`, where these are loaded. Elsewhere, and in steps that
+must not wait for the device, a few tensor operations find the longest match in the row itself and in its prediction.
 """
 
 from __future__ import annotations
@@ -13,11 +20,88 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from medusa.drafters.references import LOCK
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.engine.kernels import are_loaded
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 MAX_MATCH = 16
-"""Tokens that a match counts at most."""
+"""Tokens that a match counts at most, as ``kernels.cpp`` has it."""
+MAX_CHILDREN = 3
+"""Tokens that may follow a node of what is expected, as ``kernels.cpp`` has it."""
+MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
+ODDS = torch.tensor([[weight / (1 - weight) for weight in MATCH_WEIGHTS]] * 3)
+"""(sources, MAX_MATCH + 1): how much a place of the row itself, of its prediction and of its corpus counts
+beside the heads, whose guesses count 1, by the tokens that agree."""
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What earlier texts say of the next tokens: a tree of T nodes below each row's root token, node 0."""
+
+    tokens: Tensor
+    """(B, T) long."""
+    parents: Tensor
+    """(B, T) long; they stand before their children."""
+    children: Tensor
+    """(B, T, W) long: the nodes that may follow each; 0 for none."""
+    shares: Tensor
+    """(B, T): the probability of each node after its parent; what is left is for the heads to say."""
+    num_matched: Tensor
+    """(B,) long: of the last tokens, how many agree at the best place, at most :data:`MAX_MATCH`."""
+
+    def best_path(self, length: int) -> tuple[Tensor, Tensor]:
+        """The likeliest token after each, and its share, so many of them: (B, length) each. Where nothing is
+        expected, the root token."""
+        row = torch.arange(len(self.tokens), device=self.tokens.device)
+        node, nodes = torch.zeros_like(row), self.children[:, 0, :0]
+        for depth in range(length):
+            children = self.children[row, node]  # (B, W)
+            best = self.shares[row[:, None], children].argmax(1)
+            node = torch.where((node > 0) | (depth == 0), children[row, best], 0)
+            nodes = torch.cat([nodes, node[:, None]], dim=1)
+        return self.tokens.gather(1, nodes), self.shares.gather(1, nodes)
+
+
+def continuations(context: DraftContext, num_tokens: int, odds: Tensor = ODDS) -> Continuations:
+    """What may follow each row, as many as ``num_tokens`` tokens deep."""
+    references = context.references
+    is_on_host = context.tokens.device.type == "cpu" and not context.fixed_shape
+    if not is_on_host or not are_loaded():
+        return _chains(context, num_tokens, odds)
+    none = context.lengths[:0]
+    predictions = [none if each.prediction is None else each.prediction for each in references]
+    corpora = [each.corpus for each in references]
+    with LOCK:
+        indices = [part for each in corpora for part in (each.index if each is not None else (none, none))]
+        totals = context.lengths.new_tensor([0 if each is None else each.total for each in corpora])
+        found = torch.ops.medusa.continuations(
+            context.tokens, context.lengths, predictions, indices, totals, odds, num_tokens
+        )
+    return Continuations(*found)
+
+
+def _chains(context: DraftContext, num_tokens: int, odds: Tensor) -> Continuations:
+    """The longest match of each row alone, in its prediction and itself, by tensor operations."""
+    root, tokens, lengths = context.root[:, None], context.tokens, context.lengths
+    known = [context.root[:0] if each.prediction is None else each.prediction for each in context.references]
+    width = max((1 + len(each) for each in known), default=0)
+    if width:  # -1 stands between texts
+        before = torch.nn.utils.rnn.pad_sequence([each.flip(0) for each in known], True, -1).flip(1)
+        tokens = torch.cat([torch.nn.functional.pad(before, (0, 1), value=-1), tokens], dim=1)
+    match = longest_match(tokens, lengths + width, num_tokens)
+    matched, ahead = match.num_matched[:, None], torch.arange(num_tokens, device=tokens.device)
+    counts = odds.to(tokens.device)[(match.end < width).long()[:, None], (matched + ahead).clamp(max=MAX_MATCH)]
+    goes_on = (match.continuation >= 0).cumprod(1) > 0
+    shares = torch.where((matched > 0) & goes_on, counts / (1 + counts), 0)
+    nodes = torch.arange(num_tokens + 1, device=tokens.device).expand(len(tokens), -1)
+    return Continuations(
+        torch.cat([root, torch.where(goes_on, match.continuation, root)], dim=1),
+        (nodes - 1).clamp(min=0),
+        torch.nn.functional.pad(nodes[:, 1:, None], (0, MAX_CHILDREN - 1, 0, 1)),
+        torch.nn.functional.pad(shares, (1, 0)),
+        match.num_matched,
+    )
 
 
 @dataclass(frozen=True)
@@ -29,9 +113,10 @@ class SuffixMatch:
     the latest match was right more often than that after the first: 24 % and 19 % after matches of one
     token, 48 and 46 after two, 64 and 62 after four, 76 and 75 after eight, 97 and 97 after 16 or more.
     """
-
     num_matched: Tensor
     """(B,) long: how many of the last tokens, at most :data:`MAX_MATCH`; 0 where even the last one is new."""
+    end: Tensor
+    """(B,) long: the column of its last token."""
     continuation: Tensor
     """(B, C) long: the tokens that followed. Where fewer than C did, they go round: the text between match
     and end of the row is taken to repeat. Without a match, any tokens of the row."""
@@ -55,7 +140,7 @@ def longest_match(tokens: Tensor, lengths: Tensor, num_tokens: int) -> SuffixMat
     num_matched = (best >> 32 >= longer).sum(1)
     end = best & 0xFFFFFFFF
     ahead = torch.arange(num_tokens, device=tokens.device) % (last - end).clamp(min=1)
-    return SuffixMatch(num_matched, tokens.gather(1, (end + 1 + ahead).clamp(max=tokens.shape[1] - 1)))
+    return SuffixMatch(num_matched, end[:, 0], tokens.gather(1, (end + 1 + ahead).clamp(max=tokens.shape[1] - 1)))
 
 
 class SuffixDrafter(StatelessDrafter):
@@ -94,9 +179,11 @@ class SuffixDrafter(StatelessDrafter):
 
     def draft(self, context: DraftContext) -> Draft:
         root = context.root[:, None]
-        match = longest_match(context.tokens, context.lengths, self.length)
-        is_match = match.num_matched >= self.min_match
+        expected = continuations(context, self.length)
+        is_match = expected.num_matched >= self.min_match
         length = self.length if context.fixed_shape or is_match.any() else 0
-        guesses = torch.where(is_match[:, None], match.continuation, root)[:, :length]
+        tokens, shares = expected.best_path(length)
+        guesses = torch.where(is_match[:, None], tokens, root)
+        worth = torch.where(is_match[:, None], shares, 1).log().cumsum(1)
         topology = TreeTopology.chain(length + 1, root.device, is_draft=True)
-        return Draft(torch.cat([root, guesses], dim=1), topology)
+        return Draft(torch.cat([root, guesses], 1), topology, worth=torch.nn.functional.pad(worth, (1, 0)))

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -666,82 +667,200 @@ struct Level {
 
   int64_t token(int64_t column) const { return token_map ? token_map[column] : column; }
 
-  // The `fanout` best tokens after a node, then with a match its token, and the logarithms of their shares. The match counts by its weight where
-  // the node lies on it.
-  void follow(const float* logits, float sharpness, const float* noise, const int64_t* matched, bool is_on_match, float weight, int64_t* tokens, float* shares) const {
+  // The `fanout` best tokens after a node, then the `width` tokens expected there (`nodes` of them, 0 for none), and the logarithms of their shares.
+  void follow(const float* logits, float sharpness, const float* noise, int64_t width, const int64_t* nodes, const int64_t* expected, const float* chance, int64_t* tokens, float* shares) const {
     thread_local Scratch scratch;
-    float *scores = scratch.of(columns + LANES), known = NOTHING, others = 0, own = NOTHING;
+    float *scores = scratch.of(columns + LANES), left = 1;
     for (int64_t i = 0; i < columns; i++) scores[i] = logits[i] * sharpness;
     float sum = log_sum_exp(scores, columns);
     for (int64_t i = 0; i < columns; i++) scores[i] -= sum;
-    if (noise) for (int64_t i = 0; i < columns; i++) scores[i] += noise[token(i)];
-    if (is_on_match) {
-      int64_t column = column_of ? column_of[*matched] : *matched;
-      if (column >= 0) known = scores[column] - (noise ? noise[*matched] : 0.f), scores[column] = NOTHING;
-      others = std::log1p(-weight);
-      own = log_add_exp(std::isnan(known) ? WORST : known + others, std::log(weight)) + (noise ? noise[*matched] : 0.f);
+    for (int64_t w = 0; w < width; w++) left -= nodes[w] ? chance[nodes[w]] : 0.f;
+    float others = std::log(left), *own = shares + fanout, total = NOTHING;
+    for (int64_t w = 0; w < width; w++) {
+      int64_t token = tokens[fanout + w] = expected[nodes[w]], column = column_of ? column_of[token] : token;
+      own[w] = NOTHING;
+      if (!nodes[w]) continue;
+      if (column >= 0) own[w] = std::isnan(scores[column]) ? WORST : scores[column] + others, scores[column] = NOTHING;
+      own[w] = log_add_exp(own[w], std::log(chance[nodes[w]])) + (noise ? noise[token] : 0.f);
+      total = log_add_exp(total, own[w]);
     }
     if (noise) {
-      float total = log_add_exp(log_sum_exp(scores, columns) + others, own);
-      others -= total, own -= total;
+      for (int64_t i = 0; i < columns; i++) scores[i] += noise[token(i)];
+      total = log_add_exp(log_sum_exp(scores, columns) + others, total);
+      others -= total;
+      for (int64_t w = 0; w < width; w++) own[w] -= total;
     }
     Largest best{static_cast<size_t>(fanout)};
     for (int64_t i = 0; i < columns; i++) best.offer(std::isnan(scores[i]) ? WORST : scores[i], i);
     for (int64_t i = 0; i < fanout; i++) tokens[i] = token(best.kept[i].second), shares[i] = best.kept[i].first + others;
-    if (matched) tokens[fanout] = *matched, shares[fanout] = own;
-    for (int64_t i = 0; i < fanout + (matched != nullptr); i++) shares[i] = shares[i] >= WORST ? std::min(shares[i], 0.f) : WORST;
+    for (int64_t i = 0; i < fanout + width; i++) shares[i] = shares[i] >= WORST ? std::min(shares[i], 0.f) : WORST;
   }
 };
 
 static Tensor made(std::vector<int64_t> shape, ScalarType type) { return torch::stable::empty(shape, type); }
 
-// The longest earlier match of each row's end, as medusa.drafters.suffix.longest_match finds it: the tokens that followed (B, `wanted`), and of
-// `weights` (most + 1,) those of so many matched tokens, which are one more after each token.
-static std::tuple<Tensor, Tensor> longest_match(Tensor tokens, const Tensor& lengths, const Tensor& weights, int64_t wanted) {
-  tokens = torch::stable::contiguous(tokens);
-  int64_t B = tokens.size(0), S = tokens.size(1), most = weights.numel() - 1;
-  Tensor continuation = made({B, wanted}, ScalarType::Long), shares = made({B, wanted}, ScalarType::Float);
-  for (int64_t row = 0; row < B && wanted; row++) {
-    const int64_t* text = numbers<int64_t>(tokens) + row * S;
-    int64_t last = numbers<int64_t>(lengths)[row] - 1, longest = 0, end = 0;
-    uint64_t best = 0;  // which tokens agree, the last one's bit first: of equally long matches the one that agrees further back too
-    for (int64_t at = last - 1; at >= 0; at--) {
-      if (text[at] != text[last]) continue;
-      uint64_t agrees = 0;
-      for (int64_t i = 0; i < most; i++) agrees = agrees << 1 | (i <= at && text[at - i] == text[last - i]);
-      if (agrees > best) best = agrees, end = at;
-    }
-    while (longest < most && best >> (most - 1 - longest) & 1) longest++;
-    for (int64_t i = 0; i < wanted; i++) {
-      numbers<int64_t>(continuation)[row * wanted + i] = text[std::min(end + 1 + i % std::max<int64_t>(last - end, 1), S - 1)];
-      numbers<float>(shares)[row * wanted + i] = longest ? numbers<float>(weights)[std::min(longest + i, most)] : 0.f;
+// A text to look for the last tokens in: one in memory, or the newest `capacity` tokens of a corpus. Positions count from its beginning.
+struct Text {
+  const int64_t* tokens;
+  const int32_t* ring;
+  int64_t first, end, capacity;
+
+  int64_t at(int64_t position) const { return tokens ? tokens[position] : ring[position % capacity]; }
+};
+
+constexpr int64_t MAX_MATCH = 16, MAX_PLACES = 16, MAX_WALK = 64, MAX_CHILDREN = 3, SPARE_NODES = 32;
+constexpr int64_t ORDERS[] = {6, 2};  // by so many tokens places of a corpus are found, by more at first
+
+// Where the last tokens stood before.
+struct Place {
+  const Text* text;
+  int64_t position, source;
+  uint64_t agrees;  // which tokens, the last one's bit first: of equally long matches the one that agrees further back too
+
+  int64_t length() const { return std::countl_one(agrees << (64 - MAX_MATCH)); }
+};
+
+// The places that agree furthest with the end of a text, whose last token is at `last`; of equals those that were offered first.
+struct Places {
+  const int64_t *text, last;
+  std::vector<Place> kept = {};
+
+  bool agrees(const Text& in, int64_t position, int64_t back) const { return back <= last && position - back >= in.first && in.at(position - back) == text[last - back]; }
+
+  void offer(const Text& in, int64_t position, int64_t source) {
+    Place place{&in, position, source, 0};
+    for (int64_t i = 0; i < MAX_MATCH; i++) place.agrees = place.agrees << 1 | agrees(in, position, i);
+    if (kept.size() == MAX_PLACES && kept.back().agrees >= place.agrees) return;
+    if (kept.size() == MAX_PLACES) kept.pop_back();
+    kept.insert(std::upper_bound(kept.begin(), kept.end(), place, [](const Place& a, const Place& b) { return a.agrees > b.agrees; }), place);
+  }
+
+  void look_in(const Text& in, int64_t source) {
+    for (int64_t position = in.end - 2; position >= in.first; position--)
+      if (in.at(position) == text[last]) offer(in, position, source);
+  }
+};
+
+// A corpus: its newest `capacity` tokens, and for each order which place had the same tokens before (`links`, positions + 1) and which has them now (`latest`, by
+// their hash). Hash chains, as zlib finds matches (RFC 1951, section 4).
+struct Corpus {
+  int32_t *ring, *latest;
+  int64_t capacity, size;
+
+  Corpus(const Tensor& all, const Tensor& newest) : ring(numbers<int32_t>(all)), latest(numbers<int32_t>(newest)), capacity(all.size(1)), size(newest.size(1)) {}
+
+  int32_t& link(int64_t order, int64_t position) const { return ring[(order + 1) * capacity + position % capacity]; }
+
+  // The entry for the last tokens of a text, of an order.
+  template <typename Token> int32_t& entry(int64_t order, const Token* last) const {
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < ORDERS[order]; i++) hash = (hash ^ static_cast<uint64_t>(last[-i])) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
+    return latest[order * size + hash % size];
+  }
+
+  // Offers places of the text that ends at `last`: of each order the newest, while those of the orders before have left room.
+  void look(Places& places, const Text& all) const {
+    for (int64_t order = 0; order < 2; order++) {
+      if (places.last + 1 < ORDERS[order]) continue;
+      int64_t next = entry(order, places.text + places.last);
+      for (int64_t step = 0, found = 0; step < MAX_WALK && next > all.first && found < MAX_PLACES; step++, next = link(order, next - 1)) {
+        bool is_match = true, is_known = order > 0;
+        for (int64_t i = 0; i < ORDERS[order]; i++) is_match &= places.agrees(all, next - 1, i);
+        for (int64_t i = 0; i < ORDERS[0]; i++) is_known &= places.agrees(all, next - 1, i);
+        if (is_match && !is_known) places.offer(all, next - 1, 2), found++;
+      }
     }
   }
-  return {continuation, shares};
+};
+
+// Adds `text` behind the `total` tokens that a corpus was given so far, and gives their new number.
+static int64_t remember(Tensor ring, Tensor latest, int64_t total, Tensor text) {
+  text = torch::stable::contiguous(text);
+  Corpus corpus(ring, latest);
+  const int64_t* tokens = numbers<int64_t>(text);
+  for (int64_t i = -1; i < text.numel(); i++, total++) {
+    corpus.ring[total % corpus.capacity] = i < 0 ? -1 : tokens[i];  // -1 stands between texts
+    for (int64_t order = 0; order < 2; order++) {
+      corpus.link(order, total) = 0;
+      if (i + 1 >= ORDERS[order]) std::swap(corpus.link(order, total), corpus.entry(order, tokens + i)), corpus.entry(order, tokens + i) = total + 1;
+    }
+  }
+  return total;
+}
+
+// What may follow each row's tokens (B, S), `lengths` of them: where the last ones stood before in the row itself, in its prediction and in its corpus (`corpora` holds
+// two tensors a row, empty ones for none, of `totals` tokens), each place counts `odds` (sources, MAX_MATCH + 1) against the heads' 1 by the tokens that agree, one more
+// after each. Gives trees below the last token, as medusa.drafters.suffix.Continuations has them.
+static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vector<Tensor> predictions, std::vector<Tensor> corpora, const Tensor& totals, const Tensor& odds, int64_t depth) {
+  tokens = torch::stable::contiguous(tokens);
+  int64_t B = tokens.size(0), S = tokens.size(1), T = depth ? depth + SPARE_NODES : 1, W = MAX_CHILDREN;
+  Tensor found = made({B, T}, ScalarType::Long), parents = made({B, T}, ScalarType::Long), children = made({B, T, W}, ScalarType::Long), shares = made({B, T}, ScalarType::Float), matched = made({B}, ScalarType::Long);
+  std::memset(numbers<int64_t>(children), 0, sizeof(int64_t) * B * T * W);
+  for (int64_t row = 0; row < B; row++) {
+    const int64_t* text = numbers<int64_t>(tokens) + row * S;
+    int64_t length = numbers<int64_t>(lengths)[row], *node_tokens = numbers<int64_t>(found) + row * T, *above = numbers<int64_t>(parents) + row * T;
+    int64_t* below = numbers<int64_t>(children) + row * T * W;
+    float* votes = numbers<float>(shares) + row * T;
+    std::fill_n(node_tokens, T, text[length - 1]), std::fill_n(above, T, 0), std::fill_n(votes, T, 0.f);
+    Places places{text, length - 1};
+    Text own{text, nullptr, 0, length, 0}, expected{}, remembered{};
+    if (depth && predictions.size()) expected = {numbers<int64_t>(predictions[row]), nullptr, 0, predictions[row].numel(), 0}, places.look_in(expected, 1);
+    if (depth) places.look_in(own, 0);
+    if (depth && corpora.size() && corpora[2 * row].numel()) {
+      Corpus corpus(corpora[2 * row], corpora[2 * row + 1]);
+      int64_t total = numbers<int64_t>(totals)[row];
+      remembered = {nullptr, corpus.ring, std::max<int64_t>(total - corpus.capacity, 0), total, corpus.capacity};
+      corpus.look(places, remembered);
+    }
+    numbers<int64_t>(matched)[row] = places.kept.empty() ? 0 : places.kept[0].length();
+    int64_t num_nodes = 1;
+    for (const Place& place : places.kept) {
+      const float* counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1);
+      for (int64_t node = 0, ahead = 0; ahead < depth; ahead++) {
+        int64_t position = place.position + 1 + (place.text == &own ? ahead % (length - 1 - place.position) : ahead);
+        if (position >= place.text->end || place.text->at(position) < 0) break;
+        int64_t token = place.text->at(position), *child = below + node * W, *end = child + W;
+        while (child < end && *child && node_tokens[*child] != token) child++;
+        if (child == end || (!*child && num_nodes == T)) break;
+        if (!*child) node_tokens[num_nodes] = token, above[num_nodes] = node, *child = num_nodes++;
+        node = *child;
+        votes[node] += counts[std::min(place.length() + ahead, MAX_MATCH)];
+      }
+    }
+    for (int64_t node = 0; node < num_nodes; node++) {  // from votes to shares, of all children at once
+      float all = 1;
+      for (int64_t w = 0; w < W; w++) all += below[node * W + w] ? votes[below[node * W + w]] : 0.f;
+      for (int64_t w = 0; w < W; w++) if (below[node * W + w]) votes[below[node * W + w]] /= all;
+    }
+  }
+  return {found, parents, children, shares, matched};
 }
 
 // A level: logits (B, M, C) of what follows the M nodes of the beam at `paths` (B, M, depth), with sharpness (B,) and noise (B, depths, V) in
-// sampled rows; token_map (C,), column_of (V,); match and shares (B, wanted) as above; the beam's `follows` (B, M): its path is the match's, worth (B, M)
-// and numbers `beam` (B, M), where it is not the root. Gives tokens, values, above (B, M F) of the candidates, the first of them number `first`, and of
-// the `width` best paths, follows, worth, beam, and their places in the beam above.
+// sampled rows; token_map (C,), column_of (V,); what is expected: its tokens, children and shares as above, and the beam's nodes in it, `at` (B, M), -1 for none; its worth
+// (B, M) and numbers `beam` (B, M), where it is not the root. Gives tokens, values, above (B, M F) of the candidates, the first of them number `first`, and of
+// the `width` best paths, at, worth, beam, and their places in the beam above.
 static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise, std::optional<Tensor> token_map, std::optional<Tensor> column_of,
-                                const Tensor& match, const Tensor& shares, const Tensor& paths, std::optional<Tensor> follows, std::optional<Tensor> worth,
-                                std::optional<Tensor> beam, int64_t first, int64_t fanout, int64_t width) {
+                                const Tensor& expected, const Tensor& children, const Tensor& chances, const Tensor& paths, std::optional<Tensor> at, std::optional<Tensor> worth,
+                                std::optional<Tensor> beam, int64_t first, int64_t fanout, int64_t width, bool is_expected) {
   logits = torch::stable::contiguous(logits);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 3 && fanout <= logits.size(2), "logits must be (B, M, C) float32 of as many columns as are wanted");
-  int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), wanted = match.size(1);
-  bool has_match = depth <= wanted;
-  int64_t F = fanout + has_match, W = std::min(width, M * F);
+  int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), T = expected.size(1), spread = is_expected ? children.size(2) : 0;
+  int64_t F = fanout + spread, W = std::min(width, M * F);
+  std::vector<int64_t> nothing(spread, 0);
   Level level{C, fanout, numbers<int64_t>(token_map), numbers<int64_t>(column_of)};
   Tensor tokens = made({B, M * F}, ScalarType::Long), values = made({B, M * F}, ScalarType::Float), above = made({B, M * F}, ScalarType::Long);
-  Tensor best_paths = made({B, W, depth + 1}, ScalarType::Long), best_follows = made({B, W}, ScalarType::Bool), best_worth = made({B, W}, ScalarType::Float);
+  Tensor best_paths = made({B, W, depth + 1}, ScalarType::Long), best_at = made({B, W}, ScalarType::Long), best_worth = made({B, W}, ScalarType::Float);
   Tensor best_beam = made({B, W}, ScalarType::Long), parents = made({B, W}, ScalarType::Long);
-  auto is_followed = [&](int64_t node) { return has_match && (!follows || numbers<bool>(follows)[node]); };
+  auto nodes_after = [&](int64_t node) {
+    int64_t from = at ? numbers<int64_t>(at)[node] : 0;
+    return from < 0 ? nothing.data() : numbers<int64_t>(children) + (node / M * T + from) * spread;
+  };
   torch::stable::parallel_for(0, B * M, 1, [&](int64_t begin, int64_t end) {
     for (int64_t node = begin; node < end; node++) {
-      int64_t row = node / M, at = row * wanted + depth - 1;
+      int64_t row = node / M;
       level.follow(numbers<float>(logits) + node * C, sharpness ? numbers<float>(sharpness)[row] : 1.f, noise ? numbers<float>(noise) + row * noise->stride(0) + (depth - 1) * noise->stride(1) : nullptr,
-                   has_match ? numbers<int64_t>(match) + at : nullptr, is_followed(node), has_match ? numbers<float>(shares)[at] : 0.f, numbers<int64_t>(tokens) + node * F, numbers<float>(values) + node * F);
+                   spread, nodes_after(node), numbers<int64_t>(expected) + row * T, numbers<float>(chances) + row * T, numbers<int64_t>(tokens) + node * F, numbers<float>(values) + node * F);
       for (int64_t i = node * F; i < (node + 1) * F; i++) {
         numbers<float>(values)[i] += worth ? numbers<float>(worth)[node] : 0.f;
         numbers<int64_t>(above)[i] = beam ? numbers<int64_t>(beam)[node] : -1;
@@ -756,26 +875,27 @@ static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, 
       int64_t to = row * W + w, node = row * M + i / F, *path = numbers<int64_t>(best_paths) + to * (depth + 1);
       std::copy_n(numbers<int64_t>(paths) + node * depth, depth, path);
       path[depth] = numbers<int64_t>(tokens)[row * M * F + i];
-      numbers<bool>(best_follows)[to] = is_followed(node) && i % F == fanout;
+      int64_t reached = i % F < fanout ? 0 : nodes_after(node)[i % F - fanout];
+      numbers<int64_t>(best_at)[to] = reached ? reached : -1;
       numbers<float>(best_worth)[to] = value;
       numbers<int64_t>(best_beam)[to] = first + i;
       numbers<int64_t>(parents)[to] = i / F;
     }
   }
-  return {tokens, values, above, best_paths, best_follows, best_worth, best_beam, parents};
+  return {tokens, values, above, best_paths, best_at, best_worth, best_beam, parents};
 }
 
-// The tree of root (B,) and the `nodes` - 1 candidates worth most, of `levels`: tokens, values and above of each; the beam of the last with follows, worth
-// (B, M), below which the match goes on alone. Gives tokens, parents, depths (B, N), ancestors (B, N, N), lineage (B, N, L) and worth (B, N). No candidate is
+// The tree of root (B,) and the `nodes` - 1 candidates worth most, of `levels`: tokens, values and above of each; the beam of the last with at, worth
+// (B, M), below which what is expected goes on alone. Gives tokens, parents, depths (B, N), ancestors (B, N, N), lineage (B, N, L) and worth (B, N). No candidate is
 // worth more than the one above it, which comes before it.
-static std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> levels, const Tensor& match, const Tensor& shares, const Tensor& follows, const Tensor& worth,
+static std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> levels, const Tensor& expected, const Tensor& children, const Tensor& chances, const Tensor& at, const Tensor& worth,
                                    const Tensor& beam, int64_t nodes, int64_t max_depth) {
   struct Candidate { int64_t token, above, depth; float value; };
-  int64_t B = root.numel(), N = nodes, L = max_depth + 1, wanted = match.size(1), num_levels = levels.size() / 3, M = beam.size(1);
+  int64_t B = root.numel(), N = nodes, L = max_depth + 1, T = expected.size(1), W = children.size(2), num_levels = levels.size() / 3, M = beam.size(1);
   Tensor tokens = made({B, N}, ScalarType::Long), parents = made({B, N}, ScalarType::Long), depths = made({B, N}, ScalarType::Long), ancestors = made({B, N, N}, ScalarType::Bool);
   Tensor lineage = made({B, N, L}, ScalarType::Long), values = made({B, N}, ScalarType::Float);
   std::vector<Candidate> found;
-  std::vector<int64_t> order, node_of;
+  std::vector<int64_t> order, node_of, number(T);  // of the candidate that a node of what is expected is
   for (int64_t row = 0; row < B; row++) {
     found.clear();
     for (int64_t level = 0; level < num_levels; level++) {
@@ -783,15 +903,17 @@ static std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> level
       for (int64_t i = row * size; i < (row + 1) * size; i++)
         found.push_back({numbers<int64_t>(levels[3 * level])[i], numbers<int64_t>(levels[3 * level + 2])[i], level + 1, numbers<float>(levels[3 * level + 1])[i]});
     }
-    int64_t last = -1;  // of the beam, the best that follows the match
+    std::fill(number.begin(), number.end(), -1);
     for (int64_t m = row * M; m < (row + 1) * M; m++)
-      if (numbers<bool>(follows)[m] && (last < 0 || numbers<float>(worth)[m] > numbers<float>(worth)[last])) last = m;
-    float value = last < 0 ? NOTHING : numbers<float>(worth)[last];
-    for (int64_t depth = num_levels; depth < wanted; depth++) {
-      int64_t above = depth == num_levels ? numbers<int64_t>(beam)[last < 0 ? row * M : last] : static_cast<int64_t>(found.size()) - 1;
-      value += std::log(numbers<float>(shares)[row * wanted + depth]);
-      found.push_back({numbers<int64_t>(match)[row * wanted + depth], above, depth + 1, value});
-    }
+      if (int64_t node = numbers<int64_t>(at)[m]; node >= 0) number[node] = numbers<int64_t>(beam)[m];
+    for (int64_t node = 0; node < T; node++)
+      for (int64_t w = 0; w < W && number[node] >= 0; w++)
+        if (int64_t child = numbers<int64_t>(children)[(row * T + node) * W + w]) {
+          Candidate above = found[number[node]];
+          found.push_back({numbers<int64_t>(expected)[row * T + child], number[node], above.depth + 1, above.value + std::log(numbers<float>(chances)[row * T + child])});
+          number[child] = found.size() - 1;
+        }
+    while (static_cast<int64_t>(found.size()) < N - 1) found.push_back({numbers<int64_t>(root)[row], -1, 1, NOTHING});
     order.resize(found.size()), node_of.resize(found.size());
     for (size_t i = 0; i < found.size(); i++) order[i] = i;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return found[a].value > found[b].value; });
@@ -816,9 +938,10 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
-  m.def("longest_match(Tensor tokens, Tensor lengths, Tensor weights, int wanted) -> (Tensor, Tensor)");
-  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor match, Tensor shares, Tensor paths, Tensor? follows, Tensor? worth, Tensor? beam, int first, int fanout, int width) -> Tensor[]");
-  m.def("tree_of(Tensor root, Tensor[] levels, Tensor match, Tensor shares, Tensor follows, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
+  m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
+  m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, int depth) -> Tensor[]");
+  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, int first, int fanout, int width, bool is_expected) -> Tensor[]");
+  m.def("tree_of(Tensor root, Tensor[] levels, Tensor expected, Tensor children, Tensor chances, Tensor at, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
   m.def("lanes() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
@@ -827,7 +950,8 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("seen_slots", TORCH_BOX(&seen_slots));
   m.impl("grow", TORCH_BOX(&grow));
   m.impl("tree_of", TORCH_BOX(&tree_of));
-  m.impl("longest_match", TORCH_BOX(&longest_match));
+  m.impl("remember", TORCH_BOX(&remember));
+  m.impl("continuations", TORCH_BOX(&continuations));
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) { m.impl("lanes", TORCH_BOX(&lanes)); }
 

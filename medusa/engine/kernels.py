@@ -55,6 +55,11 @@ def missing_kernels() -> str | None:
     return None
 
 
+def are_loaded() -> bool:
+    """Whether something in this process runs on the kernels already; nothing is compiled to find out."""
+    return missing_kernels.cache_info().currsize > 0 and missing_kernels() is None
+
+
 def lanes() -> int:
     """Outputs of a panel: floats in a vector of the kernels, which this loads.
 

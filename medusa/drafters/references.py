@@ -1,0 +1,146 @@
+"""Texts beside a row's own that drafts may copy from: what the caller expects, and what was answered before.
+
+Whatever they hold, the text that is written stays the same: they only say what to guess.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medusa.engine.kernels import missing_kernels
+
+NUM_ORDERS = 2
+"""Lengths of match that are indexed, as ``kernels.cpp`` has them."""
+BYTES_PER_TOKEN = 4 * (1 + NUM_ORDERS) + 2 * NUM_ORDERS
+"""The token, what links it to earlier places, and its part of the tables that lead to the newest ones."""
+LEAST_BYTES = 2**16
+MOST_TOKENS = 2**31 - 2**16
+"""Positions are numbers of 32 bits."""
+PROMPT_END = 16
+"""Tokens of the prompt that stand before what is expected."""
+LOCK = threading.Lock()
+"""Held while any corpus is read or written: microseconds each time."""
+
+
+class SuffixCorpus:
+    """Texts of the past, at most so many bytes of them, the oldest out first.
+
+    Drafts look here for places where the last tokens of an answer stood before, and guess what followed
+    there (SuffixDecoding, arXiv 2411.04975). The index is one of hash chains over the newest tokens, as zlib
+    has it: a token is added in constant time, and a look takes as long in a large corpus as in a small one.
+    Several threads may share a corpus.
+
+    Args:
+        max_bytes: memory it may take, about :data:`BYTES_PER_TOKEN` (16) for a token; taken as texts come.
+
+    Raises:
+        ValueError: ``max_bytes`` is too small, or the kernels, which search it, cannot run here.
+    """
+
+    def __init__(self, max_bytes: int):
+        if max_bytes < LEAST_BYTES:
+            raise ValueError(f"max_bytes must be at least {LEAST_BYTES}, got {max_bytes}")
+        if (lacks := missing_kernels()) is not None:
+            raise ValueError(f"a corpus needs {lacks}")
+        self.capacity = min(max_bytes // BYTES_PER_TOKEN, MOST_TOKENS // 2)
+        """Tokens that it can hold."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        ring = np.zeros((1 + NUM_ORDERS, self.capacity), dtype=np.int32)  # pages are taken when written to
+        latest = np.zeros((NUM_ORDERS, self.capacity // 2), dtype=np.int32)
+        with LOCK:
+            self.index = torch.from_numpy(ring), torch.from_numpy(latest)
+            """(1 + orders, C) and (orders, C / 2) int32: tokens with their links, and the tables."""
+            self.total = 0
+            """Tokens that were added so far."""
+
+    def add(self, tokens: Tensor | list[int]) -> None:
+        """Remember a text, (T,) token ids: a prompt with its answer, say."""
+        text = torch.as_tensor(tokens, dtype=torch.long, device="cpu").flatten()
+        text = text[-(self.capacity - 1) :]
+        if self.total + len(text) >= MOST_TOKENS:
+            self.clear()
+        with LOCK:
+            self.total = torch.ops.medusa.remember(*self.index, self.total, text)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it holds, one between texts included."""
+        return min(self.total, self.capacity)
+
+
+@dataclass(frozen=True)
+class References:
+    """What one row may copy from beside its own text."""
+
+    prediction: Tensor | None = None
+    """(P,) long: the end of the prompt and then the answer that is expected, so that a match finds its
+    beginning; None for no expectation."""
+    corpus: SuffixCorpus | None = None
+
+
+def references_of(
+    prediction: Any,
+    corpus: SuffixCorpus | None,
+    prompts: Sequence[Tensor],
+    vocab_size: int,
+    encode: Callable[[str], Sequence[int]],
+) -> tuple[References, ...]:
+    """One for each of B rows with ``prompts``, (T,) long each; () where there is nothing to copy from.
+
+    Args:
+        prediction: the answer that is expected, as a text or its token ids (P,); or a list of B of these,
+            where None expects nothing.
+        encode: a text's token ids.
+
+    Raises:
+        TypeError: ``corpus`` is no :class:`SuffixCorpus`.
+        ValueError: ``prediction`` is none of these, or holds ids beyond ``vocab_size``.
+    """
+    if corpus is not None and not isinstance(corpus, SuffixCorpus):
+        raise TypeError(f"corpus must be a medusa.SuffixCorpus, got {type(corpus).__name__}")
+    rows = _rows(prediction, len(prompts))
+    if corpus is None and all(row is None for row in rows):
+        return ()
+    found = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        ids = _ids(encode(row) if isinstance(row, str) else row, vocab_size).to(prompt.device)
+        expected = torch.cat([prompt[-PROMPT_END:], ids]) if len(ids) else None
+        found.append(References(expected, corpus))
+    return tuple(found)
+
+
+def _rows(prediction: Any, num_rows: int) -> list[Any]:
+    """What is expected of each row."""
+    is_one = isinstance(prediction, Tensor) and prediction.dim() == 1
+    is_one |= isinstance(prediction, list | tuple) and all(type(each) is int for each in prediction)
+    if prediction is None or isinstance(prediction, str) or is_one:
+        return [prediction] * num_rows
+    if isinstance(prediction, list | tuple | Tensor) and len(prediction) == num_rows:
+        return list(prediction)
+    given = f"{len(prediction)} of them" if isinstance(prediction, list | tuple) else f"{prediction!r:.80}"
+    raise ValueError(
+        "prediction must be a text, its token ids in one dimension, or a list with one of these for each of "
+        f"the {num_rows} rows, got {given}"
+    )
+
+
+def _ids(given: Any, vocab_size: int) -> Tensor:
+    ids = torch.as_tensor([] if given is None else given)
+    if ids.numel() and (ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool):
+        raise ValueError(f"prediction must hold token ids in one dimension, got {given!r:.80}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"prediction must hold token ids from 0 to {vocab_size - 1}, got {int(ids.min())} to "
+            f"{int(ids.max())}; was it made by another tokenizer?"
+        )
+    return ids.long().flatten()
