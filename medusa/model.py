@@ -514,7 +514,7 @@ class MedusaModel:
     def _check_shape(self, tree: CandidateTree | None) -> None:
         if tree is not None and not tree.is_chain and keeps_state(self.base):
             raise ValueError(
-                f"tree must be a chain for {type(self.base).__name__}, which keeps a state and so follows one "
-                f"path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
+                f"tree must be a chain for {type(self.base).__name__}, which keeps a state and so follows "
+                f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
                 f"CandidateTree.chain({tree.depth})"
             )

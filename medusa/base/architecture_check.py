@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from medusa.base.attention import attention_windows, check_attention, is_code_of_transformers
 from medusa.base.causal_lm import (
     CausalLM,
+    cache_argument,
     context_length,
     copy_sharing_parameters,
     home_device,
@@ -126,8 +127,8 @@ def fault_of(base: CausalLM) -> str | None:
     if worst.agrees:
         return None
     return (
-        f"{name} (model_type {base.config.model_type!r}) gives a {draft} of draft tokens other logits than the "
-        f"same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
+        f"{name} (model_type {base.config.model_type!r}) gives a {draft} of draft tokens other logits than "
+        f"the same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
         f"explains {worst.tolerance:.3g} at most. Medusa would change its text"
     )
 
@@ -236,7 +237,9 @@ def _compared_chains(
         for row, length in enumerate(prompt_lengths):
             for logits, branch, depth in passes:
                 along = expected[row][branch, length + depth : length + depth + logits.shape[1]]
-                place = f"{logits.shape[1]} tokens from depth {depth} on after a prompt of {length}, {reading}"
+                place = (
+                    f"{logits.shape[1]} tokens from depth {depth} on after a prompt of {length}, {reading}"
+                )
                 yield place, _difference(logits[row], along)
 
 
@@ -254,11 +257,11 @@ def _own_logits(base: CausalLM, rows: Tensor) -> Tensor:
 def _own_cached_logits(base: CausalLM, rows: Tensor) -> Tensor:
     """The same from the model's own cache, the last tokens one at a time."""
     start = rows.shape[1] - TREE.depth - 2
-    output = base(input_ids=rows[:, :start], use_cache=True)
+    output, name = base(input_ids=rows[:, :start], use_cache=True), cache_argument(base)
     parts = [output.logits]
     for column in range(start, rows.shape[1]):
-        cache = output.past_key_values
-        output = base(input_ids=rows[:, column : column + 1], past_key_values=cache, use_cache=True)
+        cache = {name: output[name]}
+        output = base(input_ids=rows[:, column : column + 1], use_cache=True, **cache)
         parts.append(output.logits)
     return torch.cat(parts, dim=1)
 

@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -221,8 +222,8 @@ def _verify_chains(
     before = (torch.arange(topology.num_nodes, device=topology.parents.device) - 1).clamp(min=0)
     if not topology.is_chain and not bool((topology.parents == before).all()):
         raise ValueError(
-            f"{type(base).__name__} keeps a state, which follows one path: drafts for it must be chains, got a "
-            "tree; pass CandidateTree.chain(...), or drafter='dynamic-heads', which gives its best path"
+            f"{type(base).__name__} keeps a state, which follows one path: drafts for it must be chains, got "
+            "a tree; pass CandidateTree.chain(...), or drafter='dynamic-heads', which gives its best path"
         )
     nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     wanted = nodes if select is None else select
@@ -230,24 +231,34 @@ def _verify_chains(
     for row, states in enumerate(cache.stateful_rows):
         read = states.announce(tokens[row : row + 1])
         num_again = read.shape[1] - tokens.shape[1]
-        kept = num_again + wanted[row]
-        with seen_hidden(base, lambda hidden, kept=kept: hidden[:, kept.to(hidden.device)], layers) as seen:
+        with seen_hidden(base, partial(_narrowed, to=num_again + wanted[row]), layers) as seen:
             output = base(**_chain_inputs(base, read, states))
         found.append((seen.last[:, num_again:], output.logits))
     hidden, logits = zip(*found, strict=True)
     return torch.cat(hidden), torch.cat(logits)
 
 
+def _narrowed(hidden: Tensor, to: Tensor) -> Tensor:
+    """The tokens ``to`` (S,) long of hidden states (1, N, D)."""
+    return hidden[:, to.to(hidden.device)]
+
+
 def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str, Any]:
     """What the forward of ``base`` takes to read tokens (1, N) long, which ``row`` was told of. The model
     makes the masks itself."""
-    takes = inspect.signature(type(base).forward).parameters
     positions = row.longest + torch.arange(tokens.shape[1], device=tokens.device)[None]
     if (context := context_length(base)) is not None:
         positions = positions.clamp(max=context - 1)
-    given = {"input_ids": tokens, "use_cache": True}
-    given["past_key_values" if "past_key_values" in takes else "cache_params"] = row
-    return given | ({"position_ids": positions} if "position_ids" in takes else {})
+    given = {"input_ids": tokens, "use_cache": True, cache_argument(base): row}
+    takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+    return given | ({"position_ids": positions} if takes_positions else {})
+
+
+def cache_argument(base: CausalLM) -> str:
+    """What the forward of ``base`` calls its cache: ``past_key_values``, or ``cache_params`` where all layers
+    are recurrent."""
+    takes = inspect.signature(type(base).forward).parameters
+    return "cache_params" if "cache_params" in takes else "past_key_values"
 
 
 def tree_inputs(

@@ -2,10 +2,10 @@
 
 A recurrent state, and the window of a convolution, cannot forget rejected tokens. So the states are copied
 before a pass. Where all tokens of the pass are kept, the states that it has left are right. Where some are
-not, the copies come back, and the tokens that were kept are *read again* at the head of the next pass, before
-its root and its drafts; their keys and values are written once more, into the same slots. Nothing here depends
-on the kind of layer. The price is that tokens are read several times, until a pass is kept whole; one without
-drafts always is.
+not, the copies come back, and the tokens that were kept are *read again* at the head of the next pass,
+before its root and its drafts; their keys and values are written once more, into the same slots. Nothing here
+depends on the kind of layer. The price is that tokens are read several times, until a pass is kept whole; one
+without drafts always is.
 
 In a state there is no place for padding, so each row has a cache of its own, and rows are run one after the
 other. The model makes its own masks: what is verified is a chain.
@@ -41,11 +41,21 @@ KNOWN_LAYERS = (
 )
 """The cache layers of ``transformers`` that :class:`StatefulRow` stands in for."""
 NO_LIMIT = (0.0, float("inf"))
+FROM_NOTHING = "reads several tokens at a time as if none stood before them"
+REFUSED_TYPES = {
+    "falcon_mamba": FROM_NOTHING,
+    "jamba": FROM_NOTHING,
+    "mamba": FROM_NOTHING,
+    "minimax": "takes no cache but its own",
+    "recurrent_gemma": "keeps its recurrent state in its modules, and not in the cache",
+    "zamba": FROM_NOTHING,
+}
+"""What ``transformers`` 5.23 does that cannot be worked around, by ``model_type``."""
 
 
 def keeps_state(base: Any) -> bool:
-    """Whether layers of ``base`` keep more of a text than keys and values: a recurrent state, or the window of
-    a convolution."""
+    """Whether layers of ``base`` keep more of a text than keys and values: a recurrent state, or the window
+    of a convolution."""
     kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
     classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind, DynamicLayer) for kind in kinds]
     in_cache = any(issubclass(each, LinearAttentionCacheLayerMixin) for each in classes)
@@ -55,12 +65,14 @@ def keeps_state(base: Any) -> bool:
 def check_states(base: Any) -> None:
     """Raise ValueError, with the reason, unless what ``base`` keeps lies where it can be copied."""
     name, layers = type(base).__name__, DynamicCache(config=base.config).layers
-    limits = {getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules()}
-    if limits != {NO_LIMIT}:
+    if (reason := REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)) is not None:
+        raise ValueError(f"{name} {reason}, so no draft can be verified on it; use its own generate")
+    limits = {getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules()} - {NO_LIMIT}
+    if limits:
         raise ValueError(
-            f"{name} limits its time steps ({', '.join(map(str, sorted(limits - {NO_LIMIT})))}) where a pass reads "
-            "several tokens, and not where it reads one, so its text depends on how many are read at once; use "
-            "its own generate"
+            f"{name} limits its time steps to {', '.join(map(str, sorted(limits)))} where a pass reads "
+            "several tokens, and not where it reads one, so its text depends on how many are read at once; "
+            "use its own generate"
         )
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
     if unknown:
@@ -73,6 +85,15 @@ def check_states(base: Any) -> None:
             f"{name} keeps its recurrent state outside of transformers' cache, where it cannot be copied and "
             "put back, so it cannot forget rejected tokens; use its own generate"
         )
+
+
+def kind_of_layer(layer: Any) -> str:
+    """What a cache layer of ``transformers`` keeps of a text, in words."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "attention beside a state" if isinstance(layer, DynamicLayer) else "with a state"
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return "sliding attention"
+    return "without memory" if isinstance(layer, DummyLayer) else "attention"
 
 
 class StatefulRow(TreeCache):
@@ -131,7 +152,7 @@ class StatefulRow(TreeCache):
             self._before = None
 
     def copy_of_row(self, row: int, length: int) -> StatefulRow:
-        """A row of its own that has kept the first ``length`` tokens; none, where the states have read more."""
+        """A row of its own with the first ``length`` tokens; without any where the states have read more."""
         self._put_back()
         copied = super().copy_of_row(row, self.longest if length >= self.longest else 0)
         assert isinstance(copied, StatefulRow)
@@ -208,7 +229,7 @@ class StatefulCache(TreeCache):
             row.trim()
 
 
-class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):
+class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[override]  # as theirs
     """A layer with attention and a state side by side."""
 
     def __init__(self, cache: TreeCache, **kwargs: Any):

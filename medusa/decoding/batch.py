@@ -571,7 +571,8 @@ class Batch:
 
 
 def _first_of(read: Prefix, row: int, length: int) -> tuple[Prefix, int]:
-    """A copy of the first ``length`` tokens of ``row``, and how many they are: 0 where a state has read more."""
+    """A copy of the first ``length`` tokens of ``row``, and how many they are: 0 where its states have read
+    more."""
     cache = read.cache.copy_of_row(row, length)
     features = None if read.features is None else read.features[row : row + 1, : cache.longest]
     return Prefix(cache, features), cache.longest

@@ -102,7 +102,9 @@ def advanced(
     counts = acceptance.num_accepted.tolist()
     emitted = acceptance.tokens(draft.tokens).tolist()
     tokens = [row[: count + 1] for row, count in zip(emitted, counts, strict=True)]
-    advance = _cut(state, tokens, counts, draft, _logprobs(state, logits, acceptance.path, tokens), num_behind)
+    advance = _cut(
+        state, tokens, counts, draft, _logprobs(state, logits, acceptance.path, tokens), num_behind
+    )
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain)
     state.append(advance.tokens)

@@ -292,9 +292,7 @@ class Drafters:
         in_chains = keeps_state(self._host.base)
         drafter = united(
             [
-                self._filled(
-                    part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain or in_chains
-                )
+                self._filled(part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain or in_chains)
                 for part in paying
             ]
         )
@@ -303,8 +301,9 @@ class Drafters:
                 f"drafter {name!r} drafts trees side by side, and a base that keeps a state verifies chains: "
                 "name one drafter, or 'dynamic-heads+suffix', which gives the best path of both"
             )
-        is_dynamic = isinstance(drafter, DynamicDrafter)
-        return BestPathDrafter(drafter) if in_chains and is_dynamic and not only_chain else drafter
+        if in_chains and isinstance(drafter, DynamicDrafter) and not only_chain:
+            return BestPathDrafter(drafter)
+        return drafter
 
     def has_free_length(self, name: str) -> bool:
         """Whether a number alone says how long the drafts of ``name``, no union, are: it drafts a chain, and

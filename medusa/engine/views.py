@@ -159,7 +159,7 @@ def in_place_norm(module: nn.Module) -> InPlaceNorm | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # the norms of recurrent layers take a gate too
+    if len(inspect.signature(module.forward).parameters) != 1:  # those of recurrent layers take a gate too
         return None
     norm = InPlaceNorm(weight, eps)
     trial = torch.linspace(-2, 3, 7 * len(weight), dtype=weight.dtype, device=weight.device).view(7, -1)
