@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
 import yaml
-from conftest import program
 
 from medusa.cli.main import COMMANDS
 
@@ -117,5 +117,5 @@ def test_every_flag_in_a_documents_commands_is_one_of_the_programs():
 
 
 def test_the_guides_table_of_types_that_keep_a_state_is_what_its_program_makes():
-    types = program("scripts/stateful_types.py")
+    types = conftest.program("scripts/stateful_types.py")
     assert types.BEGIN + "\n" + types.table() + "\n" + types.END in types.GUIDE.read_text()

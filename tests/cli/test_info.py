@@ -28,8 +28,8 @@ from medusa.cli.info import info
         (
             lambda: stateful_types.tiny_model("jamba"),
             {
-                "decodes": "no: JambaForCausalLM reads several tokens at a time as if none stood before them, "
-                "so no draft can be verified on it; use its own generate"
+                "decodes": "no: JambaForCausalLM reads several tokens at a time as if none stood before "
+                "them, so no draft can be verified on it; use its own generate"
             },
         ),
     ],
