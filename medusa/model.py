@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.recurrent import keeps_state
 from medusa.choices import Engine, StepKind
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.pausing import DraftCosts, Pausing
@@ -450,6 +452,12 @@ class MedusaModel:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
         request = self._with_references(request, options.prediction, options.corpus)
+        if len(request.tokens) > 1 and keeps_state(self.base):
+            warnings.warn(
+                f"{type(self.base).__name__} keeps a state, in which there is no place for padding: the "
+                f"{len(request.tokens)} rows of this batch are read one after the other",
+                stacklevel=2,
+            )
         self._check_prepared()
         guard = self._prepared.guard()
         kind = options.step or self.step
@@ -500,6 +508,7 @@ class MedusaModel:
     def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
         tree, drafter, kind = options.tree, options.drafter, options.step or self.step
         num_rows = len(request.tokens)
+        self._check_shape(tree)
         if drafter is not None and not isinstance(drafter, str):
             if tree is None:
                 return drafter
@@ -527,5 +536,14 @@ class MedusaModel:
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         if tree is None:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
+        self._check_shape(tree)
         check_tree_fits(tree, self.heads)
         return tree
+
+    def _check_shape(self, tree: CandidateTree | None) -> None:
+        if tree is not None and not tree.is_chain and keeps_state(self.base):
+            raise ValueError(
+                f"tree must be a chain for {type(self.base).__name__}, which keeps a state and so follows "
+                f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
+                f"CandidateTree.chain({tree.depth})"
+            )

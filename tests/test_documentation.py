@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
 import yaml
 
@@ -113,3 +114,8 @@ def test_every_flag_in_a_documents_commands_is_one_of_the_programs():
     for program, flags in given.items():
         known = set(re.findall(r"--([\w-]+)", hooks.help_text(program).replace("_", "-")))
         assert flags <= known, f"{program} has no {sorted(flags - known)}"
+
+
+def test_the_guides_table_of_types_that_keep_a_state_is_what_its_program_makes():
+    types = conftest.program("scripts/stateful_types.py")
+    assert types.BEGIN + "\n" + types.table() + "\n" + types.END in types.GUIDE.read_text()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from medusa.base.attention import attention_windows, check_attention, is_code_of_transformers
 from medusa.base.causal_lm import (
     CausalLM,
+    cache_argument,
     context_length,
     copy_sharing_parameters,
     home_device,
@@ -27,13 +28,16 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
+from medusa.base.recurrent import check_states, keeps_state
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 TESTED_MODEL_TYPES = frozenset(
     {
-        "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt2",
-        "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3",
-        "qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3", "starcoder2",
+        "bailing_hybrid", "bamba", "cohere2", "deepseek_v3", "falcon", "falcon_h1", "gemma", "gemma2",
+        "gemma3_text", "gemma4_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba2", "mistral", "mixtral", "olmo2",
+        "olmo_hybrid", "opt", "phi", "phi3", "qwen2", "qwen2_vl", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3", "starcoder2", "zaya",
     }
 )  # fmt: skip
 """``config.model_type`` of the architectures that our tests hold to ``transformers``' own ``generate``."""
@@ -110,21 +114,21 @@ def check_tree_verification(base: CausalLM) -> None:
 
 def fault_of(base: CausalLM) -> str | None:
     """What the trial finds wrong with ``base``, in words; None when nothing."""
-    name = type(base).__name__
+    name, draft = type(base).__name__, "chain" if keeps_state(base) else "tree"
     try:
         worst = worst_comparison(base)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return (
-            f"{name} (model_type {base.config.model_type!r}) fails on a tree of draft tokens, so medusa "
+            f"{name} (model_type {base.config.model_type!r}) fails on a {draft} of draft tokens, so medusa "
             f"cannot decode with it ({type(error).__name__}: {error})"
         )
     if worst.agrees:
         return None
     return (
-        f"{name} (model_type {base.config.model_type!r}) gives a tree of draft tokens other logits than the "
-        f"same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
+        f"{name} (model_type {base.config.model_type!r}) gives a {draft} of draft tokens other logits than "
+        f"the same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
         f"explains {worst.tolerance:.3g} at most. Medusa would change its text"
     )
 
@@ -156,7 +160,8 @@ def _trial(base: CausalLM, seed: int) -> Comparison:
     expected = [_own_logits(base, row) for row in rows]
     span = max(_span(each) for each in expected)
     tolerance = _tolerance(base)
-    found = list(_compared(base, lengths, prompts, nodes, after, expected))
+    compared = _compared_chains if keeps_state(base) else _compared
+    found = list(compared(base, lengths, prompts, nodes, after, expected))
     place, difference = max(found, key=lambda pair: pair[1])
     allowed = tolerance.always * span
     if allowed < difference <= tolerance.never * span:
@@ -186,7 +191,7 @@ def _compared(
 ) -> Iterator[tuple[str, float]]:
     """Every place of the trial, and how far its logits are from those in ``expected``."""
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
-    for chunk, reading in ((max(prompt_lengths), "read whole"), (CHUNK, f"read in chunks of {CHUNK} tokens")):
+    for chunk, reading in _readings(prompt_lengths):
         cache = new_cache(base, len(lengths))
         _, last = prefill(base, prompts, lengths, cache, chunk=chunk)
         _, logits = verify(base, nodes, TREE.topology(prompts.device), cache)
@@ -204,6 +209,45 @@ def _compared(
             yield place, _difference(final[row, 0], expected[row][1, -1])
 
 
+def _compared_chains(
+    base: CausalLM,
+    prompt_lengths: list[int],
+    prompts: Tensor,
+    nodes: Tensor,
+    after: Tensor,
+    expected: list[Tensor],
+) -> Iterator[tuple[str, float]]:
+    """The same of a base that keeps a state: the first branch is verified and all but its root rejected, and
+    then the second, which is read twice."""
+    lengths = torch.tensor(prompt_lengths, device=prompts.device)
+    first, second = (nodes[:, list(branch)] for branch in BRANCHES)
+    for chunk, reading in _readings(prompt_lengths):
+        cache = new_cache(base, len(lengths))
+        _, last = prefill(base, prompts, lengths, cache, chunk=chunk)
+        passes = [(last[:, None], 0, -1)]  # logits, the branch, the depth of their first node
+        for tokens, branch, depth, num_kept in (
+            (first, 0, 0, 1),
+            (second[:, 1:], 1, 1, 1),
+            (second[:, 2:], 1, 2, 2),
+            (after, 1, len(BRANCHES[1]), 1),
+        ):
+            _, logits = verify(base, tokens, TreeTopology.chain(tokens.shape[1], tokens.device), cache)
+            cache.commit_prefix(torch.full_like(lengths, num_kept))
+            passes.append((logits, branch, depth))
+        for row, length in enumerate(prompt_lengths):
+            for logits, branch, depth in passes:
+                along = expected[row][branch, length + depth : length + depth + logits.shape[1]]
+                place = (
+                    f"{logits.shape[1]} tokens from depth {depth} on after a prompt of {length}, {reading}"
+                )
+                yield place, _difference(logits[row], along)
+
+
+def _readings(prompt_lengths: list[int]) -> tuple[tuple[int, str], ...]:
+    """Tokens of a chunk in which prompts are read, and the same in words."""
+    return (max(prompt_lengths), "read whole"), (CHUNK, f"read in chunks of {CHUNK} tokens")
+
+
 def _own_logits(base: CausalLM, rows: Tensor) -> Tensor:
     """Logits (B, T, V) of the model's own forward over rows (B, T) long, without a cache."""
     extra = {"token_type_ids": torch.zeros_like(rows)} if _has_token_types(base) else {}
@@ -213,11 +257,11 @@ def _own_logits(base: CausalLM, rows: Tensor) -> Tensor:
 def _own_cached_logits(base: CausalLM, rows: Tensor) -> Tensor:
     """The same from the model's own cache, the last tokens one at a time."""
     start = rows.shape[1] - TREE.depth - 2
-    output = base(input_ids=rows[:, :start], use_cache=True)
+    output, name = base(input_ids=rows[:, :start], use_cache=True), cache_argument(base)
     parts = [output.logits]
     for column in range(start, rows.shape[1]):
-        cache = output.past_key_values
-        output = base(input_ids=rows[:, column : column + 1], past_key_values=cache, use_cache=True)
+        cache = {name: output[name]}
+        output = base(input_ids=rows[:, column : column + 1], use_cache=True, **cache)
         parts.append(output.logits)
     return torch.cat(parts, dim=1)
 
@@ -290,11 +334,9 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
     output_embedding(base)
     if not base.can_generate():
         raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
-    if getattr(base, "_is_stateful", False):
-        raise ValueError(
-            f"{name} carries a recurrent state, and a state cannot forget rejected tokens; "
-            "tree verification needs a model whose layers are all attention"
-        )
+    if keeps_state(base):
+        check_states(base)
+        return
     parameters = inspect.signature(type(base).forward).parameters
     if "past_key_values" not in parameters and is_code_of_transformers(base):
         raise ValueError(

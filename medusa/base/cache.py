@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH_STEP = 256
 """Slots that are added at a time."""
+MOST_BEHIND = 12
+"""Tokens to be read again (:attr:`TreeCache.num_behind`) from which on a step has no drafts."""
 
 
 class TreeCache(Cache):
@@ -43,6 +45,12 @@ class TreeCache(Cache):
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
+
+    @property
+    def num_behind(self) -> int:
+        """Committed tokens that the next pass reads again, of the row that has most: none where all that is
+        kept of a text is keys and values."""
+        return 0
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +130,7 @@ class TreeCache(Cache):
 
     def copy_of_row(self, row: int, length: int) -> TreeCache:
         """A cache of its own with the first ``length`` committed tokens of ``row``."""
-        copied = TreeCache(1, len(self.tree_layers), self.lengths.device)
+        copied = self._empty_row()
         copied.num_positions = self.num_positions
         copied.lengths = copied.lengths + length
         copied.longest = length
@@ -131,6 +139,10 @@ class TreeCache(Cache):
                 layer.is_initialized = True
                 layer.set_buffers([entries[row : row + 1, :, :length].clone() for entries in source.entries])
         return copied
+
+    def _empty_row(self) -> TreeCache:
+        """A cache of this kind for one row."""
+        return TreeCache(1, len(self.tree_layers), self.lengths.device)
 
     def clear_uncommitted(self) -> None:
         """Hold zeros wherever no committed token lies: a masked slot counts 0 times what it holds, and where

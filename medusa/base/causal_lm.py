@@ -10,9 +10,11 @@ states are then (..., (1 + L) * D), the last state first.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,7 @@ from medusa.base.attention import (
     tree_attention_masks,
 )
 from medusa.base.cache import TreeCache
+from medusa.base.recurrent import StatefulCache, StatefulRow, keeps_state
 from medusa.trees.candidate_tree import TreeTopology
 
 CausalLM = Any
@@ -149,6 +152,9 @@ def copy_sharing_parameters(module: Any) -> Any:
 
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     """An empty cache for ``num_rows`` rows of ``base``."""
+    if keeps_state(base):
+        device = home_device(base)
+        return StatefulCache([StatefulRow(base.config, device) for _ in range(num_rows)], device)
     config = base.config.get_text_config(decoder=True)
     return TreeCache(num_rows, config.num_hidden_layers, home_device(base))
 
@@ -185,7 +191,14 @@ def verify(
     row's committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to
     some of them, (B, S, V). ``layers`` are those of :func:`seen_hidden`. The cache then holds the pass's keys
     and values, uncommitted.
+
+    Where the base keeps a state, each row has a pass of its own.
+
+    Raises:
+        ValueError: the base keeps a state, and the nodes are no chain.
     """
+    if isinstance(cache, StatefulCache):
+        return _verify_chains(base, tokens, topology, cache, select, layers)
 
     def wanted(hidden: Tensor) -> Tensor:
         if select is None:
@@ -195,6 +208,57 @@ def verify(
     with seen_hidden(base, wanted, layers) as seen:
         output = base(**tree_inputs(base, tokens, topology, cache, first_node))
     return seen.last, output.logits
+
+
+def _verify_chains(
+    base: CausalLM,
+    tokens: Tensor,
+    topology: TreeTopology,
+    cache: StatefulCache,
+    select: Tensor | None,
+    layers: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """As :func:`verify`, row after row, each behind the tokens that its states must read again."""
+    before = (torch.arange(topology.num_nodes, device=topology.parents.device) - 1).clamp(min=0)
+    if not topology.is_chain and not bool((topology.parents == before).all()):
+        raise ValueError(
+            f"{type(base).__name__} keeps a state, which follows one path: drafts for it must be chains, got "
+            "a tree; pass CandidateTree.chain(...), or drafter='dynamic-heads', which gives its best path"
+        )
+    nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    wanted = nodes if select is None else select
+    found = []
+    for row, states in enumerate(cache.stateful_rows):
+        read = states.announce(tokens[row : row + 1])
+        num_again = read.shape[1] - tokens.shape[1]
+        with seen_hidden(base, partial(_narrowed, to=num_again + wanted[row]), layers) as seen:
+            output = base(**_chain_inputs(base, read, states))
+        found.append((seen.last[:, num_again:], output.logits))
+    hidden, logits = zip(*found, strict=True)
+    return torch.cat(hidden), torch.cat(logits)
+
+
+def _narrowed(hidden: Tensor, to: Tensor) -> Tensor:
+    """The tokens ``to`` (S,) long of hidden states (1, N, D)."""
+    return hidden[:, to.to(hidden.device)]
+
+
+def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str, Any]:
+    """What the forward of ``base`` takes to read tokens (1, N) long, which ``row`` was told of. The model
+    makes the masks itself."""
+    positions = row.longest + torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if (context := context_length(base)) is not None:
+        positions = positions.clamp(max=context - 1)
+    given = {"input_ids": tokens, "use_cache": True, cache_argument(base): row}
+    takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+    return given | ({"position_ids": positions} if takes_positions else {})
+
+
+def cache_argument(base: CausalLM) -> str:
+    """What the forward of ``base`` calls its cache: ``past_key_values``, or ``cache_params`` where all layers
+    are recurrent."""
+    takes = inspect.signature(type(base).forward).parameters
+    return "cache_params" if "cache_params" in takes else "past_key_values"
 
 
 def tree_inputs(
@@ -239,6 +303,8 @@ def prefill(
     memory; with LongRoPE (see :mod:`medusa.base.position_limits`) the first chunk of a long prompt is as long
     as it takes to switch the factors.
     """
+    if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding
+        return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run)
     hidden: list[Tensor] = []
     logits = torch.empty(0)
     missing = lengths - cache.lengths
@@ -262,6 +328,19 @@ def prefill(
         hidden.append(part_hidden)
         missing = missing - num_new
     return torch.cat(hidden, dim=1), logits
+
+
+def _prefill_alone(
+    base: CausalLM, tokens: Tensor, lengths: Tensor, cache: StatefulCache, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """As :func:`prefill`, row after row."""
+    found = []
+    for row, states in enumerate(cache.stateful_rows):
+        alone, mine = StatefulCache([states], cache.lengths.device), slice(row, row + 1)
+        found.append(prefill(base, tokens[mine], lengths[mine], alone, *options))
+    cache.count()
+    hidden, logits = zip(*found, strict=True)
+    return nn.utils.rnn.pad_sequence([each[0] for each in hidden], batch_first=True), torch.cat(logits)
 
 
 class SeenHidden:

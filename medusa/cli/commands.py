@@ -258,16 +258,18 @@ class ConfigsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """Say what a heads directory holds: the heads, their tree, and how they were made.
+    """Say what a heads directory holds: the heads, their tree, and how they were made. Or what kind of model
+    a base is, and what is possible with it; its weights are not read.
 
     Examples:
 
         medusa info runs/demo/heads
         medusa info --json owner/heads-on-the-hub
+        medusa info models/smollm2-135m-instruct
     """
 
     heads: tyro.conf.Positional[str]
-    """A heads directory, a hub id, or the name of heads that ship."""
+    """A heads directory, a hub id, or the name of heads that ship; or the directory or hub id of a base."""
     json: bool = False
     """One line of JSON instead of a table."""
 

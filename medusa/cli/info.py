@@ -1,21 +1,29 @@
-"""``medusa info`` and ``medusa configs``: what a heads directory holds, and what ships."""
+"""``medusa info`` and ``medusa configs``: what a heads directory holds or a base is, and what ships."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import DynamicCache
 
+from medusa.base.architecture_check import check_decodable, is_tested
+from medusa.base.loading import found
+from medusa.base.recurrent import keeps_state, kind_of_layer
 from medusa.cli.commands import ConfigsOptions, InfoOptions
 from medusa.cli.next_steps import command
 from medusa.heads.checkpoint import HeadsCheckpoint, kind_of, load_heads
 from medusa.places import named_file, shipped_files
+from medusa.pretrained import shipped_heads
 from medusa.tables import counted
 
 LONGEST_CELL = 300
@@ -25,7 +33,9 @@ COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
 
 
 def info(options: InfoOptions) -> list[str]:
-    """Print what the heads are."""
+    """Print what the heads are, or the base."""
+    if (config := base_config(options.heads)) is not None:
+        return _about_base(options, config)
     description = describe_heads(load_heads(options.heads))
     if options.json:
         sys.stdout.write(json.dumps(description) + "\n")
@@ -44,6 +54,53 @@ def _print_table(heads: str, description: dict[str, Any]) -> None:
         text = value if isinstance(value, str) else json.dumps(value)
         table.add_row(f"made: {name}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
     Console(highlight=False).print(table)
+
+
+def base_config(name: str) -> PreTrainedConfig | None:
+    """The configuration of the base called ``name``; None where heads are called so, or nothing is."""
+    if name in shipped_heads():
+        return None
+    try:
+        source, arguments = found(name, {"trust_remote_code": False})
+        return AutoConfig.from_pretrained(source, **arguments)
+    except (FileNotFoundError, ValueError):  # the message of heads that are not there says more
+        return None
+
+
+def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
+    """What is possible with a base of this configuration, in plain values. No weights are read: a type that
+    the tests do not know is tried when it is loaded."""
+    with torch.device("meta"):
+        base: Any = AutoModelForCausalLM.from_config(config)
+    try:
+        check_decodable(base)
+        decodes = "yes" if is_tested(base) else "tried when it is loaded"
+    except ValueError as error:
+        decodes = f"no: {error}"
+    is_stateful = keeps_state(base)
+    return {
+        "model_type": base.config.model_type,
+        "model": type(base).__name__,
+        "num_parameters": base.num_parameters(),
+        "layers": dict(Counter(map(kind_of_layer, DynamicCache(config=config).layers))),
+        "decodes": decodes,
+        "drafts": "chains: a state follows one path" if is_stateful else "trees",
+        "rows of a batch": "read one after the other" if is_stateful else "read together",
+        "steps": "general" if is_stateful else "general, static, compiled, captured",
+    }
+
+
+def _about_base(options: InfoOptions, config: PreTrainedConfig) -> list[str]:
+    description = describe_base(config)
+    if options.json:
+        sys.stdout.write(json.dumps(description) + "\n")
+    else:
+        table = Table(title=f"Base {options.heads}", show_header=False, title_justify="left")
+        for name, value in description.items():
+            layers = isinstance(value, dict) and ", ".join(f"{count} {kind}" for kind, count in value.items())
+            table.add_row(name, layers or _in_words(name, value))
+        Console(highlight=False).print(table)
+    return [] if description["decodes"].startswith("no") else [command("chat", "--base", options.heads)]
 
 
 def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:

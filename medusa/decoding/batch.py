@@ -385,11 +385,9 @@ class Batch:
             if shared > length:
                 length, source = shared, index
         if source >= 0 and state is not None:
-            features = None if state.features is None else state.features[source : source + 1, :length]
-            return Prefix(state.cache.copy_of_row(source, length), features), length
+            return _first_of(Prefix(state.cache, state.features), source, length)
         if prefix is not None:
-            features = None if prefix.features is None else prefix.features[:, :length]
-            return Prefix(prefix.cache.copy_of_row(0, length), features), length
+            return _first_of(prefix, 0, length)
         return Prefix(new_cache(self._forward.base, 1)), 0
 
     def _read_chunk(self, reading: _Reading, num_tokens: int) -> None:
@@ -492,7 +490,7 @@ class Batch:
             tokens_per_row += 1 + sum(kept) / len(kept)
         if pausing is not None:
             by_stand_in = not drafts and first.max_depth > 0
-            num_nodes = 1 + first.num_drafted
+            num_nodes = 1 + first.num_drafted + first.num_again
             given = tokens_per_row, seconds, num_run
             pausing.record(*given, by_stand_in=by_stand_in, num_nodes=num_nodes)
 
@@ -570,6 +568,14 @@ class Batch:
                 features = state.features[index : index + 1, : len(ids)].clone()
             prefix = Prefix(state.cache.copy_of_row(index, len(ids)), features)
             self.prefixes.keep(ids, prefix, row.owner)
+
+
+def _first_of(read: Prefix, row: int, length: int) -> tuple[Prefix, int]:
+    """A copy of the first ``length`` tokens of ``row``, and how many they are: 0 where its states have read
+    more."""
+    cache = read.cache.copy_of_row(row, length)
+    features = None if read.features is None else read.features[row : row + 1, : cache.longest]
+    return Prefix(cache, features), cache.longest
 
 
 def _cause(error: Exception) -> Exception:

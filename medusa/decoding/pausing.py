@@ -81,10 +81,10 @@ class DraftCost:
         """How long a drafted step of so many nodes takes, in plain steps; None before it is known."""
         if len(self._ratios) < ENOUGH_RATIOS:
             return None
-        alone = statistics.median(ratio / self._relative(nodes) for nodes, ratio in self._ratios)
-        return alone * self._relative(num_nodes)
+        alone = statistics.median(ratio / self.relative(nodes) for nodes, ratio in self._ratios)
+        return alone * self.relative(num_nodes)
 
-    def _relative(self, num_nodes: int) -> float:
+    def relative(self, num_nodes: int) -> float:
         """The time of a drafted step of so many nodes over that of one with the root alone."""
         return 1 + (self.node or 0.0) * (num_nodes - 1)
 
@@ -117,7 +117,7 @@ class DraftCost:
         """A drafted step of so many nodes has given so many tokens."""
         self.num_drafted, self.num_since_node = self.num_drafted + 1, self.num_since_node + 1
         self._tokens = MEMORY * self._tokens + tokens_per_row
-        self._time = MEMORY * self._time + self._relative(num_nodes)
+        self._time = MEMORY * self._time + self.relative(num_nodes)
 
 
 class DraftCosts:
@@ -194,7 +194,7 @@ class Pausing:
         ``seconds`` is None where something else than stepping took part, such as compiling. Steps at once
         count as one where steps are counted here, as every decision is then about as many. ``by_stand_in``
         says that :attr:`stand_in` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root
-        among them; where all steps verify as many, any number will do.
+        and what was read again among them; where all steps verify as many, any number will do.
         """
         before, self._drafted_step = self._drafted_step, None
         if by_stand_in:
@@ -212,7 +212,7 @@ class Pausing:
         else:
             self._num_plain -= 1
             if seconds is not None and before is not None:
-                self.cost.learn(before[1], seconds / num_steps, before[0])
+                self.cost.learn(before[1], seconds / num_steps / self.cost.relative(num_nodes), before[0])
 
     def _settle(self, tokens_per_row: float, num_steps: int, price: float | None) -> None:
         """Add the tokens of ``num_steps`` steps that drafted to the balance, and take away what they cost."""

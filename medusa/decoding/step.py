@@ -23,7 +23,7 @@ from medusa.acceptance.sampling import (
     process_node_logits,
     token_logprobs,
 )
-from medusa.base.cache import TreeCache
+from medusa.base.cache import MOST_BEHIND, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.decoding.lockstep import accept_in_lockstep
 from medusa.decoding.pausing import Pausing
@@ -65,6 +65,8 @@ class Advance:
     """Of the tree that was verified."""
     num_drafted: int
     """Its nodes without the root."""
+    num_again: int = 0
+    """Tokens before the root that the base has read a second time, in the row that had most."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Row -> one entry for each of its tokens, where its request asked for them."""
 
@@ -81,22 +83,28 @@ def advanced(
 
     ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
     """
+    num_behind = state.cache.num_behind
     context = draft_context(state, drafter, forward.base)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if pausing is not None and draft.worth is not None:
         draft = draft.first(pausing.num_nodes(draft.worth))
+    if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
+        draft = _root_alone(state, draft, "the base must read too many tokens again")
     clock.lap("draft")
     hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     if not bool(hidden.isfinite().all()):  # one such node spreads through masked slots to all others
-        draft = _without_guesses(state, draft)
+        draft = _root_alone(state, draft, "the base is not finite (NaN or infinite) on a guess")
+        state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
     acceptance = acceptance_of(state, draft, logits, context.noise)
     counts = acceptance.num_accepted.tolist()
     emitted = acceptance.tokens(draft.tokens).tolist()
     tokens = [row[: count + 1] for row, count in zip(emitted, counts, strict=True)]
-    advance = _cut(state, tokens, counts, draft, _logprobs(state, logits, acceptance.path, tokens))
+    advance = _cut(
+        state, tokens, counts, draft, _logprobs(state, logits, acceptance.path, tokens), num_behind
+    )
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain)
     state.append(advance.tokens)
@@ -104,15 +112,14 @@ def advanced(
     return advance
 
 
-def _without_guesses(state: DecodeState, draft: Draft) -> Draft:
-    """The root of ``draft`` alone, and a cache in which a pass over it meets nothing but numbers."""
+def _root_alone(state: DecodeState, draft: Draft, reason: str) -> Draft:
+    """The root of ``draft`` alone, for this ``reason``."""
     rule = state.request.rule
     if state.sampled is not None and rule is not None and rule.context_only_proposal:
         raise ValueError(
-            f"the base is not finite (NaN or infinite) on a guess, and acceptance={rule.name!r}, which "
-            "carries drafts of one length from step to step, cannot leave one out; use another rule"
+            f"{reason}, and acceptance={rule.name!r}, which carries drafts of one length from step to step, "
+            "cannot leave one out; use another rule"
         )
-    state.cache.clear_uncommitted()
     return draft.root_alone()
 
 
@@ -269,6 +276,7 @@ def _cut(
     num_accepted: list[int],
     draft: Draft,
     logprobs: dict[int, list[TokenLogprobs]],
+    num_again: int = 0,
 ) -> Advance:
     """What a step gave each row, cut where the row ends."""
     ends = [state.num_until_end(row, new) for row, new in enumerate(tokens)]
@@ -278,6 +286,7 @@ def _cut(
         [has_ended for _, has_ended in ends],
         draft.topology.max_depth,
         draft.topology.num_nodes - 1,
+        num_again,
         {row: each[: ends[row][0]] for row, each in logprobs.items()},
     )
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import get_args
 
 from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.recurrent import keeps_state
 from medusa.choices import StepKind
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticRows, StepRunner, static_drafter
@@ -135,6 +136,11 @@ def check_step(step: str, base: CausalLM) -> None:
     """Raise ValueError, with the reason, unless steps of this kind run on ``base``."""
     if step not in get_args(StepKind):
         raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
+    if step != "general" and keeps_state(base):
+        raise ValueError(
+            f"step={step!r} needs a base whose layers are all attention, and {type(base).__name__} keeps a "
+            "state, whose passes have no fixed shape; use step='general'"
+        )
     lacks = _MISSING[step](base) if step in _MISSING else None
     if lacks is not None:
         raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
@@ -142,6 +148,8 @@ def check_step(step: str, base: CausalLM) -> None:
 
 def missing_for_compiled(base: CausalLM) -> str | None:
     """What a compiled step lacks on ``base``; None when nothing."""
+    if keeps_state(base):
+        return "a base whose layers are all attention, and this one keeps a state"
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
     if not is_view(base):

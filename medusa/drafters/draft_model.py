@@ -10,6 +10,7 @@ from torch import Tensor
 from medusa.base.architecture_check import check_decodable
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
+from medusa.base.recurrent import keeps_state
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.trees.candidate_tree import CandidateTree
@@ -29,6 +30,11 @@ class DraftModelDrafter(LevelDrafter):
 
     def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree, beta: float = 1.0):
         check_decodable(draft_model)
+        if keeps_state(draft_model):
+            raise ValueError(
+                f"draft model must keep no recurrent state, which cannot forget its guesses, got "
+                f"{type(draft_model).__name__}; choose one whose layers are all attention"
+            )
         super().__init__(tree, draft_model.device, beta)
         self.draft_model, self._vocab_size = draft_model, base_vocab_size
         self.cache: TreeCache | None = None

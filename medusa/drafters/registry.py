@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from medusa.acceptance.distributions import independent_chains
 from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.recurrent import keeps_state
 from medusa.checks import check_at_least
 from medusa.choices import StepKind
+from medusa.drafters.best_path import BestPathDrafter
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
 from medusa.drafters.dynamic import DynamicDrafter, DynamicEagle3Drafter, DynamicHeadsDrafter
 from medusa.drafters.eagle3 import Eagle3Drafter
@@ -37,6 +39,7 @@ from medusa.heads.fingerprint import warn_of_another_base
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
+NO_STATE = "a base whose layers are all attention: this one's states cannot forget its own guesses"
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,8 @@ def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | No
 
 
 def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
+    if keeps_state(host.base):
+        return NO_STATE
     if settings.exit_layer is not None:  # there is no good default
         return None
     num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
@@ -205,7 +210,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
             "the base in int8",
-            lambda host, settings: missing_for_kernels(host.base),
+            lambda host, settings: NO_STATE if keeps_state(host.base) else missing_for_kernels(host.base),
         ),
         NamedDrafter("plain", lambda host, settings: PlainDrafter(), "nothing: one token a pass"),
     )
@@ -269,11 +274,12 @@ class Drafters:
 
         Without a tree the heads draft in the model's own for ``num_rows`` rows in such steps, and the others
         in theirs. A part of a union for which the model's tree is the root alone does not pay there, and
-        takes no part. ``only_chain`` is for rules that walk one path ("token", "block").
+        takes no part. ``only_chain`` is for rules that walk one path ("token", "block"). For a base that
+        keeps a state drafts are chains: dynamic trees give their best path.
 
         Raises:
             ValueError: no such drafter (the message lists those there are), or it lacks something, or it
-                cannot fill ``tree``.
+                cannot fill ``tree``; or trees side by side were asked for where drafts are chains.
         """
         parts = part_names(name)
         if tree is not None and tree.depth == 0:
@@ -283,12 +289,21 @@ class Drafters:
         models = self._host.tree_for(num_rows, step)
         of_heads = tree or (models if models.depth and not only_chain else None)
         paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
-        return united(
+        in_chains = keeps_state(self._host.base)
+        drafter = united(
             [
-                self._filled(part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain)
+                self._filled(part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain or in_chains)
                 for part in paying
             ]
         )
+        if in_chains and isinstance(drafter, UnionDrafter):
+            raise ValueError(
+                f"drafter {name!r} drafts trees side by side, and a base that keeps a state verifies chains: "
+                "name one drafter, or 'dynamic-heads+suffix', which gives the best path of both"
+            )
+        if in_chains and isinstance(drafter, DynamicDrafter) and not only_chain:
+            return BestPathDrafter(drafter)
+        return drafter
 
     def has_free_length(self, name: str) -> bool:
         """Whether a number alone says how long the drafts of ``name``, no union, are: it drafts a chain, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from medusa.base.architecture_check import fault_of, is_tested
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
+from medusa.base.recurrent import keeps_state
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.products import PackedLinear, Product
 from medusa.engine.snapshot import alteration_of
@@ -52,10 +54,10 @@ def takes_tree_attention(base: CausalLM) -> bool:
     """Whether ``base`` computes the same with the kernels' attention in the place of its own.
 
     Models that make masks of their own out of ours, such as Doge, do not; a trial tells (see
-    :mod:`medusa.base.architecture_check`).
+    :mod:`medusa.base.architecture_check`). Nor do those that keep a state, which make their masks themselves.
     """
     attention = _attention_of(base)
-    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation():
+    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation() or keeps_state(base):
         return False
     if attention == "sdpa" and is_tested(base):
         return True
@@ -156,6 +158,8 @@ def in_place_norm(module: nn.Module) -> InPlaceNorm | None:
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # those of recurrent layers take a gate too
         return None
     norm = InPlaceNorm(weight, eps)
     trial = torch.linspace(-2, 3, 7 * len(weight), dtype=weight.dtype, device=weight.device).view(7, -1)

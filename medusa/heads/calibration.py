@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from medusa.base.causal_lm import hidden_states, layers_of, output_embedding, switch_length
+from medusa.base.recurrent import keeps_state
 from medusa.heads.eagle3 import Eagle3Head, Heads, drafted_states
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
@@ -85,7 +86,10 @@ def calibrate_each(
             ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
             for index, of_row in zip(indices, ranks, strict=True):
                 found[index] = of_row
-    counts = [RankCounts(tuple(ranks for row in found for ranks in row), max_rank) for found in answers]
+    counts = [
+        RankCounts(tuple(ranks for row in found for ranks in row), max_rank, keeps_state(base))
+        for found in answers
+    ]
     if not all(each.ranks for each in counts):
         raise ValueError("rows hold no labelled token after their first: there is nothing to calibrate on")
     return counts

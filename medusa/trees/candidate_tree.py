@@ -79,6 +79,11 @@ class CandidateTree:
         """Depth of the deepest node; 0 for the root alone."""
         return len(self.paths[-1])
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the one before it."""
+        return self.depth == self.num_nodes - 1
+
     @cached_property
     def width_by_depth(self) -> tuple[int, ...]:
         """How many ranks of head d the tree asks for, d = 1 .. depth."""
@@ -101,8 +106,7 @@ class CandidateTree:
         """The tensors a decode step reads, on ``device``."""
         parents = torch.tensor(self.parents, device=device)
         depths = torch.tensor([len(path) for path in self.paths], device=device)
-        is_chain = self.depth == self.num_nodes - 1
-        return TreeTopology.from_parents(parents[None], depths[None], self.depth, is_chain)
+        return TreeTopology.from_parents(parents[None], depths[None], self.depth, self.is_chain)
 
 
 def _check_num_nodes(num_nodes: int) -> None:

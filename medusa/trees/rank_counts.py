@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +35,8 @@ class RankCounts:
     """One (P, K) int16 tensor per answer: position by position, head by head; MISS or UNKNOWN below 0."""
     max_rank: int
     """How many guesses of each head were looked at."""
+    only_chains: bool = False
+    """Whether the best trees are chains, as for bases that keep a state."""
 
     def __add__(self, other: RankCounts) -> RankCounts:
         if (self.max_rank, self.num_heads) != (other.max_rank, other.num_heads):
@@ -42,7 +44,7 @@ class RankCounts:
                 f"counts to add must agree in (max_rank, heads): {(self.max_rank, self.num_heads)} "
                 f"and {(other.max_rank, other.num_heads)}"
             )
-        return RankCounts(self.ranks + other.ranks, self.max_rank)
+        return replace(self, ranks=self.ranks + other.ranks)
 
     @property
     def num_heads(self) -> int:
@@ -99,6 +101,7 @@ class RankCounts:
         self._check_not_empty()
         totals = torch.tensor(self.head_totals)[:, None] + UNSEEN * self.max_rank
         alone = ((self.head_counts + UNSEEN) / totals).tolist()
+        num_ranks = 1 if self.only_chains else self.max_rank
         depth_limit = self.num_heads if max_depth is None else min(max_depth, self.num_heads)
 
         def child_rates(path: RankPath) -> list[float]:
@@ -107,7 +110,7 @@ class RankCounts:
             seen = self.joint_counts[path] if path else self.num_positions
             return [
                 (self.joint_counts[(*path, rank)] + prior_strength * rate) / (seen + prior_strength)
-                for rank, rate in enumerate(alone[len(path)])
+                for rank, rate in enumerate(alone[len(path)][:num_ranks])
             ]
 
         return grown_path_values(child_rates, max_paths)
@@ -152,7 +155,7 @@ class RankCounts:
         """The answers dealt out in two, to choose on one half and judge on the other."""
         if len(self.ranks) < 2:
             raise ValueError(f"two halves need at least 2 answers, got {len(self.ranks)}")
-        return RankCounts(self.ranks[::2], self.max_rank), RankCounts(self.ranks[1::2], self.max_rank)
+        return replace(self, ranks=self.ranks[::2]), replace(self, ranks=self.ranks[1::2])
 
     def _check_not_empty(self) -> None:
         if not self.num_positions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import ARCHITECTURES, GROUPED, SIZES, random_prompts, tiny_model
+from stateful_models import DECODABLE, stateful_model, stateful_types
 from test_causal_lm import OTHERS
 from transformers import (
     BertConfig,
@@ -16,8 +17,6 @@ from transformers import (
     FalconForCausalLM,
     FlaubertConfig,
     FlaubertWithLMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -31,10 +30,10 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     ReformerConfig,
     ReformerModelWithLMHead,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     XLMConfig,
@@ -52,6 +51,7 @@ from medusa.base.architecture_check import (
     worst_comparison,
 )
 from medusa.base.causal_lm import decoder_layers
+from medusa.base.recurrent import StatefulRow
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 REFUSED = {
@@ -63,31 +63,23 @@ REFUSED = {
     ),
     "recurrent": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)),
-        "MambaForCausalLM carries a recurrent state, and a state cannot forget rejected tokens",
+        "MambaForCausalLM reads several tokens at a time as if none stood before them",
     ),
-    "hybrid with linear attention": (
-        lambda: Qwen3NextForCausalLM(
-            Qwen3NextConfig(
-                **SMALL,
-                num_hidden_layers=2,
-                num_key_value_heads=2,
-                head_dim=8,
-                layer_types=["linear_attention", "full_attention"],
-                num_experts=2,
-                num_experts_per_tok=1,
-                moe_intermediate_size=8,
-                shared_expert_intermediate_size=8,
-            )
-        ),
-        "Qwen3NextForCausalLM carries a recurrent state",
+    "a state in its modules": (
+        lambda: stateful_types.tiny_model("recurrent_gemma"),
+        "RecurrentGemmaForCausalLM keeps its recurrent state in its modules",
     ),
-    "hybrid with convolutions": (
-        lambda: Lfm2ForCausalLM(
-            Lfm2Config(
-                **SMALL, num_hidden_layers=2, num_key_value_heads=2, layer_types=["conv", "full_attention"]
-            )
-        ),
-        "layers of type conv: .* keep a state that cannot forget rejected tokens",
+    "a state outside of the cache": (
+        lambda: RwkvForCausalLM(RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)),
+        "RwkvForCausalLM keeps its recurrent state outside of transformers' cache",
+    ),
+    "a state in cache layers of its own": (
+        lambda: stateful_types.tiny_model("qwen4_exp_text"),
+        "Qwen4ExpForCausalLM keeps what it has read in DynamicIndexedLayer, which medusa cannot copy",
+    ),
+    "another rule for one token": (
+        lambda: stateful_types.tiny_model("zamba2"),
+        r"Zamba2ForCausalLM limits its time steps to \(0.001, inf\) where a pass reads several tokens",
     ),
     "no position_ids": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
@@ -214,9 +206,21 @@ def test_the_trial_finds_no_fault_in_an_architecture_that_is_tested(kind):
     check_tree_verification(base)
 
 
+@pytest.mark.parametrize("model_type", DECODABLE)
+def test_the_trial_finds_no_fault_in_a_type_that_keeps_a_state(model_type):
+    assert is_tested(stateful_model(model_type))
+    check_tree_verification(stateful_model(model_type))
+
+
+def test_the_trial_notices_a_state_that_is_not_put_back(monkeypatch):
+    monkeypatch.setattr(StatefulRow, "_put_back", lambda row: None)
+    with pytest.raises(ValueError, match="gives a chain of draft tokens other logits than the same tokens"):
+        check_tree_verification(stateful_model("lfm2"))
+
+
 def test_every_type_that_is_called_tested_is_tested():
     types = {make().config.model_type for make in TESTED.values()}
-    assert types == TESTED_MODEL_TYPES
+    assert types | set(DECODABLE) == TESTED_MODEL_TYPES
 
 
 def vision(**text):

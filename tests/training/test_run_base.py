@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, tiny_model
+from stateful_models import stateful_model
 from tiny_training import chat_tokenizer, configuration_of, counting_rows, save_tiny_base, write_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -241,3 +242,9 @@ def test_new_heads_give_probabilities_of_the_size_of_the_bases_own(tmp_path, nam
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_base_that_does_not_scale_has_scale_1(name):
     assert logit_scale(tiny_model(name)) == 1  # gemma3 here caps its logits at 3
+
+
+def test_packing_is_refused_for_a_base_that_keeps_a_state():
+    live, packed = LiveStates(stateful_model("lfm2")), DataOptions(data=["x"], packing=True)
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps a state, which goes on from a document"):
+        check_packing(live, documents_of(), packed)

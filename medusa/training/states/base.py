@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from medusa.base import loading
 from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import CausalLM, context_length, hidden_states, switch_length
+from medusa.base.recurrent import keeps_state
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate, one_token
 from medusa.training.data.dataset import Document, Documents
@@ -225,11 +226,17 @@ def check_packing(live: LiveStates, documents: Documents, options: DataOptions) 
     """Raise ValueError when documents that share a row see each other.
 
     Whether a restart of the position ids keeps documents apart is the architecture's own affair, and no
-    property of it says so. So some documents are read alone and in one row, and their states compared.
+    property of it says so, but for states, which nothing resets. So some documents are read alone and in one
+    row, and what comes out is compared.
     """
     if not options.packing or len(documents) < 2:
         return
     name, switch = type(live.base).__name__, switch_length(live.base)
+    if keeps_state(live.base):
+        raise ValueError(
+            f"packing must keep documents apart, and {name} keeps a state, which goes on from a document of "
+            "a row to the next; pass --packing false"
+        )
     if switch is not None and options.max_length > switch:
         raise ValueError(
             f"packing with {name} needs max_length of at most {switch}, got {options.max_length}: past that "

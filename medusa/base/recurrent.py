@@ -1,0 +1,262 @@
+"""The cache of a base whose layers keep a state: every pass begins from a snapshot.
+
+A recurrent state, and the window of a convolution, cannot forget rejected tokens. So the states are copied
+before a pass. Where all tokens of the pass are kept, the states that it has left are right. Where some are
+not, the copies come back, and the tokens that were kept are *read again* at the head of the next pass,
+before its root and its drafts; their keys and values are written once more, into the same slots. Nothing here
+depends on the kind of layer. The price is that tokens are read several times, until a pass is kept whole; one
+without drafts always is.
+
+In a state there is no place for padding, so each row has a cache of its own, and rows are run one after the
+other. The model makes its own masks: what is verified is a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from medusa.base.cache import TreeCache, TreeCacheLayer
+
+KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
+KNOWN_LAYERS = (
+    *KEYS_AND_VALUES,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    DummyLayer,
+)
+"""The cache layers of ``transformers`` that :class:`StatefulRow` stands in for."""
+NO_LIMIT = (0.0, float("inf"))
+FROM_NOTHING = "reads several tokens at a time as if none stood before them"
+REFUSED_TYPES = {
+    "falcon_mamba": FROM_NOTHING,
+    "jamba": FROM_NOTHING,
+    "mamba": FROM_NOTHING,
+    "minimax": "takes no cache but its own",
+    "recurrent_gemma": "keeps its recurrent state in its modules, and not in the cache",
+    "zamba": FROM_NOTHING,
+}
+"""What ``transformers`` 5.23 does that cannot be worked around, by ``model_type``."""
+
+
+def keeps_state(base: Any) -> bool:
+    """Whether layers of ``base`` keep more of a text than keys and values: a recurrent state, or the window
+    of a convolution."""
+    kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
+    classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind, DynamicLayer) for kind in kinds]
+    in_cache = any(issubclass(each, LinearAttentionCacheLayerMixin) for each in classes)
+    return in_cache or bool(getattr(base, "_is_stateful", False))
+
+
+def check_states(base: Any) -> None:
+    """Raise ValueError, with the reason, unless what ``base`` keeps lies where it can be copied."""
+    name, layers = type(base).__name__, DynamicCache(config=base.config).layers
+    if (reason := REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)) is not None:
+        raise ValueError(f"{name} {reason}, so no draft can be verified on it; use its own generate")
+    limits = {getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules()} - {NO_LIMIT}
+    if limits:
+        raise ValueError(
+            f"{name} limits its time steps to {', '.join(map(str, sorted(limits)))} where a pass reads "
+            "several tokens, and not where it reads one, so its text depends on how many are read at once; "
+            "use its own generate"
+        )
+    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
+    if unknown:
+        raise ValueError(
+            f"{name} keeps what it has read in {', '.join(unknown)}, which medusa cannot copy and put back, "
+            "so it cannot forget rejected tokens; use its own generate"
+        )
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        raise ValueError(
+            f"{name} keeps its recurrent state outside of transformers' cache, where it cannot be copied and "
+            "put back, so it cannot forget rejected tokens; use its own generate"
+        )
+
+
+def kind_of_layer(layer: Any) -> str:
+    """What a cache layer of ``transformers`` keeps of a text, in words."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "attention beside a state" if isinstance(layer, DynamicLayer) else "with a state"
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return "sliding attention"
+    return "without memory" if isinstance(layer, DummyLayer) else "attention"
+
+
+class StatefulRow(TreeCache):
+    """What a model has read of one row: keys and values, and the states of its other layers.
+
+    ``lengths`` and ``longest`` count what the states have read. Per pass: :meth:`announce`, the model's
+    forward, then :meth:`keep`. A pass that is announced after one of which nothing was kept takes its place.
+    """
+
+    def __init__(self, config: PreTrainedConfig, device: torch.device | str):
+        super().__init__(1, 0, device)
+        self.config = config
+        self.layers = [_layer_for(theirs, self) for theirs in DynamicCache(config=config).layers]
+        self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
+        self.behind = torch.zeros(1, 0, dtype=torch.long, device=device)
+        """(1, M) long: tokens that were kept and that the states have not read."""
+        self._announced = self.behind  # (1, M + N) long
+        self._before: list[dict[str, Any]] | None = None  # the states before the pass under way
+
+    @property
+    def num_kept(self) -> int:
+        return self.longest + self.behind.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        values = [value for layer in self._stateful_layers for value in _states(layer).values()]
+        parts = [part for each in values for part in (each.values() if isinstance(each, dict) else [each])]
+        return super().num_bytes + sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+    @property
+    def _stateful_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    def announce(self, tokens: Tensor) -> Tensor:
+        """Begin a pass over ``tokens`` (1, N) long; what it must read, (1, M + N) long."""
+        self._put_back()
+        self._before = [_copied(_states(layer)) for layer in self._stateful_layers]
+        self._announced = torch.cat([self.behind, tokens], dim=1)
+        self.begin(self._announced.shape[1])
+        return self._announced
+
+    def keep(self, num_kept: int) -> None:
+        """Keep the first ``num_kept`` of the tokens that were announced, and forget the others."""
+        kept = self._announced[:, : self.behind.shape[1] + num_kept]
+        if kept.shape[1] < self._announced.shape[1]:
+            self._put_back()
+            self.behind = kept
+        else:
+            self._before, self.behind = None, kept[:, :0]
+            self.commit_prefix(self.lengths.new_tensor([kept.shape[1]]))
+
+    def _put_back(self) -> None:
+        if self._before is not None:
+            for layer, states in zip(self._stateful_layers, self._before, strict=True):
+                vars(layer).update(states)
+            self._before = None
+
+    def copy_of_row(self, row: int, length: int) -> StatefulRow:
+        """A row of its own with the first ``length`` tokens; without any where the states have read more."""
+        self._put_back()
+        copied = super().copy_of_row(row, self.longest if length >= self.longest else 0)
+        assert isinstance(copied, StatefulRow)
+        if length >= self.longest:
+            for layer, source in zip(copied._stateful_layers, self._stateful_layers, strict=True):
+                vars(layer).update(_copied(_states(source)))
+            copied.behind = self.behind[:, : length - self.longest].clone()
+        return copied
+
+    def _empty_row(self) -> StatefulRow:
+        return StatefulRow(self.config, self.lengths.device)
+
+
+class StatefulCache(TreeCache):
+    """The cache of a base that keeps a state: one :class:`StatefulRow` for each row.
+
+    ``lengths`` counts all that was kept, whether the states have read it or not.
+    """
+
+    def __init__(self, rows: Sequence[StatefulRow], device: torch.device | str):
+        super().__init__(len(rows), 0, device)
+        self.stateful_rows = list(rows)
+        self.count()
+
+    def count(self) -> None:
+        """Have ``lengths`` as the rows say."""
+        self.lengths = self.lengths.new_tensor([row.num_kept for row in self.stateful_rows])
+        self.longest = max((row.num_kept for row in self.stateful_rows), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.stateful_rows)
+
+    @property
+    def capacity(self) -> int:
+        return max((row.capacity for row in self.stateful_rows), default=0)
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens that the next pass reads again, of the row that has most."""
+        return max((row.behind.shape[1] for row in self.stateful_rows), default=0)
+
+    def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
+        """As :meth:`TreeCache.commit`; the pass was a chain."""
+        self.commit_prefix(num_kept)
+
+    def commit_prefix(self, num_kept: Tensor) -> None:
+        for row, kept in zip(self.stateful_rows, num_kept.tolist(), strict=True):
+            row.keep(kept)
+        self.count()
+
+    def uncommit_last(self) -> None:
+        raise NotImplementedError("a state cannot forget its last token")
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.stateful_rows = [self.stateful_rows[row] for row in rows.tolist()]
+        self.count()
+
+    def join(self, other: TreeCache, most_rows: int = 0) -> None:
+        assert isinstance(other, StatefulCache), "of the same base"
+        self.stateful_rows += other.stateful_rows
+        self.count()
+
+    def copy_of_row(self, row: int, length: int) -> StatefulCache:
+        """As :meth:`StatefulRow.copy_of_row`: look at its ``longest``."""
+        return StatefulCache([self.stateful_rows[row].copy_of_row(0, length)], self.lengths.device)
+
+    def clear_uncommitted(self) -> None:
+        for row in self.stateful_rows:
+            row.clear_uncommitted()
+
+    def trim(self) -> None:
+        for row in self.stateful_rows:
+            row.trim()
+
+
+class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[override]  # as theirs
+    """A layer with attention and a state side by side."""
+
+    def __init__(self, cache: TreeCache, **kwargs: Any):
+        TreeCacheLayer.__init__(self, cache)
+        LinearAttentionLayer.__init__(self, **kwargs)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # keys and values come by position
+        (TreeCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
+def _layer_for(theirs: Any, cache: TreeCache) -> Any:
+    """What stands in for a cache layer of ``transformers``."""
+    if type(theirs) in KEYS_AND_VALUES:
+        return TreeCacheLayer(cache)
+    if isinstance(theirs, LinearAttentionAndFullAttentionLayer):
+        return TreeAndStateLayer(cache, number_of_states=theirs.number_of_states)
+    return theirs
+
+
+def _states(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer that its passes write, keys and values left out."""
+    attention = vars(TreeCacheLayer(layer.cache)) if isinstance(layer, TreeCacheLayer) else {}
+    return {name: value for name, value in vars(layer).items() if name not in attention}
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with tensors of its own, in dictionaries too."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,45 @@
+"""Tiny random models that keep a state, and how their answers are compared."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from conftest import program
+from torch import Tensor
+
+stateful_types = program("scripts/stateful_types.py")
+DECODABLE = sorted(
+    set(stateful_types.TINY)
+    - {"deepseek_v4", "falcon_mamba", "jamba", "mamba", "minimax", "nemotron_h", "qwen4_exp_text"}
+    - {"recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"}
+)
+"""The ``model_type`` of those that are not refused."""
+TIE = 1e-4
+"""Two logits that lie nearer to each other may change places: a pass over several tokens rounds otherwise
+than one over a token, and a state gathers that along the text. The logits range over about 10."""
+
+
+@functools.cache
+def stateful_model(model_type: str):
+    """A random float32 model, the same one every time."""
+    return stateful_types.tiny_model(model_type)
+
+
+def turned_at_a_tie(base, ours: Tensor, theirs: Tensor, prompt_length: int) -> bool:
+    """Whether two greedy answers (1, T) long differ, which they may do first where two logits tie.
+
+    Raises:
+        AssertionError: they differ first elsewhere.
+    """
+    if torch.equal(ours, theirs):
+        return False
+    shared = min(ours.shape[1], theirs.shape[1])
+    first = int((ours[0, :shared] != theirs[0, :shared]).int().argmax())
+    assert first >= prompt_length
+    with torch.no_grad():
+        logits = base(input_ids=theirs[:, :first], use_cache=False).logits[0, -1]
+    best = logits.topk(2)
+    assert float(best.values[0] - best.values[1]) < TIE, f"token {first} is another one"
+    assert {int(ours[0, first]), int(theirs[0, first])} <= set(best.indices.tolist())
+    return True
