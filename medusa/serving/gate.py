@@ -97,8 +97,7 @@ class Gate:
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         refusal = None
         if b"host" in headers:  # without one it is no browser
-            own = scope["server"][0] if scope.get("server") else ""
-            refusal = refusal_of_host(host, own, self.access.allowed_hosts)
+            refusal = refusal_of_host(host, scope["server"][0], self.access.allowed_hosts)
         if refusal is None and b"origin" in headers:
             refusal = refusal_of_origin(origin, host, self.access.cors_origins)
         return refusal

@@ -160,7 +160,7 @@ def test_a_process_that_is_killed_loses_what_was_under_way_and_answers_when_star
     command = [sys.executable, "-m", "medusa", "serve", "--base", base, "--heads", heads]
     url, answers = f"http://127.0.0.1:{port}", []
     for _ in range(2):
-        process = subprocess.Popen([*command, "--port", str(port), "--model-name", "tiny"])
+        process = subprocess.Popen([*command, "--port", str(port), "--served-model-name", "tiny"])
         try:
             wait_until(lambda: is_healthy(url), 120)
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
