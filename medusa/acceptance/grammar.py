@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from medusa.acceptance import grammar_trial
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line: where any white space may come, a small model may write nothing else."""
 MAX_SCHEMA_LENGTH = 2**18
-"""Characters of a schema, as JSON."""
+"""Characters of a schema, as JSON, or of another grammar."""
 MAX_SCHEMA_DEPTH = 256
 """Levels of a schema, of definitions inside of definitions too."""
 TRIAL_SECONDS = 5.0
@@ -72,30 +73,89 @@ class GrammarCompiler:
         self._matcher_of = LLMatcher
         self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_ids])
         self._eos_ids, self._vocab_size = frozenset(eos_ids), vocab_size
+        self._control_ids = {
+            each.content: token
+            for token, each in tokenizer.added_tokens_decoder.items()
+            if len(each.content) > 1
+        }
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        self._controls = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._lock = threading.Lock()
         self._trial = _Trial(tokenizer, vocab_size, eos_ids)
         self._compiled = functools.lru_cache(NUM_KEPT)(self._compile)
 
-    def json(self, schema: Mapping[str, Any], before: str = "", after: str = "") -> Grammar:
-        """JSON by ``schema``, between two fixed strings.
+    def spelt(self, text: str) -> str:
+        """``text`` as a part of a rule: what is a token of its own is that token, all else any tokens."""
+        parts = filter(None, self._controls.split(text))
+        return " ".join(
+            f"<[{self._control_ids[part]}]>" if part in self._control_ids else json.dumps(part)
+            for part in parts
+        )
 
-        The grammar is tried in a process of its own first, which may die of it.
+    def compile(self, rules: Sequence[str], before: str = "", of_before: Sequence[str] = ()) -> Grammar:
+        """The grammar of the rule ``answer``, in Lark's syntax as llguidance reads it.
+
+        It is tried in a process of its own first, which may die of it.
+
+        Args:
+            rules: ``answer`` and the rules below it; see :func:`json_rule`, :func:`pattern_rule` and
+                :func:`lark_rule`.
+            before: what comes before it, as a part of a rule; it is not tried.
+            of_before: the rules below that.
 
         Raises:
-            ValueError: the schema is wrong, too large or too deep, or uses what llguidance does not know.
+            ValueError: a rule is wrong, too large or too deep, or uses what llguidance does not know.
         """
-        check_schema(schema)
-        spaced = {**schema, "x-guidance": ONE_LINE}
-        parts = [json.dumps(before)] * bool(before) + ["json"] + [json.dumps(after)] * bool(after)
-        lark = f"start: {' '.join(parts)}\njson: %json {json.dumps(spaced)}"
         with self._lock:
-            return self._compiled(self._matcher_of.grammar_from_lark(lark))
+            return self._compiled("\n".join(rules), before, "\n".join(of_before))
 
-    def _compile(self, source: str) -> Grammar:
-        if problem := self._trial.problem_of(source):
+    def _compile(self, rules: str, before: str, of_before: str) -> Grammar:
+        source = self._matcher_of.grammar_from_lark
+        if problem := self._trial.problem_of(source(f"start: answer\n{rules}")):
             raise ValueError(problem)
-        matcher = self._matcher_of(self._tokens, source, log_level=0)
-        return Grammar(matcher, self._eos_ids, self._vocab_size)
+        whole = source(f"start: {before} answer\n{rules}\n{of_before}")
+        return Grammar(self._matcher_of(self._tokens, whole, log_level=0), self._eos_ids, self._vocab_size)
+
+
+def json_rule(name: str, schema: Mapping[str, Any]) -> str:
+    """A rule for JSON by ``schema``, on one line.
+
+    Raises:
+        ValueError: the schema is too large or too deep.
+    """
+    check_schema(schema)
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
+
+
+def pattern_rule(name: str, pattern: str) -> str:
+    """A rule for what a regular expression matches as a whole.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    _check_length("a regular expression", pattern)
+    spelt = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+    return f"{name}: /{spelt.replace(chr(10), chr(92) + 'n')}/"
+
+
+def lark_rule(name: str, grammar: str) -> str:
+    """A rule for a whole grammar, in Lark's syntax or in llama.cpp's (GBNF).
+
+    Raises:
+        ValueError: it is too long, or in neither.
+    """
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    _check_length("a grammar", grammar)
+    try:
+        return f"{name}: %lark {{\n{any_to_lark(grammar)}\n}}"
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ValueError(f"it is neither in Lark's syntax nor GBNF ({str(error)[:200]})") from error
+
+
+def choice_rule(name: str, texts: Sequence[str]) -> str:
+    """A rule for one of ``texts``."""
+    return f"{name}: {' | '.join(map(json.dumps, texts))}"
 
 
 class _Trial:
@@ -193,8 +253,12 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         if isinstance(target, str) and target.startswith("#") and target not in met:
             met.add(target)
             under_way.append((_referred(schema, target), depth + 1))
-    if (length := len(json.dumps(schema))) > MAX_SCHEMA_LENGTH:
-        raise ValueError(f"a schema may have {MAX_SCHEMA_LENGTH} characters, got {length}; ask for less")
+    _check_length("a schema", json.dumps(schema))
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_SCHEMA_LENGTH:
+        raise ValueError(f"{name} may have {MAX_SCHEMA_LENGTH} characters, got {len(text)}; ask for less")
 
 
 def _referred(schema: Any, pointer: str) -> Any:
@@ -207,19 +271,6 @@ def _referred(schema: Any, pointer: str) -> Any:
         else:
             part = part.get(key) if isinstance(part, Mapping) else None
     return part
-
-
-def moved(schema: Any, root: str) -> Any:
-    """A copy of ``schema`` whose references to itself hold where it stands at the pointer ``root``."""
-    if isinstance(schema, list):
-        return [moved(each, root) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    copied = {key: each if key in VALUES else moved(each, root) for key, each in schema.items()}
-    target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        copied["$ref"] = root + target[1:]
-    return copied
 
 
 class Grammar:

@@ -113,6 +113,12 @@ class AddressOptions:
     """Address to listen on; 0.0.0.0 is every network, and wants an API key."""
     port: int = 8000
     """0 takes any that is free, and says which."""
+    unix_socket: str | None = None
+    """A path to listen on instead, for a proxy on this machine; whoever may write there may ask."""
+    tls_certificate: str | None = None
+    """A file with the certificate, and those between it and a known one (PEM): answers over https alone."""
+    tls_key: str | None = None
+    """A file with its private key; none: it is in the same file."""
     api_key: tuple[str, ...] = ()
     """Clients must send one of these as Bearer key; may be given several times. Also from MEDUSA_API_KEY,
     with commas between."""
@@ -132,6 +138,8 @@ class AddressOptions:
         check_at_least(self, 0, "port", "grace")
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}")
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ValueError("tls_key goes with tls_certificate; name both")
         check_at_least(self, 1, "max_body_mib")
         self._check_names("host", (self.host,), HOST_NAME, "a name or an address without scheme and port")
         names = "names or addresses without scheme and port"
@@ -172,8 +180,9 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/completions, /v1/models, /health,
-    /metrics. Requests are decoded together, and each gets the text that it would get alone.
+    """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
+    /v1/models, /tokenize, /detokenize, /version, /health, /metrics. Requests are decoded together, and each
+    gets the text that it would get alone.
 
         medusa serve
         medusa serve --engine int8 --max-rows 8
@@ -184,8 +193,10 @@ class ServeOptions:
     """
 
     model: ModelOptions = ModelOptions()
-    model_name: str | None = None
-    """What clients call the model; none is the last part of the base's name."""
+    served_model_name: tuple[str, ...] = ()
+    """What clients call the model; may be given several times. None is the last part of the base's name."""
+    any_model_name: bool = False
+    """Whatever clients call the model is this one: many send a name of their own."""
     plain: bool = False
     """Decode without heads: the same text, slower."""
     race: bool = False

@@ -22,16 +22,16 @@ def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ValueError: the model cannot be served in this way, or a key is none.
-        OSError: the address cannot be listened on.
+        ValueError: the model cannot be served in this way, or a key is none, or the certificate.
+        OSError: the address cannot be listened on, or a file is not there.
     """
     from medusa.serving.gate import AccessSettings, is_loopback
-    from medusa.serving.server import bound_socket, run_server
+    from medusa.serving.server import TlsFiles, bound_socket, bound_unix_socket, run_server
     from medusa.serving.service import Service, ServiceSettings
 
     address = options.address
     keys = api_keys(address.api_key, os.environ)
-    if not is_loopback(address.host) and not keys:
+    if address.unix_socket is None and not is_loopback(address.host) and not keys:
         log_console().print(
             f"warning: listening on {address.host} without --api-key: whoever reaches this machine "
             "may use the model",
@@ -45,9 +45,11 @@ def serve(options: ServeOptions) -> list[str]:
         allowed_hosts=(address.host, *address.allowed_host),
         logs_prompts=address.log_prompts,
     )
-    with bound_socket(address.host, address.port) as bound:
+    tls = None if address.tls_certificate is None else TlsFiles(address.tls_certificate, address.tls_key)
+    path = address.unix_socket
+    with bound_socket(address.host, address.port) if path is None else bound_unix_socket(path) as bound:
         model, load = load_model(options.model), options.load
-        name = options.model_name or PurePath(model.base.name_or_path or "model").name
+        names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
         limits = BatchLimits(
             max_rows=load.max_rows,
             max_slots=load.max_slots,
@@ -56,9 +58,16 @@ def serve(options: ServeOptions) -> list[str]:
             prefix_bytes=load.prefix_mib * 2**20,
         )
         settings = ServiceSettings(
-            name, limits, load.max_new_tokens, load.timeout, options.plain, options.race
+            names[0],
+            limits,
+            load.max_new_tokens,
+            load.timeout,
+            options.plain,
+            options.race,
+            other_names=names[1:],
+            takes_any_name=options.any_model_name,
         )
-        run_server(Service(model, settings), access, bound, address.grace)
+        run_server(Service(model, settings), access, bound, address.grace, tls)
     return []  # its first line said where it answers
 
 

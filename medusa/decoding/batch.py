@@ -85,6 +85,8 @@ class Row:
     error: Exception | None = None
     num_reused: int = 0
     """Tokens of the prompt that were not read again."""
+    num_read: int = 0
+    """Tokens of the prompt that are read, while it is being read."""
     num_passed: int = 0
     """Rows that began before it though they came later, as there was no room for this one."""
     order: int = -1
@@ -109,6 +111,8 @@ class Progress:
     """One for each token, where the request asked for them."""
     finish_reason: str | None = None
     """That of the row, where this is the last it gets."""
+    num_drafted: int = 0
+    """Guesses that the pass verified for it."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +352,7 @@ class Batch:
         tokens = torch.tensor([ids], device=row.request.tokens.device)
         request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
         prefix, row.num_reused = self._known_prefix(ids, row.owner)
+        row.num_read = row.num_reused
         return _Reading([row], request, prefix)
 
     def _has_room_for(self, length: int) -> bool:
@@ -396,6 +401,8 @@ class Batch:
         hidden, _ = self._forward.prefill(reading.request.tokens, lengths, prefix.cache)
         if self._needs_features:
             prefix.features = prefix.features_with(hidden)
+        for row in reading.rows:
+            row.num_read = prefix.cache.longest
 
     def _read_to_the_end(self, reading: _Reading) -> list[Progress]:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
@@ -506,7 +513,7 @@ class Batch:
                 is_end = tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
             given = tokens, advance.depths[index], advance.logprobs.get(index)
-            progress.append(Progress(row, *given, row.finish_reason))
+            progress.append(Progress(row, *given, row.finish_reason, advance.num_drafted))
         return progress
 
     def _make_room(self) -> None:

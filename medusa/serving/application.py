@@ -27,17 +27,21 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+import medusa
 from medusa.acceptance.grammar import Grammar
 from medusa.prompts import check_keepable
-from medusa.serving.gate import PAGE_SCRIPTS, AccessSettings, Gate, answer_of
-from medusa.serving.replies import Replies, RequestError, usage_of
+from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, AccessSettings, Gate, answer_of
+from medusa.serving.replies import DONE, Replies, RequestError, usage_of
 from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
     field_of,
     message_of,
     telling,
 )
+from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.worker import Answer, Update
 
@@ -48,8 +52,11 @@ BODY_SECONDS = 30.0
 """In which a body must have come."""
 MAX_DEPTH = 128
 """Levels of lists and objects in a body."""
-DONE = "data: [DONE]\n\n"
-"""The last event of every stream, also of one that fails."""
+AWAKE_SECONDS = 10.0
+"""After which a stream that has nothing to tell says how much of the prompt is read, so that proxies go on
+waiting."""
+SHOWN_SECONDS = 1.0
+"""The same, for who watches."""
 NUM_PREPARING = 4
 """Requests that are read or tokenised at once."""
 
@@ -60,7 +67,11 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_middleware(Gate, access=access)
     if access.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(access.cors_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(access.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields"],
         )
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_refused)
@@ -94,15 +105,26 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.exposed(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @readable("/version")
+    async def version() -> dict[str, str]:
+        return {"version": medusa.__version__}
+
     @readable("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card()]}
+        return {"object": "list", "data": [service.model_card(name) for name in service.settings.names]}
 
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
-        if name != service.settings.model_name:
-            raise RequestError(f"the model {name!r} is not here", 404, "model", "model_not_found")
-        return service.model_card()
+        service.check_name(name)
+        return service.model_card(name)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Any:
+        return await _computed(request, TokenizeRequest, service.tokens, threads[0])
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Any:
+        return await _computed(request, DetokenizeRequest, service.text, threads[0])
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -111,6 +133,13 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await _reply(request, CompletionRequest, service, threads, access)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        try:
+            return await _reply(request, ResponsesRequest, service, threads, access)
+        except RequestError as error:
+            raise in_words_of_responses(error) from error
 
     return app
 
@@ -141,7 +170,9 @@ async def _refused(request: Request, error: Any) -> JSONResponse:
     return answer_of(error, request.scope)
 
 
-async def _http_refused(request: Request, error: Any) -> JSONResponse:
+async def _http_refused(request: Request, error: Any) -> Response:
+    if request.method == "OPTIONS" and error.status_code == 405:
+        return Response(status_code=204, headers=error.headers)
     says = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
     refusal = RequestError(says.get(error.status_code, "the request cannot be read"), error.status_code)
     return answer_of(refusal, request.scope, error.headers)
@@ -202,13 +233,22 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(str(error), code="invalid_json") from error
 
 
+async def _computed(
+    request: Request, kind: Any, work: Callable[[Any], dict[str, Any]], preparing: _Threads
+) -> dict[str, Any]:
+    """What ``work`` makes of a body of this kind."""
+    asked = await preparing.run(_checked, await _body(request), kind)
+    request.scope["state"]["unread"] = [*asked.unread()]
+    return await preparing.run(work, asked)
+
+
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
 async def _reply(
     request: Request,
-    kind: type[ChatRequest | CompletionRequest],
+    kind: type[ChatRequest | CompletionRequest | ResponsesRequest],
     service: Service,
     threads: tuple[_Threads, _Threads],
     access: AccessSettings,
@@ -216,7 +256,10 @@ async def _reply(
     """The answers to a request of this kind, whole or as a stream."""
     preparing, compiling = threads
     raw = await _body(request)
-    asked = await preparing.run(_checked, raw, kind)
+    given = await preparing.run(_checked, raw, kind)
+    asked = given.chat if isinstance(given, ResponsesRequest) else given
+    unread = given.unread() if isinstance(given, ResponsesRequest) else {}
+    request.scope["state"]["unread"] = [*unread, *service.unread(asked)]
     service.check(asked)
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
@@ -231,7 +274,7 @@ async def _reply(
     prompts = await preparing.run(service.prompts, asked)
     grammar = None
     if asked.is_formed:
-        grammar = await compiling.run(service.grammar, asked)
+        grammar = await compiling.run(service.grammar, asked, prompts[0])
     owner = request.scope["state"].get("owner")
     answers = await run_in_threadpool(_answers, service, asked, prompts, listener_of, grammar, owner)
     service.submit(answers)
@@ -241,10 +284,9 @@ async def _reply(
         service.worker.cancel(answers)
         record.write()
 
-    replies = Replies(asked, service.settings.model_name, service.tokenizer)
+    replies = _replies(service, given, asked, prompts)
     if asked.stream:
-        events = _events(asked, len(answers), queue, replies, record)
-        return _EventStream(events, end)
+        return _EventStream(_events(asked, answers, queue, replies, record), end)
     try:
         updates = await _unless_disconnected(request, _collected(queue, len(answers)))
     finally:
@@ -255,6 +297,25 @@ async def _reply(
         if (failure := _failure(of_choice[-1].finish_reason)) is not None:
             raise failure
     return JSONResponse(replies.whole(updates, record.usage))
+
+
+def _replies(
+    service: Service,
+    given: ChatRequest | CompletionRequest | ResponsesRequest,
+    asked: ChatRequest | CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+) -> Replies | ResponseReplies:
+    """What makes answers of the kind that was asked for."""
+    name = asked.model or service.settings.model_name
+    if isinstance(given, ResponsesRequest):
+        return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
+    echoed: list[str] = []
+    if isinstance(asked, CompletionRequest):
+        if asked.echo:
+            texts = [text if isinstance(text, str) else service.text_of(text) for text in asked.prompts]
+            echoed = [text for text in texts for _ in range(asked.n)]
+        return Replies(asked, name, service.tokenizer, echoed=echoed)
+    return Replies(asked, name, service.tokenizer, partial(service.reader, asked, prompts[0]))
 
 
 def _answers(
@@ -290,32 +351,39 @@ class _EventStream(StreamingResponse):
 
 async def _events(
     asked: ChatRequest | CompletionRequest,
-    num_answers: int,
+    answers: Sequence[Answer],
     queue: asyncio.Queue[tuple[int, Update]],
-    replies: Replies,
+    replies: Replies | ResponseReplies,
     record: _Record,
 ) -> AsyncIterator[str]:
-    """Server-sent events: who speaks, what is said, usage where it is wanted, and that it is over."""
-    for index in range(num_answers) if replies.is_chat else ():
-        yield _event(replies.first(index))
-    left = num_answers
+    """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
+    shows = asked.stream_options is not None and asked.stream_options.include_depths
+    for body in replies.begin(len(answers)):
+        yield _event(body)
+    left = len(answers)
     while left:
-        index, update = await queue.get()
-        if (failure := _failure(update.finish_reason)) is not None:
-            yield _event(failure.body)
-            yield DONE
+        try:
+            async with asyncio.timeout(SHOWN_SECONDS if shows else AWAKE_SECONDS):
+                index, update = await queue.get()
+        except TimeoutError:
+            yield f": read {sum(answer.row.num_read for answer in answers)} of {record.num_to_read}\n\n"
+            continue
+        failure = _failure(update.finish_reason)
+        for body in replies.part(index, update) if failure is None else replies.failed(failure):
+            yield _event(body)
+        if failure is not None:
             return
-        chunk = replies.part(index, update)
-        if chunk is not None:
-            yield _event(chunk)
         left -= update.finish_reason is not None
-    if asked.stream_options is not None and asked.stream_options.include_usage:
-        yield _event(replies.usage(record.usage))
-    yield DONE
+    for body in replies.end(record.usage):
+        yield _event(body)
 
 
 def _event(body: Any) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    """An event; where its data has a type, clients know it by that name too."""
+    if body == DONE:
+        return f"data: {DONE}\n\n"
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 def _failure(reason: str | None) -> RequestError | None:
@@ -377,6 +445,9 @@ class _Record:
         self.said = {"request_id": self.state["request_id"], "path": request.url.path}
         self.said |= {"stream": asked.stream, "n": asked.n}
         self.num_choices = asked.n  # of each prompt
+        self.num_to_read = num_prompt * asked.n
+        if unread := self.state["unread"]:
+            self.said["ignored"] = unread[:MAX_TOLD]
         if access.logs_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
             self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
@@ -384,7 +455,7 @@ class _Record:
     @property
     def usage(self) -> dict[str, Any]:
         reused = sum(answer.row.num_reused for answer in self.answers[:: self.num_choices])
-        return usage_of(self.num_prompt, reused, sum(answer.num_tokens for answer in self.answers))
+        return usage_of(self.num_prompt, reused, self.answers)
 
     def write(self) -> None:
         ended = [answer.finish_reason or "cancelled" for answer in self.answers]

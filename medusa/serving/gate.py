@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
@@ -33,6 +33,8 @@ MAX_REQUESTS = 704
 """Requests under way at once, whether they wait, decode or are being read."""
 MAX_LOGGED_PATH = 200
 """Characters of a path in the log."""
+MAX_TOLD, MAX_HEADER = 32, 1024
+"""Fields that were not read, in the header and in the log; and the header's characters."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Gate:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                own = ((b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff"))
+                own = [(b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff")]
+                if unread := scope["state"].get("unread"):
+                    own.append((b"x-ignored-fields", as_header(unread)))
                 message["headers"] = [*message["headers"], *own]
             await send(message)
 
@@ -112,6 +116,12 @@ class Gate:
         if length.isdigit() and int(length) > self.access.max_body_bytes:
             return _too_large(self.access.max_body_bytes)
         return None
+
+
+def as_header(names: Sequence[str]) -> bytes:
+    """Names that clients have written, with commas between, as a header may hold them."""
+    kept = ", ".join(names[:MAX_TOLD])
+    return re.sub(r"[^ -~]", "?", kept)[:MAX_HEADER].encode()
 
 
 def _limited(receive: Any, most: int) -> Any:

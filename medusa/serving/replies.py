@@ -1,18 +1,38 @@
-"""What clients get: the bodies and the chunks of OpenAI's two endpoints."""
+"""What clients get: the bodies and the chunks of OpenAI's endpoints for chats and completions."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.serving.answer_text import ToolCall, ToolCallReader
+from medusa.serving.answer_reader import AnswerReader, Part
 from medusa.serving.requests import ChatRequest, CompletionRequest
-from medusa.serving.worker import Update
+from medusa.serving.worker import Answer, Update
 from medusa.text_stream import token_bytes
+
+DONE = "[DONE]"
+"""The data of the last event of a stream, also of one that fails."""
+
+
+class Reading:
+    """The parts of one answer, as its updates come."""
+
+    def __init__(self, reader: AnswerReader):
+        self._reader = reader
+
+    def read(self, update: Update) -> tuple[list[Part], str | None]:
+        """What an update says, and how the answer ends, if it does."""
+        parts, reason = (
+            self._reader.feed("".join(piece.text for piece in update.pieces)),
+            update.finish_reason,
+        )
+        if reason is not None:
+            parts += self._reader.finish()
+        return parts, "tool_calls" if reason == "stop" and self._reader.num_calls else reason
 
 
 class Replies:
@@ -21,86 +41,123 @@ class Replies:
     Args:
         asked: the request.
         tokenizer: names the tokens in log-probabilities.
+        reader_of: makes what reads one answer to a chat.
+        echoed: what stands before each answer to a text that is to be given back.
     """
 
-    def __init__(self, asked: ChatRequest | CompletionRequest, model_name: str, tokenizer: Any):
+    def __init__(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        model_name: str,
+        tokenizer: Any,
+        reader_of: Callable[[], AnswerReader] | None = None,
+        echoed: Sequence[str] = (),
+    ):
         self.is_chat, self.tokenizer = isinstance(asked, ChatRequest), tokenizer
         self.wants_logprobs = asked.num_logprobs is not None
-        self.wants_depths = bool(asked.stream_options and asked.stream_options.include_depths)
+        options = asked.stream_options
+        self.wants_usage = bool(options and options.include_usage)
+        self.wants_depths = bool(options and options.include_depths)
         self._shared = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model_name,
         }
         self._num_chars: dict[int, int] = {}
-        offered = asked.offered if isinstance(asked, ChatRequest) else []
-        self._names = [tool["function"]["name"] for tool in offered]
-        self._most_calls = 1 if getattr(asked, "parallel_tool_calls", None) is False else None
-        self._readers: dict[int, ToolCallReader] = {}
+        self._reader_of, self._echoed = reader_of, echoed
+        self._readings: dict[int, Reading] = {}
+        self._num_calls: dict[int, int] = {}
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""
         choices = []
         for index, of_choice in enumerate(updates):
             pieces = [piece for update in of_choice for piece in update.pieces]
-            text, calls, reason = self._read(index, replace(of_choice[-1], pieces=pieces))
+            said, reason = self._said(index, replace(of_choice[-1], pieces=pieces))
             choice: dict[str, Any] = {"index": index, "finish_reason": reason}
             if self.is_chat:
-                choice["message"] = {"role": "assistant", "content": text or (None if calls else "")}
-                if calls:
-                    choice["message"]["tool_calls"] = [call.as_json for call in calls]
+                calls = said.get("tool_calls", ())
+                for call in calls:
+                    del call["index"]
+                said = {"content": None if calls else "", **said}
+                choice["message"] = {"role": "assistant", **said}
             else:
-                choice["text"] = text
+                choice["text"] = "".join(self._echoed[index : index + 1]) + said.get("content", "")
             entries = [entry for update in of_choice for entry in update.logprobs]
             choice["logprobs"] = self._logprobs(index, entries)
             choices.append(choice)
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._shared, "object": kind, "choices": choices, "usage": usage}
 
-    def first(self, index: int) -> dict[str, Any]:
-        """The chunk that says who speaks."""
-        return self._chunk(
-            [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
-        )
+    def begin(self, num_answers: int) -> list[Any]:
+        """The first chunks of a stream: who speaks, or the text that the answer goes on with."""
+        firsts: list[dict[str, Any]]
+        if self.is_chat:
+            delta = {"role": "assistant", "content": ""}
+            firsts = [{"index": at, "delta": delta, "finish_reason": None} for at in range(num_answers)]
+        else:
+            firsts = [
+                {"index": at, "text": text, "finish_reason": None, "logprobs": None}
+                for at, text in enumerate(self._echoed)
+            ]
+        return [self._chunk([first]) for first in firsts]
 
-    def part(self, index: int, update: Update) -> dict[str, Any] | None:
-        """The chunk of an update; None where there is nothing to tell yet."""
-        num_before = self._readers[index].num_calls if index in self._readers else 0
-        text, calls, reason = self._read(index, update)
+    def part(self, index: int, update: Update) -> list[Any]:
+        """The chunk of an update; none where there is nothing to tell yet."""
+        said, reason = self._said(index, update)
         logprobs = self._logprobs(index, update.logprobs) if update.logprobs else None
-        if not text and not calls and logprobs is None and reason is None:
-            return None
+        shows = self.wants_depths and bool(update.pieces)
+        if not said and not shows and logprobs is None and reason is None:
+            return []
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.is_chat:
-            choice["delta"] = {"content": text} if text else {}
-            if calls:
-                numbered = enumerate(calls, start=num_before)
-                choice["delta"]["tool_calls"] = [{"index": at, **call.as_json} for at, call in numbered]
+            choice["delta"] = said
         else:
-            choice["text"] = text
+            choice["text"] = said.get("content", "")
         if self.wants_depths:
             choice["medusa"] = {
                 "pieces": [[piece.text, piece.depth] for piece in update.pieces],
                 "num_tokens": update.num_tokens,
                 "num_steps": update.num_steps,
             }
-        return self._chunk([choice])
+        return [self._chunk([choice])]
 
-    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk, for clients that ask for it."""
-        return {**self._chunk([]), "usage": usage}
+    def end(self, usage: dict[str, Any]) -> list[Any]:
+        """The last chunks: usage, for clients that ask for it."""
+        return [*([{**self._chunk([]), "usage": usage}] if self.wants_usage else []), DONE]
 
-    def _read(self, index: int, update: Update) -> tuple[str, list[ToolCall], str | None]:
-        """The text of an update, the tools that it calls, and how the answer ends, if it does."""
-        text, reason = "".join(piece.text for piece in update.pieces), update.finish_reason
-        if not self._names:
-            return text, [], reason
-        reader = self._readers.setdefault(index, ToolCallReader(self._names, self._most_calls))
-        text, calls = reader.feed(text)
-        if reason is not None:
-            rest, more = reader.finish()
-            text, calls = text + rest, calls + more
-        return text, calls, "tool_calls" if reason == "stop" and reader.num_calls else reason
+    def failed(self, error: RequestError) -> list[Any]:
+        """The last chunks of a stream that cannot go on."""
+        return [error.body, DONE]
+
+    def _said(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
+        """What an update says, as a message or a part of one, and how the answer ends, if it does."""
+        if self._reader_of is None:
+            text = "".join(piece.text for piece in update.pieces)
+            return ({"content": text} if text else {}), update.finish_reason
+        if index not in self._readings:
+            self._readings[index], self._num_calls[index] = Reading(self._reader_of()), 0
+        parts, reason = self._readings[index].read(update)
+        said: dict[str, Any] = {}
+        for part in parts:
+            if part.kind == "text":
+                said["content"] = said.get("content", "") + part.text
+            elif part.kind == "reasoning":
+                said["reasoning_content"] = said["reasoning"] = said.get("reasoning", "") + part.text
+            else:
+                self._add_to_calls(said.setdefault("tool_calls", []), index, part)
+        return said, reason
+
+    def _add_to_calls(self, calls: list[dict[str, Any]], index: int, part: Part) -> None:
+        if part.kind == "call":
+            function = {"name": part.text, "arguments": ""}
+            number, identity = self._num_calls[index], f"call_{uuid.uuid4().hex[:24]}"
+            calls.append({"index": number, "id": identity, "type": "function", "function": function})
+            self._num_calls[index] += 1
+        elif calls:
+            calls[-1]["function"]["arguments"] += part.text
+        else:
+            calls.append({"index": self._num_calls[index] - 1, "function": {"arguments": part.text}})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -139,13 +196,26 @@ class Replies:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def usage_of(num_prompt: int, num_reused: int, num_tokens: int) -> dict[str, Any]:
-    """Tokens of the prompt, how many of these were not read again, and tokens of all answers."""
+def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens of the prompt, how many of these were not read again, tokens of all answers, and what guessing
+    did: ``accepted_per_depth`` counts from depth 1."""
+    num_tokens, num_steps = (
+        sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
+    )
+    deepest = max((depth for answer in answers for depth in answer.accepted), default=0)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_reused},
+        "medusa": {
+            "num_steps": num_steps,
+            "tokens_per_step": round(num_tokens / max(1, num_steps), 3),
+            "num_drafted": sum(answer.num_drafted for answer in answers),
+            "accepted_per_depth": [
+                sum(answer.accepted[depth] for answer in answers) for depth in range(1, deepest + 1)
+            ],
+        },
     }
 
 

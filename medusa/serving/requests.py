@@ -1,17 +1,20 @@
-"""What clients may ask: the bodies of OpenAI's two endpoints, checked field by field.
+"""What clients may ask: the bodies of the endpoints, checked field by field.
 
-Fields that are not named here are ignored, as clients expect; fields that are named and cannot be honoured
-are refused, so that nobody gets something else than was asked for.
+Fields that are not named here are ignored, as clients expect, and told (:meth:`Body.unread`); fields that are
+named and cannot be honoured are refused, so that nobody gets something else than was asked for.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -20,16 +23,20 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from transformers import PreTrainedTokenizerBase
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
 MAX_TOOLS = 128
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
+MAX_TOKENS = 2**20
 MAX_PROMPTS = 64
 TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
 """What pydantic puts behind a field that may have several types."""
 TOKEN_ID = re.compile(r"[0-9]{1,10}")
+TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""What rendering a conversation takes beside what its template reads."""
 LEAST_TEMPERATURE = 1e-5
 """Less is 0: clients write such numbers for it, and logits that are divided by them are no numbers."""
 SEEDS = 2**62
@@ -43,6 +50,14 @@ def _as_whole(given: Any) -> Any:
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
+def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
+    if taken := TEMPLATE_PARAMETERS.intersection(given):
+        raise ValueError(f"must leave {min(taken)} out, which is the server's to say")
+    return given
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
+"""What a client tells the chat template by its own names."""
 Token = Annotated[int, Field(strict=True)]
 Whole = Annotated[int, BeforeValidator(_as_whole), Field(strict=True)]
 """Also 4.0, which is the same number in JSON."""
@@ -51,6 +66,10 @@ Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 class Body(BaseModel):
     """A part of a request. null leaves a field out: clients send it for what they do not care about."""
+
+    model_config = ConfigDict(extra="allow")
+    hands_on: ClassVar[bool] = False
+    """Fields that are not named here are for the chat template."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,6 +84,18 @@ class Body(BaseModel):
         field = cls.model_fields.get(name)
         return field is not None and not field.is_required() and field.default is not None
 
+    def unread(self, place: str = "") -> dict[str, None]:
+        """The fields that came and are not read, as a client writes them, each once: ``messages[].audio``."""
+        given = {} if self.hands_on else self.model_extra or {}
+        found = {f"{place}{name}": None for name, value in given.items() if value is not None}
+        for name in self.model_fields_set & self.__class__.model_fields.keys():
+            value = getattr(self, name)
+            inner = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Body):
+                    found |= each.unread(inner)
+        return found
+
 
 class StreamOptions(Body):
     """What a stream carries beside the answer."""
@@ -74,10 +105,77 @@ class StreamOptions(Body):
     """Ours: ``medusa`` in each choice, the text in pieces with the depth of the guess behind each."""
 
 
-class SharedFields(Body):
-    """The fields that both endpoints read."""
+@dataclass(frozen=True)
+class TextForm:
+    """A form that a text must keep to."""
 
-    model_config = ConfigDict(extra="ignore")
+    kind: Literal["json", "regex", "choice", "grammar"]
+    given: Any
+    """The schema, the regular expression, the texts, or the grammar."""
+    field: str
+    """Where a client has written it."""
+
+
+class JsonSchema(Body):
+    """What an answer must be. OpenAI's ``strict`` changes nothing here: schemas are always kept."""
+
+    name: str = ""
+    strict: StrictBool | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """The form of an answer, as OpenAI names it."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type 'json_schema' needs json_schema: {'schema': {...}}")
+        return self
+
+    @property
+    def text_form(self) -> TextForm | None:
+        """None for text."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return TextForm("json", self.json_schema.schema_, "response_format")
+        return TextForm("json", {"type": "object"}, "response_format") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """The form of an answer, as vLLM names it: one of these."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_object: StrictBool | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1), FIRST_ALONE] | None = (
+        None
+    )
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        given = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
+        if sum(each is not None for each in given) != 1:
+            raise ValueError("must have one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def text_form(self) -> TextForm:
+        place = "structured_outputs"
+        if self.regex is not None:
+            return TextForm("regex", self.regex, place)
+        if self.choice is not None:
+            return TextForm("choice", self.choice, place)
+        if self.grammar is not None:
+            return TextForm("grammar", self.grammar, place)
+        return TextForm("json", {"type": "object"} if self.json_ is None else self.json_, place)
+
+
+class SharedFields(Body):
+    """The fields that all endpoints read which answer."""
 
     model: str | None = None
     stream: StrictBool = False
@@ -95,6 +193,8 @@ class SharedFields(Body):
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], FIRST_ALONE] | None = None
     ignore_eos: StrictBool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     medusa_plain: StrictBool = False
     """Ours: decode this request without guessing, for comparison."""
 
@@ -133,9 +233,16 @@ class SharedFields(Body):
         return self.n
 
     @property
+    def text_form(self) -> TextForm | None:
+        """What an answer must keep to; None for text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.text_form
+        return None if self.response_format is None else self.response_format.text_form
+
+    @property
     def is_formed(self) -> bool:
-        """Whether answers must keep to a form."""
-        return False
+        """Whether answers must keep to a grammar."""
+        return self.text_form is not None
 
     @property
     def stops(self) -> list[str]:
@@ -143,6 +250,13 @@ class SharedFields(Body):
 
     def refused(self) -> tuple[str, str] | None:
         """A field that is given and cannot be honoured, and why; None when there is none."""
+        if self.structured_outputs is not None and self.response_format is not None:
+            return (
+                "structured_outputs",
+                "structured_outputs and response_format both say a form; leave one out",
+            )
+        if self.ignore_eos and self.is_formed:
+            return "ignore_eos", "ignore_eos goes on behind the end that a form has; leave it out"
         return None
 
 
@@ -192,13 +306,14 @@ class GivenCall(Body):
 class ChatMessage(Body):
     """One message of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE] | None = None
     name: str | None = None
     tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS), FIRST_ALONE] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as newer clients write it."""
 
     @property
     def needs_tools(self) -> bool:
@@ -212,6 +327,10 @@ class ChatMessage(Body):
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if (thought := self.reasoning_content or self.reasoning) is not None:
+            message |= {"reasoning_content": thought, "thinking": thought}  # as templates name it
         if self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
             for call in calls:
@@ -223,9 +342,9 @@ class ChatMessage(Body):
 
 
 class OfferedFunction(Body):
-    """What the model may call; other keys are handed to the template as they are."""
+    """What the model may call."""
 
-    model_config = ConfigDict(extra="allow")
+    hands_on = True
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     parameters: dict[str, Any] | None = None
@@ -234,7 +353,7 @@ class OfferedFunction(Body):
 class Tool(Body):
     """A tool that the model may call."""
 
-    model_config = ConfigDict(extra="allow")
+    hands_on = True
 
     type: Literal["function"]
     function: OfferedFunction
@@ -253,33 +372,6 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class JsonSchema(Body):
-    """What an answer must be. OpenAI's ``strict`` changes nothing here: schemas are always kept."""
-
-    name: str = ""
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
-class ResponseFormat(Body):
-    """The form of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("type 'json_schema' needs json_schema: {'schema': {...}}")
-        return self
-
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """What the answer must keep to; None for text."""
-        if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
-
-
 class ChatRequest(SharedFields):
     """``POST /v1/chat/completions``."""
 
@@ -290,7 +382,9 @@ class ChatRequest(SharedFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
-    response_format: ResponseFormat | None = None
+    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
+    enable_thinking: StrictBool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
     def _logprobs_go_together(self) -> ChatRequest:
@@ -322,22 +416,25 @@ class ChatRequest(SharedFields):
         return functions if self.tool_choice == "required" else []
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """What an answer that calls nothing must keep to; None for text."""
-        return None if self.response_format is None else self.response_format.schema_of_answer
+    def is_formed(self) -> bool:
+        return super().is_formed or bool(self.must_call)
 
     @property
-    def is_formed(self) -> bool:
-        return self.schema_of_answer is not None or bool(self.must_call)
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools; templates know them by these names."""
+        arguments: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                arguments["enable_thinking"] = False
+        if self.enable_thinking is not None:
+            arguments["enable_thinking"] = self.enable_thinking
+        return arguments | (self.chat_template_kwargs or {})
 
     def refused(self) -> tuple[str, str] | None:
         if self.tool_choice not in (None, "none", "auto") and not self.must_call:
             return "tool_choice", "tool_choice must name one of tools, or tools must be given"
-        if self.schema_of_answer is not None and self.offered:
-            return "response_format", "response_format and tools cannot be kept at once; leave one out"
-        if self.ignore_eos and self.is_formed:
-            return "ignore_eos", "ignore_eos goes on behind the end that a form has; leave it out"
-        return None
+        return super().refused()
 
 
 class CompletionRequest(SharedFields):
@@ -351,7 +448,7 @@ class CompletionRequest(SharedFields):
     )
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = 16
-    echo: StrictBool | None = None
+    echo: StrictBool = False
     suffix: str | None = None
     best_of: Whole | None = None
 
@@ -378,10 +475,45 @@ class CompletionRequest(SharedFields):
         return self.logprobs
 
     def refused(self) -> tuple[str, str] | None:
-        for name, is_asked in (("echo", self.echo), ("suffix", self.suffix), ("best_of", self.best_of)):
+        for name, is_asked in (("suffix", self.suffix), ("best_of", self.best_of)):
             if is_asked and not (name == "best_of" and self.best_of == self.n):
                 return name, f"this server has no {name}; leave it out"
-        return None
+        if self.echo and self.logprobs is not None:
+            return "echo", "a prompt is given back without log-probabilities; leave echo or logprobs out"
+        return super().refused()
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: of a text, or of a conversation as it would be rendered."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: StrictBool = True
+    return_token_strs: StrictBool = False
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE] | None
+    ) = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("must have either prompt or messages")
+        return self
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The conversation, as it would be answered."""
+        names = {"messages", "tools", "chat_template_kwargs"}
+        return ChatRequest.model_validate(self.model_dump(include=names, exclude_unset=True))
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS), FIRST_ALONE]
 
 
 def _prompts_of(given: Any) -> list[str | list[int]]:

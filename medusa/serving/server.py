@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -57,8 +60,37 @@ class SignalledServer(uvicorn.Server):
             connection.transport.abort()  # whose client reads nothing, or sends nothing more
 
 
+@dataclass(frozen=True)
+class TlsFiles:
+    """With what a server proves who it is.
+
+    Raises:
+        OSError: a file is not there.
+        ValueError: they are no certificate and key that belong together.
+    """
+
+    certificate: str
+    key: str | None = None
+    """None: it is in the same file."""
+
+    def __post_init__(self) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password="")
+        except ssl.SSLError as error:
+            raise ValueError(
+                "tls_certificate and tls_key must be a certificate and its key in PEM, without a password, "
+                f"got {self.certificate} and {self.key or 'no other file'} ({error.reason or error})"
+            ) from error
+        except OSError as error:
+            raise OSError(f"tls_certificate or tls_key cannot be read: {error.strerror}") from error
+
+
 def run_server(
-    service: Service, access: AccessSettings, bound: socket.socket, grace_seconds: float = 30.0
+    service: Service,
+    access: AccessSettings,
+    bound: socket.socket,
+    grace_seconds: float = 30.0,
+    tls: TlsFiles | None = None,
 ) -> None:
     """Serve on ``bound`` until SIGINT or SIGTERM; running answers then get ``grace_seconds`` to end.
 
@@ -74,11 +106,15 @@ def run_server(
                 access_log=False,
                 server_header=False,
                 http=bounded_protocol(MAX_CONNECTIONS),
+                ssl_certfile=None if tls is None else tls.certificate,
+                ssl_keyfile=None if tls is None else tls.key,
             )
-            host, port = bound.getsockname()[:2]
-            with address_errors(host, port):
+            where = address_of(bound)
+            with address_errors(where):
                 bound.listen()  # a client that connects before uvicorn accepts waits
-            log.info("ready: http://%s:%s", f"[{host}]" if ":" in host else host, port)
+            log.info(
+                "ready: %s%s", "" if where.startswith("unix:") else "https://" if tls else "http://", where
+            )
             SignalledServer(config, service, grace_seconds).run(sockets=[bound])
         finally:
             service.worker.close()
@@ -94,7 +130,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        with address_errors(host, port):
+        with address_errors(f"{host} port {port}"):
             bound.bind((host, port))
     except OSError:
         bound.close()
@@ -103,13 +139,49 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def address_errors(host: str, port: int) -> Iterator[None]:
+def bound_unix_socket(path: str) -> Iterator[socket.socket]:
+    """A socket with a path for its address, which does not listen yet; the path is gone when the block ends.
+
+    One that is there because a server before was killed is replaced.
+
+    Raises:
+        OSError: the path cannot be had.
+    """
+    with socket.socket(socket.AF_UNIX) as bound:
+        with address_errors(f"unix:{path}"):
+            if Path(path).is_socket() and not _is_answered(path):
+                Path(path).unlink()
+            bound.bind(path)
+        try:
+            yield bound
+        finally:
+            Path(path).unlink(missing_ok=True)
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        return asking.connect_ex(path) == 0
+
+
+def address_of(bound: socket.socket) -> str:
+    """As it is written behind ``http://``, or ``unix:`` and the path."""
+    address = bound.getsockname()
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextmanager
+def address_errors(where: str) -> Iterator[None]:
     """Names the address in an OSError, and what to do."""
     try:
         yield
     except OSError as error:
-        text = f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
-        raise OSError(text) from error
+        advice = (
+            "choose another --unix-socket" if where.startswith("unix:") else "choose another --host or --port"
+        )
+        raise OSError(f"cannot listen on {where}: {error.strerror or error}; {advice}") from error
 
 
 @contextmanager

@@ -13,22 +13,48 @@ import torch
 from jinja2.exceptions import TemplateError
 from transformers import LogitsProcessorList
 
-from medusa.acceptance.grammar import Grammar, GrammarCompiler
+from medusa.acceptance.grammar import (
+    Grammar,
+    GrammarCompiler,
+    choice_rule,
+    json_rule,
+    lark_rule,
+    pattern_rule,
+)
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
 from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.model import MedusaModel
-from medusa.serving.answer_text import AnswerText, forced_call
+from medusa.serving.answer_forms import AnswerForm, form_of
+from medusa.serving.answer_reader import AnswerReader
+from medusa.serving.answer_text import AnswerText
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import SEEDS, ChatRequest, CompletionRequest, SharedFields, sampling_arguments
+from medusa.serving.requests import (
+    SEEDS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SharedFields,
+    TokenizeRequest,
+    sampling_arguments,
+)
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, RecursionError)
 """What a chat template may raise about what it is given."""
+TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
+    "json": json_rule,
+    "regex": pattern_rule,
+    "choice": choice_rule,
+    "grammar": lark_rule,
+}
+"""The rule of a grammar for each kind of form that a client may ask for."""
+LAST_TOKENS = 16
+"""Tokens at the end of a prompt that are looked at."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
@@ -61,6 +87,14 @@ class ServiceSettings:
     allows_race: bool = False
     """Clients may ask for answers without guessing, for comparison. They have a batch of their own, of as
     much memory, and half of the time while both are busy."""
+    other_names: tuple[str, ...] = ()
+    """Names under which clients may ask too."""
+    takes_any_name: bool = False
+    """Whatever clients call the model is this one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.other_names)
 
 
 class Service:
@@ -120,32 +154,36 @@ class Service:
                 "the chat template of this model has no place for tools; leave them out",
                 param="tools" if asked.offered else "messages",
             )
+        messages = [message.as_template for message in asked.messages]
         try:
-            text = self._marked([message.as_template for message in asked.messages], asked.offered)
+            text = self._marked(messages, asked.offered, asked.template_arguments)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
-                "the model's chat template refuses these messages: their roles or their order",
+                "the model's chat template refuses these messages: their roles or their order, or what "
+                "chat_template_kwargs tells it",
                 param="messages",
             ) from error
         self._check_length(text, "messages")
         parts = filter(None, text.split(self._mark))
         return [id for part in parts for id in self.tokenizer(part, add_special_tokens=False)["input_ids"]]
 
-    def _marked(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> str:
+    def _marked(
+        self, messages: list[dict[str, Any]], tools: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> str:
         """The conversation as text, with the mark inside of each control token that messages and tools spell:
         tokenised on either side of it, what users write is text.
 
         Raises:
             RequestError: the template makes something else of it then.
         """
-        text = self._rendered(messages, tools)
-        cut, cut_tools = self._cut(messages), self._cut([*tools])
-        if (cut, cut_tools) == (messages, [*tools]):
+        text = self._rendered(messages, tools, arguments)
+        cut, *others = self._cut([messages, [*tools], dict(arguments)])
+        if [cut, *others] == [messages, [*tools], arguments]:
             return text
         # Some templates look for such text in what the model has said, as where its thoughts end.
         said = [old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)]
         for given in (cut, said):
-            marked = self._rendered(given, cut_tools)
+            marked = self._rendered(given, *others)
             if marked.replace(self._mark, "") == text:
                 return marked
         raise RequestError(
@@ -175,9 +213,11 @@ class Service:
             return {self._cut(key): self._cut(each) for key, each in given.items()}
         return given
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
+    ) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tools=[*tools] or None, add_generation_prompt=True, tokenize=False
+            messages, tools=[*tools] or None, add_generation_prompt=True, tokenize=False, **arguments
         )
 
     @functools.cached_property
@@ -188,24 +228,71 @@ class Service:
     def _end_ids(self) -> list[int]:
         return sorted(end_ids(self.model.base, self.tokenizer))
 
-    def grammar(self, asked: ChatRequest) -> Grammar:
-        """What the answer must keep to, where it ``is_formed``.
+    def grammar(self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
+        """What the answer to ``prompt`` must keep to, behind its reasoning, where it ``is_formed``.
 
         Raises:
             RequestError: grammars are not to be had here, or not this one.
         """
-        name = "tool_choice" if asked.must_call else "response_format"
+        chat = asked if isinstance(asked, ChatRequest) else None
+        text, must_call = asked.text_form, chat.must_call if chat else []
+        name = "tool_choice" if must_call or text is None else text.field
         try:
-            if asked.must_call:
-                return self._grammars.json(*forced_call(asked.must_call, self._tool_template))
-            return self._grammars.json(asked.schema_of_answer or {})
+            grammars, form = self._grammars, self.form if chat else AnswerForm()
+            rules = [f"answer: {form.text_around(grammars.spelt)} text"]
+            if must_call:
+                rules = ["answer: call", *form.call_rules(must_call, grammars.spelt)]
+            elif chat and chat.offered:
+                functions = [tool["function"] for tool in chat.offered]
+                rules = [f"{rules[0]} | {form.calls}", *form.call_rules(functions, grammars.spelt)]
+            if text is not None and not must_call:
+                rules.append(TEXT_RULES[text.kind]("text", text.given))
+            before = form.thoughts_before(grammars.spelt, self._is_thinking(prompt) if chat else None)
+            return grammars.compile(rules, *before)
         except (ImportError, ValueError) as error:
             raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
 
-    @property
-    def _tool_template(self) -> str:
+    @functools.cached_property
+    def _template(self) -> str:
         """The template that renders tools."""
-        return self.tokenizer.get_chat_template(tools=[{}])
+        return self.tokenizer.get_chat_template(tools=[{}]) if self.tokenizer.chat_template else ""
+
+    @functools.cached_property
+    def form(self) -> AnswerForm:
+        """How the model writes answers."""
+        return form_of(self._template)
+
+    @functools.cached_property
+    def _marks(self) -> dict[int, str]:
+        """The control tokens that tell the parts of an answer apart, which are no text otherwise."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {id: each.content for id, each in added if each.special and each.content in self.form.marks}
+
+    def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
+        """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
+        prompt has ended it, None where the model may begin it or not."""
+        begin, end = self.form.thoughts
+        last = self.tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip()
+        return None if not end else True if last.endswith(begin) else False if last.endswith(end) else None
+
+    def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> AnswerReader:
+        """What reads an answer to ``prompt``."""
+        tools = {tool["function"]["name"]: tool["function"] for tool in asked.offered}
+        most = 1 if asked.parallel_tool_calls is False else None
+        return AnswerReader(self.form, tools, most, bool(self._is_thinking(prompt)))
+
+    def unread(self, asked: ChatRequest | CompletionRequest) -> list[str]:
+        """The fields that a client gives and that nobody reads here, nor does the chat template."""
+        found = [*asked.unread()]
+        if isinstance(asked, ChatRequest):
+            names = ("reasoning_effort", "enable_thinking")
+            told = {name: name for name in names if getattr(asked, name) is not None}
+            told |= {name: f"chat_template_kwargs.{name}" for name in asked.chat_template_kwargs or {}}
+            if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
+                told.pop("reasoning_effort")
+            known = set(re.findall(r"\w+", self._template))
+            found += [field for name, field in told.items() if name not in known]
+        return found
 
     def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
         """The tokens of a conversation, or of each text to continue.
@@ -251,13 +338,7 @@ class Service:
         Raises:
             RequestError: something asked for is not to be had here, or there is no room now.
         """
-        if asked.model not in (None, "", self.settings.model_name):
-            raise RequestError(
-                f"the model {asked.model!r} is not here; there is {self.settings.model_name!r}",
-                404,
-                "model",
-                "model_not_found",
-            )
+        self.check_name(asked.model)
         if asked.medusa_plain and not self.settings.allows_race:
             raise RequestError(
                 "this server has no medusa_plain, which takes time from all others; leave it out, or have "
@@ -277,6 +358,13 @@ class Service:
             self.worker.check_room(asked.medusa_plain, asked.num_answers)
         except QueueFull as error:
             raise overloaded() from error
+
+    def check_name(self, name: str | None) -> None:
+        """Raise RequestError unless clients may call the model ``name``, or nothing."""
+        if name and not self.settings.takes_any_name and name not in self.settings.names:
+            there = ", ".join(map(repr, self.settings.names))
+            text = f"the model {name!r} is not here; there is {there}"
+            raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
         self,
@@ -319,7 +407,8 @@ class Service:
                 self.worker.batches[asked.medusa_plain].check(request)
             except ValueError as error:
                 raise RequestError(str(error)) from error
-            text = AnswerText(self.tokenizer, asked.stops)
+            marks = self._marks if isinstance(asked, ChatRequest) else None
+            text = AnswerText(self.tokenizer, asked.stops, marks)
             given: dict[str, Any] = {
                 "is_plain": asked.medusa_plain,
                 "seconds": self.settings.seconds,
@@ -373,12 +462,43 @@ class Service:
                     f"{param} must hold token ids of 0 to {size - 1}, got {token}", param=param
                 )
 
-    def model_card(self) -> Mapping[str, Any]:
-        """The entry of ``GET /v1/models``."""
+    def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """What a text or a conversation is as tokens.
+
+        Raises:
+            RequestError: as of :meth:`prompts`.
+        """
+        self.check_name(asked.model)
+        if asked.prompt is None:
+            ids = self.chat_prompt(asked.chat)
+        else:
+            self._check_length(asked.prompt, "prompt")
+            ids = self.tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"]
+        spelt = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": spelt}
+
+    def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens.
+
+        Raises:
+            RequestError: a token is none of the model's.
+        """
+        self.check_name(asked.model)
+        self._check_tokens(asked.tokens, "tokens")
+        return {"prompt": self.text_of(asked.tokens)}
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Control tokens included."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def model_card(self, name: str) -> Mapping[str, Any]:
+        """The entry of ``GET /v1/models`` under a name."""
         return {
-            "id": self.settings.model_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "medusa",
+            "root": self.settings.model_name,
             "max_model_len": self.context,
+            "context_length": self.context,
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,9 @@ class Answer:
         self.text, self.listener, self.is_plain = text, listener, is_plain
         self.arrived = self.last = time.monotonic()
         self.deadline = self.arrived + seconds
-        self.num_tokens = self.num_steps = 0
+        self.num_tokens = self.num_steps = self.num_drafted = 0
+        self.accepted = Counter[int]()
+        """Tokens by the depth of the guess behind them; 0 for the base model's own."""
         self.finish_reason: str | None = None
         """That of the last update."""
 
@@ -224,8 +227,11 @@ class Worker:
             self.metrics.went_on(now - answer.last, len(tokens))
         answer.last = now
         num_fed, pieces = text.feed(tokens[:num_text], progress.depths[:num_text])
+        num_new = num_fed if text.is_stopped else len(tokens)
         answer.num_steps += 1
-        answer.num_tokens += num_fed if text.is_stopped else len(tokens)
+        answer.num_tokens += num_new
+        answer.num_drafted += progress.num_drafted
+        answer.accepted.update(progress.depths[:num_new])
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)
         if text.is_stopped:

@@ -13,7 +13,7 @@ from tiny_chat import chat_base, chat_model, chat_tokenizer
 from transformers import LogitsProcessorList
 
 from medusa.acceptance import grammar
-from medusa.acceptance.grammar import GrammarCompiler
+from medusa.acceptance.grammar import GrammarCompiler, json_rule
 from medusa.base.causal_lm import vocab_size
 from medusa.decoding.batch import BatchLimits, Row
 
@@ -42,7 +42,7 @@ def answered(generate, grammar, prompt: str, **options) -> str:
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_trees_write_what_transformers_writes_with_the_same_grammar(compiler, seed):
-    grammar, model, base = compiler.json(SCHEMA), chat_model(), chat_base()
+    grammar, model, base = compiler.compile([json_rule("answer", SCHEMA)]), chat_model(), chat_base()
     options = {"max_new_tokens": 80}
     sampled = {"do_sample": False} if seed is None else {"do_sample": True, "seed": seed, "top_k": 0}
     drafted = answered(model.generate, grammar, "Hello", **options, **sampled)
@@ -56,7 +56,7 @@ def test_trees_write_what_transformers_writes_with_the_same_grammar(compiler, se
 
 
 def test_rows_with_grammars_share_passes_with_rows_without(compiler):
-    model, grammar = chat_model(), compiler.json(SCHEMA, "<t>", "</t>")
+    model, grammar = chat_model(), compiler.compile(['answer: "<t>" text "</t>"', json_rule("text", SCHEMA)])
     batch, rows = model.continuous_batch(BatchLimits(max_rows=4)), []
     for index in range(4):
         ids = TOKENIZER(f"Hello {index}", return_tensors="pt")
@@ -75,7 +75,7 @@ def test_rows_with_grammars_share_passes_with_rows_without(compiler):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=8))
 def test_what_may_follow_depends_on_the_path_alone_whatever_was_asked_before(compiler, visits):
-    grammar = compiler.json(SCHEMA)
+    grammar = compiler.compile([json_rule("answer", SCHEMA)])
     whole = TOKENIZER('{"a": -12, "b": "yellow", "c": true}')["input_ids"]
     used = grammar.processor(0)
     for length, is_wrong in visits:
@@ -89,7 +89,7 @@ def test_what_may_follow_depends_on_the_path_alone_whatever_was_asked_before(com
 
 def test_a_wrong_schema_is_refused(compiler):
     with pytest.raises(ValueError, match="Invalid type"):
-        compiler.json({"type": "nonsense"})
+        compiler.compile([json_rule("answer", {"type": "nonsense"})])
     with pytest.raises(ValueError, match="need a fast tokenizer"):
         GrammarCompiler(object(), 10, [1])
 
@@ -98,23 +98,25 @@ def test_a_schema_that_kills_the_trial_is_refused_and_the_next_one_is_compiled(c
     monkeypatch.setattr(grammar, "MAX_SCHEMA_DEPTH", 10**9)
     chain = {str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(5000)}
     with pytest.raises(ValueError, match="a deep stack; ask for a simpler form"):
-        compiler.json({"$ref": "#/$defs/0", "$defs": {**chain, "5000": True}})
-    assert compiler.json(SCHEMA).processor(0) is not None
+        compiler.compile([json_rule("answer", {"$ref": "#/$defs/0", "$defs": {**chain, "5000": True}})])
+    assert compiler.compile([json_rule("answer", SCHEMA)]).processor(0) is not None
 
 
 def test_a_schema_that_takes_too_long_to_try_is_refused(compiler, monkeypatch):
     monkeypatch.setattr(grammar, "TRIAL_SECONDS", 0.01)
     with pytest.raises(ValueError, match=r"more than 0\.01 seconds"):
-        compiler.json({"type": "string", "pattern": "^(a{1000}){1000}$"})
+        compiler.compile([json_rule("answer", {"type": "string", "pattern": "^(a{1000}){1000}$"})])
 
 
 def test_a_grammar_that_was_compiled_is_not_compiled_again(compiler):
-    assert compiler.json(SCHEMA) is compiler.json(dict(SCHEMA))
+    assert compiler.compile([json_rule("answer", SCHEMA)]) is compiler.compile(
+        [json_rule("answer", dict(SCHEMA))]
+    )
 
 
 def test_the_trial_ends_with_its_compiler():
     own = GrammarCompiler(TOKENIZER, vocab_size(chat_base()), [TOKENIZER.eos_token_id])
-    own.json(SCHEMA)
+    own.compile([json_rule("answer", SCHEMA)])
     process = own._trial._process
     assert process.poll() is None
     del own

@@ -6,15 +6,21 @@ import errno
 import io
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
 from conftest import CHECKOUT, REAL_BASE
 from tiny_chat import chat_model, save_chat_model
+from tiny_server import wait_until
 
 from medusa.cli import serve
 from medusa.cli.main import main
@@ -36,7 +42,8 @@ def flags_of(directories) -> list[str]:
 def test_flags_reach_the_server(directories, monkeypatch, capsys):
     started = []
 
-    def run(service, access, bound, grace):
+    def run(service, access, bound, grace, tls):
+        assert tls is None
         started.append((service, access, bound.getsockname()[0], grace))
 
     monkeypatch.setattr(server, "run_server", run)
@@ -46,11 +53,13 @@ def test_flags_reach_the_server(directories, monkeypatch, capsys):
     flags = ["--allowed-host", "a.example", "b.example", "--cors-origin", "https://Chat.example"]
     flags += ["--api-key", "first", "--api-key=second", "--max-rows", "3", "--prefix-mib", "1"]
     flags += ["--chunk", "7", "--timeout", "9"]
-    assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", "--model-name", "mine"]) == 0
+    names = ["--served-model-name", "mine", "--served-model-name", "yours", "--any-model-name"]
+    assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", *names]) == 0
     ((service, access, host, grace),) = started
     limits = service.worker.batches[False].limits
     assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
-    assert (service.settings.model_name, service.settings.seconds) == ("mine", 9)
+    assert (service.settings.names, service.settings.seconds) == (("mine", "yours"), 9)
+    assert service.settings.takes_any_name
     assert access.api_keys == ("first", "second", "third", "fourth")
     assert access.allowed_hosts == ("0.0.0.0", "a.example", "b.example")
     assert access.cors_origins == ("https://chat.example",)
@@ -162,6 +171,87 @@ def test_clients_can_connect_from_the_moment_that_the_server_says_ready(monkeypa
     finally:
         server.log.removeFilter(connect)
     assert connected
+
+
+@contextmanager
+def served(monkeypatch, bound, tls=None):
+    """A server that runs as ``medusa serve`` has it run; its end is as after a signal."""
+    run, begun = server.SignalledServer.run, []
+
+    def noted(self, sockets):
+        begun.append(self)
+        run(self, sockets)
+
+    monkeypatch.setattr(server.SignalledServer, "run", noted)
+    service = Service(chat_model(), ServiceSettings("tiny"))
+    thread = threading.Thread(target=server.run_server, args=(service, AccessSettings(), bound, 1.0, tls))
+    thread.start()
+    try:
+        wait_until(lambda: begun and begun[0].started)
+        yield
+    finally:
+        begun[0].should_exit = True
+        thread.join()
+
+
+def test_a_unix_socket_is_answered_and_gone_at_the_end(monkeypatch, tmp_path):
+    path = tmp_path / "medusa.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))  # nobody listens there any more
+    with server.bound_unix_socket(str(path)) as bound, served(monkeypatch, bound):
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+            assert client.post("http://localhost/v1/chat/completions", json=asked).status_code == 200
+            assert client.get("http://evil.example/health").status_code == 403
+        said = f"cannot listen on unix:{path}.*choose another --unix-socket"
+        with pytest.raises(OSError, match=said), server.bound_unix_socket(str(path)):
+            pass
+    assert not path.exists()
+    path.write_text("mine")
+    with pytest.raises(OSError, match="cannot listen on"), server.bound_unix_socket(str(path)):
+        pass
+    assert path.read_text() == "mine"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl")
+    made, key = tmp_path_factory.mktemp("tls") / "certificate.pem", tmp_path_factory.mktemp("tls") / "key.pem"
+    words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    words += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(["openssl", "req", *words, "-keyout", key, "-out", made], check=True, capture_output=True)
+    return str(made), str(key)
+
+
+def test_with_a_certificate_a_server_answers_over_https_alone(monkeypatch, certificate):
+    with (
+        server.bound_socket("127.0.0.1", 0) as bound,
+        served(monkeypatch, bound, server.TlsFiles(*certificate)),
+    ):
+        url = f"https://{server.address_of(bound)}"
+        trusted = ssl.create_default_context(cafile=certificate[0])
+        assert httpx.get(f"{url}/health", verify=trusted).json() == {"status": "ok"}
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url.replace('https', 'http')}/health")
+
+
+def test_a_certificate_that_is_none_is_said_before_a_model_is_loaded(
+    monkeypatch, capsys, certificate, tmp_path
+):
+    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("a model is loaded"))
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("nothing")
+    for flags, told in (
+        (["--tls-certificate", str(wrong)], "must be a certificate and its key in PEM"),
+        (["--tls-certificate", certificate[0]], "must be a certificate and its key in PEM"),
+        (["--tls-certificate", str(tmp_path / "none.pem")], "cannot be read"),
+    ):
+        assert main(["serve", "--port", "0", *flags]) == 1
+        assert told in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main(["serve", "--tls-key", certificate[1]])
+    assert "tls_key goes with tls_certificate" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
-"""Whole characters, nothing of a stop string, and calls of tools, however tokens come."""
-
-import json
+"""Whole characters and nothing of a stop string, however tokens come."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import chat_tokenizer
 
-from medusa.serving.answer_text import AnswerText, ToolCallReader, forced_call
+from medusa.serving.answer_text import AnswerText
 
 TOKENIZER = chat_tokenizer()
 
@@ -53,72 +51,10 @@ def test_tokens_behind_a_stop_string_are_not_counted(size):
     assert sum(counts) == 3 and answer.finish() == []
 
 
-CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
-OTHER = '{"name": "time", "arguments": {}}'
-
-
-def read(text: str, sizes: list[int], most: int | None = None) -> tuple[str, list[tuple[str, dict]]]:
-    reader, said, calls, at, turn = ToolCallReader(["weather", "time"], most), "", [], 0, 0
-    while at < len(text):
-        size = sizes[turn % len(sizes)]
-        more, found = reader.feed(text[at : at + size])
-        said, calls, at, turn = said + more, calls + found, at + size, turn + 1
-    more, found = reader.finish()
-    return said + more, [(call.name, json.loads(call.arguments)) for call in calls + found]
-
-
-WRITTEN = [
-    ("no call", "no call", []),
-    ("a < b, <tool", "a < b, <tool", []),
-    (f"<tool_call>\n{CALL}\n</tool_call>", "", [("weather", {"city": "Oslo"})]),
-    (f"Let me see. <tool_call>{CALL}</tool_call>", "Let me see. ", [("weather", {"city": "Oslo"})]),
-    (
-        f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER}</tool_call>\n",
-        "",
-        [("weather", {"city": "Oslo"}), ("time", {})],
-    ),
-    (f"<tool_call>{CALL}", "", [("weather", {"city": "Oslo"})]),
-    ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
-    ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
-    (CALL.replace("arguments", "parameters"), "", [("weather", {"city": "Oslo"})]),
-    (f"[{CALL}, {OTHER}]", "", [("weather", {"city": "Oslo"}), ("time", {})]),
-    (f"{CALL} and more", f"{CALL} and more", []),
-    ('{"name": "weather", "arguments": 5}', '{"name": "weather", "arguments": 5}', []),
-    ("[" * 5000, "[" * 5000, []),
-]
-
-
-@pytest.mark.parametrize(("text", "said", "calls"), WRITTEN, ids=[text[:30] for text, _, _ in WRITTEN])
-@settings(max_examples=25, deadline=None)
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
-def test_calls_are_found_and_all_else_stays_text_however_it_is_cut(text, said, calls, sizes):
-    assert read(text, sizes) == (text if said is None else said, calls)
-
-
-def test_text_before_a_call_is_not_held_back():
-    reader = ToolCallReader(["weather"])
-    assert reader.feed("I say <tool") == ("I say ", [])
-    assert reader.feed(" bar") == ("<tool bar", [])
-
-
-def test_no_more_calls_are_read_than_may_be():
-    assert read(f"<tool_call>{CALL}</tool_call><tool_call>{OTHER}</tool_call>", [9], most=1) == (
-        "",
-        [("weather", {"city": "Oslo"})],
-    )
-
-
-def test_a_forced_call_is_written_as_the_template_teaches_it():
-    tools = [{"name": "weather", "parameters": {"type": "object", "$defs": {"A": {}}}}, {"name": "time"}]
-    schema, before, after = forced_call(tools, "... <tool_call> ...")
-    assert (before, after) == ("<tool_call>\n", "\n</tool_call>")
-    assert [kind["properties"]["name"]["const"] for kind in schema["anyOf"]] == ["weather", "time"]
-    schema, before, after = forced_call(tools, 'write {"name": ..., "parameters": ...}')
-    assert (before, after) == ("", "") and schema["anyOf"][0]["required"] == ["name", "parameters"]
-
-
-def test_references_of_a_tool_stay_inside_of_its_own_schema():
-    tree = {"properties": {"left": {"$ref": "#"}, "const": {"const": {"$ref": "#"}}}}
-    schema, _, _ = forced_call([{"name": "a"}, {"name": "b", "parameters": tree}], "")
-    kept = schema["$defs"]["1"]["properties"]
-    assert kept["left"] == {"$ref": "#/$defs/1"} and kept["const"] == {"const": {"$ref": "#"}}
+def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
+    tokens = TOKENIZER("a<|user|>b<|end|>é")["input_ids"]
+    user = TOKENIZER.convert_tokens_to_ids("<|user|>")
+    for marks, text in (({}, "abé"), ({user: "<|user|>"}, "a<|user|>bé")):
+        answer = AnswerText(TOKENIZER, marks=marks)
+        pieces = answer.feed(tokens, [0] * len(tokens))[1] + answer.finish()
+        assert "".join(piece.text for piece in pieces) == text

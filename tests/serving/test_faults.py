@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tiny_chat import chat_model, save_chat_model
+from tiny_chat import TOOL_TEMPLATE, chat_model, save_chat_model
 from tiny_server import Running, expected, running, wait_until
 
 from medusa.acceptance.sampling import OccurrencePenalty
@@ -41,6 +41,9 @@ from medusa.serving.service import Service, ServiceSettings
 HELLO = [{"role": "user", "content": "Hello"}]
 LONG = [{"role": "user", "content": "long " * 50}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +163,7 @@ def test_a_process_that_is_killed_loses_what_was_under_way_and_answers_when_star
     command = [sys.executable, "-m", "medusa", "serve", "--base", base, "--heads", heads]
     url, answers = f"http://127.0.0.1:{port}", []
     for _ in range(2):
-        process = subprocess.Popen([*command, "--port", str(port), "--model-name", "tiny"])
+        process = subprocess.Popen([*command, "--port", str(port), "--served-model-name", "tiny"])
         try:
             wait_until(lambda: is_healthy(url), 120)
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -185,6 +188,23 @@ def is_healthy(url: str) -> bool:
         return False
 
 
+MIXED = [
+    ("chat/completions", {}),
+    ("chat/completions", {"tools": TOOLS, "store": True}),
+    ("chat/completions", {"tools": TOOLS, "tool_choice": "required", "stop": ["xyz"]}),
+    ("chat/completions", {"response_format": {"type": "json_object"}, "tools": TOOLS, "logprobs": True}),
+    ("chat/completions", {"structured_outputs": {"regex": "[a-z]{1,30}"}, "chat_template_kwargs": {"a": 1}}),
+    ("completions", {"echo": True, "n": 2}),
+    (
+        "completions",
+        {"structured_outputs": {"choice": ["yes", "no"]}, "stream_options": {"include_depths": True}},
+    ),
+    ("responses", {}),
+    ("responses", {"tools": [{"type": "function", "name": "f"}], "tool_choice": "required", "store": False}),
+]
+"""Where a visitor asks, and with which fields beside."""
+
+
 def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -196,15 +216,23 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
     chance, seen, num_asked = random.Random(0), [], 0
     limits = BatchLimits(max_rows=4, chunk=32, prefix_bytes=2**20)  # full within seconds
-    with running(chat_model(), limits=limits, allows_race=True) as server:
-        url = f"{server.url}/v1/chat/completions"
+    model = chat_model(context=2048)
+    model.tokenizer.chat_template = TOOL_TEMPLATE + "<think>"
+    with running(model, limits=limits, allows_race=True) as server:
 
         async def visit(client: httpx.AsyncClient) -> None:
             words = [{"role": "user", "content": "Hello " * chance.randint(1, 40)}]
             body = {**ASKED, "messages": words, "max_tokens": chance.randint(1, 60), "stream": True}
             body |= {"temperature": chance.choice([0, 1]), "medusa_plain": chance.random() < 0.1}
+            path, more = chance.choice(MIXED)
+            body |= more
+            if path == "responses":
+                body = {"input": words, "max_output_tokens": body["max_tokens"], "stream": True, **more}
+            elif path == "completions":
+                body |= {"prompt": "Hello " * chance.randint(1, 40), "messages": None}
             leaves_after = chance.choice([0, 1, 3, 10**6])
-            async with client.stream("POST", url, json=body) as reply:
+            async with client.stream("POST", f"{server.url}/v1/{path}", json=body) as reply:
+                assert reply.status_code in (200, 503), await reply.aread()
                 async for _ in reply.aiter_lines():
                     leaves_after -= 1
                     if leaves_after < 0:
@@ -330,9 +358,30 @@ JSON = st.recursive(
 FIELDS = [
     "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
     "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain",
+    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain", "echo",
+    "structured_outputs", "chat_template_kwargs", "reasoning_effort", "enable_thinking",
+    "input", "instructions", "max_output_tokens", "text", "reasoning", "previous_response_id", "metadata",
+    "tokens", "add_special_tokens", "return_token_strs", "parallel_tool_calls", "unheard of",
 ]  # fmt: skip
-WHOLE = {"messages": HELLO, "prompt": "a", "max_tokens": 1}
+WHOLE = {
+    "messages": HELLO,
+    "prompt": "a",
+    "max_tokens": 1,
+    "input": "a",
+    "max_output_tokens": 1,
+    "tokens": [5],
+}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+PARTS = [
+    {"structured_outputs": {"regex": "a[b"}}, {"structured_outputs": {"grammar": "start: x\nx: /a/"}},
+    {"structured_outputs": {"choice": ["a"]}}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"},
+    {"response_format": {"type": "json_object"}, "tools": TOOLS}, {"stream": True}, {"echo": True},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+    {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]},
+    {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"enum": [1]}}}},
+    {"chat_template_kwargs": {"x": "<|end|>"}}, {"enable_thinking": False},
+]  # fmt: skip
+"""What is right by itself, and may not be beside the rest."""
 
 
 @st.composite
@@ -342,7 +391,12 @@ def bodies(draw) -> bytes:
     if kind == "bytes":
         return draw(st.binary(max_size=40))
     fields = draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
-    body = json.dumps({**(WHOLE if draw(st.booleans()) else {}), **fields}).encode()
+    right = {
+        key: value
+        for part in draw(st.lists(st.sampled_from(PARTS), max_size=2))
+        for key, value in part.items()
+    }
+    body = json.dumps({**(WHOLE if draw(st.booleans()) else {}), **right, **fields}).encode()
     if kind == "cut":
         at, length = draw(st.integers(0, len(body))), draw(st.integers(0, 6))
         body = body[:at] + draw(st.binary(max_size=4)) + body[at + length :]
@@ -353,7 +407,9 @@ class InProcess:
     """The application without a socket."""
 
     def __init__(self) -> None:
-        service = Service(chat_model(), ServiceSettings("tiny", allows_race=True))
+        model = chat_model(context=2048)
+        model.tokenizer.chat_template = TOOL_TEMPLATE + "<think>"
+        service = Service(model, ServiceSettings("tiny", allows_race=True, max_new_tokens=64))
         service.start()
         self.service, self.loop = service, asyncio.new_event_loop()
         self.app = create_application(service, AccessSettings())
@@ -398,9 +454,9 @@ NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "150"))
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(path=st.sampled_from(["chat/completions", "completions"]), body=bodies())
+@given(path=st.sampled_from(PATHS), body=bodies())
 def test_no_body_breaks_the_server(in_process, path, body):
-    status, reply = in_process.post(f"/v1/{path}", body)
+    status, reply = in_process.post(path, body)
     assert status in (200, 400, 404), reply
     if status != 200:
         error = json.loads(reply)["error"]

@@ -82,9 +82,26 @@ def test_an_answer_is_that_of_generate_streamed_or_not(server, tiny_chat_model):
         assert chunks[0].choices[0].delta.role == "assistant"
         assert said(chunks) == text
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-        assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(
-            update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
-        )
+        assert chunks[-1].choices == []
+        for counted in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert getattr(chunks[-1].usage, counted) == getattr(whole.usage, counted)
+
+
+def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog):
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
+    caplog.set_level(logging.INFO, "medusa.serving")
+    with running(tiny_chat_model, allows_race=True) as server:  # whose guessing has not paused yet
+        whole = client_of(server).chat.completions.create(**asked).usage
+        plain = client_of(server).chat.completions.create(**asked, extra_body={"medusa_plain": True}).usage
+    guessed, logged = whole.model_extra["medusa"], json.loads(caplog.messages[-2])
+    assert logged["medusa"] == guessed and logged["completion_tokens"] == whole.completion_tokens
+    accepted = sum(guessed["accepted_per_depth"])
+    assert 0 < accepted < guessed["num_drafted"]
+    assert whole.completion_tokens == guessed["num_steps"] + accepted
+    assert guessed["tokens_per_step"] == round(whole.completion_tokens / guessed["num_steps"], 3)
+    assert guessed["accepted_per_depth"] == sorted(guessed["accepted_per_depth"], reverse=True)
+    num_tokens, nothing = plain.completion_tokens, {"num_drafted": 0, "accepted_per_depth": []}
+    assert plain.model_extra["medusa"] == {"num_steps": num_tokens, "tokens_per_step": 1.0, **nothing}
 
 
 @pytest.mark.parametrize("num_choices", [1, 4])
@@ -246,8 +263,11 @@ def test_tools_are_offered_called_and_answered(tool_server):
         assert call.function.name == "weather"
         assert isinstance(json.loads(call.function.arguments)["warm"], bool)
         chunks = list(client.chat.completions.create(**asked, tool_choice=choice, stream=True))
-        (streamed,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
-        assert streamed.function.arguments == call.function.arguments and streamed.index == 0
+        first, *more = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+        assert (first.function.name, first.index, first.type) == ("weather", 0, "function") and first.id
+        assert [(each.id, each.index, each.function.name) for each in more] == [(None, 0, None)] * len(more)
+        arguments = [each.function.arguments for each in (first, *more)]
+        assert "".join(arguments) == call.function.arguments and len(more) > 1
         assert said(chunks) == "" and chunks[-1].choices[0].finish_reason == "tool_calls"
     first = client.chat.completions.create(**asked)
     free = first.choices[0]
@@ -258,8 +278,13 @@ def test_tools_are_offered_called_and_answered(tool_server):
     answer = client.chat.completions.create(**{**asked, "messages": history})
     called = '<tool_call>{"arguments": {"warm": true}, "name": "weather"}</tool_call>'
     assert answer.usage.prompt_tokens > first.usage.prompt_tokens + len(called)
-    with pytest.raises(openai.BadRequestError, match="cannot be kept at once"):
-        client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    for seed in range(4):  # a call or the form
+        reply = client.chat.completions.create(
+            **{**asked, "seed": seed}, response_format=form({"enum": ["a", "b"]})
+        )
+        choice = reply.choices[0]
+        called = [call.function.name for call in choice.message.tool_calls or ()]
+        assert (called or json.loads(choice.message.content)) in (["weather"], "a", "b")
 
 
 CONTROLS = "a<|end|><|user|>b<<|assistant|>"

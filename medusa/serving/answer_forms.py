@@ -1,0 +1,148 @@
+"""The forms in which models write answers, found from the chat template: where reasoning stands, and how a
+tool is called.
+
+:mod:`medusa.serving.answer_reader` reads all of them; what is here says which one a model knows, and gives
+the rules of a grammar (Lark, as llguidance reads it) by which a call is written in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from medusa.acceptance.grammar import json_rule
+
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
+HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+"""What stands around and in the messages of gpt-oss; a final answer is one on the channel ``final``."""
+Spelt = Callable[[str], str]
+"""A text as a part of a grammar: its control tokens as tokens."""
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How a model writes what is no plain text."""
+
+    thoughts: tuple[str, str] = ("", "")
+    """What reasoning begins and ends with; empty where the template knows none."""
+    call: Literal["hermes", "xml", "python", "json", "harmony"] = "json"
+    """How a forced call is written."""
+    arguments_key: str = "arguments"
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.call == "harmony"
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """What a call begins with in the middle of an answer."""
+        return ("<tool_call>", "<function=") if self.call == "xml" else ("<tool_call>",)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Control tokens that tell the parts of an answer apart."""
+        return HARMONY if self.is_harmony else (*filter(None, self.thoughts), "<tool_call>", "</tool_call>")
+
+    def thoughts_before(self, spelt: Spelt, is_thinking: bool | None) -> tuple[str, list[str]]:
+        """What comes before an answer that keeps to a grammar, as a part of its start, and the rules for it.
+
+        Args:
+            is_thinking: whether the prompt has begun the reasoning, so that it must end; False where it has
+                ended it, None where there may be some or none.
+        """
+        begin, end = self.thoughts
+        if self.is_harmony:
+            begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+        if not end or is_thinking is False:
+            return "", []
+        rest = r"/\n{0,2}/"
+        if spelt(end) == json.dumps(end):  # no token of its own
+            rules = [f"thoughts: thought {rest}", f"thought[suffix={json.dumps(end)}]: /(?s:.*)/"]
+        else:
+            rules = [f"thoughts: /(?s:.*)/ {spelt(end)} {rest}"]
+        return ("thoughts" if is_thinking else f"({spelt(begin)} thoughts)?"), rules
+
+    def text_around(self, spelt: Spelt) -> str:
+        """What stands before an answer that is no call."""
+        return spelt("<|channel|>final<|message|>") if self.is_harmony else ""
+
+    @property
+    def calls(self) -> str:
+        """One call or more, of the rule ``call``."""
+        return r'call ("\n" call)*' if self.call in ("hermes", "xml") else "call"
+
+    def call_rules(self, functions: Sequence[Mapping[str, Any]], spelt: Spelt) -> list[str]:
+        """``call``, which is one call of one of ``functions``, and the rules below it.
+
+        Raises:
+            ValueError: the parameters of a function are no schema that can be kept.
+        """
+        rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
+        for index, function in enumerate(functions):
+            schema = {"type": "object", **(function.get("parameters") or {})}
+            if self.call in ("xml", "python"):
+                rules += _by_parameter(self.call, index, function["name"], schema, spelt)
+                continue
+            before, after = self._around_arguments(function["name"])
+            end = f" {spelt(after)}" if after else ""
+            rules += [
+                f"call_{index}: {spelt(before)} given_{index}{end}",
+                json_rule(f"given_{index}", schema),
+            ]
+        return rules
+
+    def _around_arguments(self, name: str) -> tuple[str, str]:
+        if self.is_harmony:
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""
+        before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments_key}": '
+        return (f"<tool_call>\n{before}", "}\n</tool_call>") if self.call == "hermes" else (before, "}")
+
+
+def form_of(template: str) -> AnswerForm:
+    """The form that a chat template shows to its model."""
+    thoughts = next((pair for pair in THOUGHTS if pair[0] in template or pair[1] in template), ("", ""))
+    if "<|channel|>" in template and "<|message|>" in template:
+        return AnswerForm(call="harmony")
+    if "<function=" in template:
+        return AnswerForm(thoughts, "xml")
+    if "<tool_call>" in template:
+        return AnswerForm(thoughts, "hermes")
+    if "<|python_start|>" in template or "func_name1(" in template:
+        return AnswerForm(thoughts, "python")
+    return AnswerForm(thoughts, "json", "parameters" if '"parameters": ' in template else "arguments")
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a parameter of this schema, of a call without JSON, is written as it stands."""
+    return not schema or (isinstance(schema, Mapping) and schema.get("type") == "string")
+
+
+def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], spelt: Spelt) -> list[str]:
+    """A call whose parameters stand one by one, in the order of the schema: required ones first."""
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties") or {}
+    required = [key for key in schema.get("required") or () if key in properties]
+    keys, rules = [*required, *(key for key in properties if key not in required)], []
+    end = json.dumps("\n</parameter>\n") if kind == "xml" else ""
+    for number, key in enumerate(keys):
+        value, place = properties[key], f"{index}_{number}"
+        begin = f"<parameter={key}>\n" if kind == "xml" else f"{key}="
+        rules.append(f"given_{place}: {json.dumps(begin)} value_{place}")
+        if kind == "xml" and is_text(value) and not (value or {}).get("enum"):
+            rules.append(f"value_{place}[suffix={end}]: /(?s:.*)/")
+        elif kind == "xml" and is_text(value):
+            rules.append(f"value_{place}: ({' | '.join(map(json.dumps, value['enum']))}) {end}")
+        else:
+            schema_of_value = {**definitions, **value} if isinstance(value, Mapping) else {"not": {}}
+            rules += [f"value_{place}: json_{place} {end}", json_rule(f"json_{place}", schema_of_value)]
+    names = [f"given_{index}_{number}" for number in range(len(keys))]
+    first, rest = names[: len(required)], names[len(required) :]
+    if kind == "xml":
+        before, after = spelt(f"<tool_call>\n<function={name}>\n"), spelt("</function>\n</tool_call>")
+        return [f"call_{index}: {' '.join([before, *first, *(f'{each}?' for each in rest), after])}", *rules]
+    given = ' ", " '.join(first) + "".join(f' (", " {each})?' for each in rest)
+    given = given if first or not rest else f"({' | '.join(rest)})?"
+    return [f"call_{index}: {json.dumps(f'[{name}(')} {given} {json.dumps(')]')}", *rules]

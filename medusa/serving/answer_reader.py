@@ -1,0 +1,398 @@
+"""What an answer is made of: reasoning, text, and calls of tools, each handed on as its text comes.
+
+A reading is a generator that goes as far as the text allows, and yields where it needs more of it: a whole
+answer and a stream are read by the same lines. What turns out to be no call stays text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from medusa.serving.answer_forms import AnswerForm, is_text
+
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")
+RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+ARGUMENTS = ("arguments", "parameters")
+"""Keys under which models write what a call is given."""
+TOO_MUCH = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What reading a text as JSON or Python may raise."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of an answer."""
+
+    kind: Literal["reasoning", "text", "call", "arguments"]
+    text: str
+    """What is said; of a call the name of the tool; of arguments more of the JSON of the last call."""
+
+
+Waiting = Generator[None, None, None]
+Asking = Generator[None, None, bool]
+
+
+class AnswerReader:
+    """Text in, parts out.
+
+    Args:
+        form: how the model writes.
+        tools: the functions that were offered, by name; no others are called.
+        most: calls that are read; what comes behind them is dropped.
+        is_thinking: the prompt has begun the reasoning.
+    """
+
+    def __init__(
+        self,
+        form: AnswerForm,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        most: int | None = None,
+        is_thinking: bool = False,
+    ):
+        self.num_calls = 0
+        self._form, self._tools, self._most, self._is_thinking = form, tools or {}, most, is_thinking
+        self._held, self._at, self._is_whole = "", 0, False  # what has come, how far it is understood
+        self._blank, self._drops_blank = "", False
+        self._parts: list[Part] = []
+        self._reading = self._messages() if form.is_harmony else self._thoughts_and_rest()
+
+    def feed(self, text: str) -> list[Part]:
+        """What is certain now."""
+        self._held += text
+        return self._read_on()
+
+    def finish(self) -> list[Part]:
+        """The rest, at the end of the answer."""
+        self._is_whole = True
+        return self._read_on()
+
+    def _read_on(self) -> list[Part]:
+        next(self._reading, None)
+        parts, self._parts = self._parts, []
+        return parts
+
+    # What is found
+
+    def _pass(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        """White space at the end waits for what follows: around reasoning and calls it is no answer."""
+        text = self._blank + text
+        text = text.lstrip() if self._drops_blank else text
+        body = text.rstrip()
+        self._blank = text[len(body) :]
+        if body:
+            self._parts.append(Part(kind, body))
+            self._drops_blank = False
+
+    def _say(self, text: str) -> None:
+        self._pass("text", text)
+
+    def _think(self, text: str) -> None:
+        self._pass("reasoning", text)
+
+    def _drop_blank(self) -> None:
+        self._blank, self._drops_blank = "", True
+
+    def _call(self, name: str) -> None:
+        self._drop_blank()
+        self.num_calls += 1
+        self._add("call", name)
+
+    def _argue(self, text: str) -> None:
+        self._add("arguments", text)
+
+    def _add(self, kind: Literal["call", "arguments"], text: str) -> None:
+        if text and (self._most is None or self.num_calls <= self._most):
+            self._parts.append(Part(kind, text))
+
+    # How text is taken
+
+    def _commit(self) -> None:
+        """What is understood is taken."""
+        self._held, self._at = self._held[self._at :], 0
+
+    def _until(self, marks: Collection[str], say: Callable[[str], object]) -> Generator[None, None, str]:
+        """Hands text on as it comes, up to one of ``marks``, which is taken and returned; "" at the end."""
+        while True:
+            found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
+            kept = 0 if self._is_whole else max((overlap(self._held, mark) for mark in marks), default=0)
+            end = len(self._held) - kept if found is None else found[0]
+            say(self._held[:end])
+            self._at = end if found is None else end + len(found[1])
+            self._commit()
+            if found is not None or self._is_whole:
+                return found[1] if found else ""
+            yield
+
+    def _skip(self, *words: str) -> Asking:
+        """Whether one of ``words`` comes next, white space aside; it is then understood."""
+        while True:
+            rest = self._held[self._at :].lstrip()
+            for word in words:
+                if rest.startswith(word):
+                    self._at = len(self._held) - len(rest) + len(word)
+                    return True
+            if self._is_whole or not any(word.startswith(rest) for word in words):
+                return False
+            yield
+
+    def _string(self) -> Generator[None, None, str | None]:
+        """The JSON string that comes next, understood; None where there is none."""
+        if not (yield from self._skip('"')):
+            return None
+        begin = self._at - 1
+        while (found := STRING.match(self._held, begin)) is None:
+            if self._is_whole:
+                return None
+            yield
+        self._at = found.end()
+        return _json(found[0])
+
+    def _object(self, say: Callable[[str], object]) -> Waiting:
+        """Hands on the JSON object that comes next, as it comes."""
+        depth, is_text, is_escaped = 0, False, False
+        while True:
+            end = len(self._held)
+            for at, letter in enumerate(self._held):
+                if is_escaped or (is_text and letter == "\\"):
+                    is_escaped = not is_escaped
+                elif letter == '"':
+                    is_text = not is_text
+                elif not is_text:
+                    depth += (letter in "{[") - (letter in "}]")
+                if depth == 0:
+                    end = at + 1
+                    break
+            say(self._held[:end])
+            self._held = self._held[end:]
+            if depth == 0 or self._is_whole:
+                return
+            yield
+
+    # Reasoning, and then text and calls
+
+    def _thoughts_and_rest(self) -> Waiting:
+        begin, end = self._form.thoughts
+        if end and (self._is_thinking or (yield from self._skip(begin))):
+            self._commit()
+            self._drop_blank()
+            yield from self._until([end], self._think)
+            self._drop_blank()
+        self._at = 0
+        if self._tools and not (yield from self._calls_alone()):
+            self._at = 0
+        marks = self._form.call_marks if self._tools else ()
+        while mark := (yield from self._until(marks, self._say)):
+            if not (yield from self._marked_calls(mark)):
+                self._at = 0
+                self._say(mark)
+        if not self.num_calls and not self._drops_blank and self._blank:
+            self._parts.append(Part("text", self._blank))
+
+    def _calls_alone(self) -> Asking:
+        """Calls at the beginning, without marks: JSON, a list of it, or a list of calls as in Python."""
+        if (yield from self._skip("{", "[")):
+            self._at = 0
+            return (yield from self._json_calls()) or (yield from self._python_calls())
+        return False
+
+    def _marked_calls(self, mark: str) -> Asking:
+        if mark == "<function=":
+            return (yield from self._xml_call())
+        if (yield from self._skip("<function=")):
+            found = yield from self._xml_call()
+        else:
+            found = yield from self._json_calls()
+        if found and (yield from self._skip("</tool_call>")):
+            self._commit()
+        return found
+
+    def _json_calls(self) -> Asking:
+        """Whether a call as a JSON object came, or a list of them; taken then."""
+        self._at = 0
+        is_list = yield from self._skip("[")
+        if not (yield from self._json_call()):
+            self._at = 0
+            return False
+        while is_list and (yield from self._skip(",")) and (yield from self._json_call()):
+            pass
+        if is_list and (yield from self._skip("]")):
+            self._commit()
+        return True
+
+    def _json_call(self) -> Asking:
+        if not (yield from self._skip("{")):
+            return False
+        begin, key = self._at - 1, (yield from self._string())
+        if key in ARGUMENTS:  # the name may come behind: all of it is waited for
+            self._at = begin
+            return (yield from self._call_by_whole_object())
+        if key != "name" or not (yield from self._skip(":")):
+            return False
+        name = yield from self._string()
+        if name is None or name not in self._tools or not (yield from self._skip(",")):
+            return False
+        key = yield from self._string()
+        if key not in ARGUMENTS or not (yield from self._skip(":")) or not (yield from self._skip("{")):
+            return False
+        self._at -= 1
+        self._commit()
+        self._call(name)
+        yield from self._object(self._argue)
+        if (yield from self._skip("}")):
+            self._commit()
+        return True
+
+    def _call_by_whole_object(self) -> Asking:
+        before, said = self._held[: self._at], list[str]()
+        self._commit()
+        yield from self._object(said.append)
+        given = _json("".join(said))
+        arguments = given and next((given[key] for key in ARGUMENTS if key in given), None)
+        if not isinstance(arguments, dict) or given.get("name") not in self._tools:
+            self._held = before + "".join(said) + self._held
+            return False
+        self._call(given["name"])
+        self._argue(_quoted(arguments))
+        return True
+
+    def _xml_call(self) -> Asking:
+        """``<function=name>``, and in it ``<parameter=key>`` with a value each, as Qwen3-Coder writes."""
+        begin = self._at
+        while (end := self._held.find(">", begin)) < 0:
+            if self._is_whole:
+                return False
+            yield
+        name = self._held[begin:end].strip()
+        if name not in self._tools:
+            return False
+        self._at = end + 1
+        self._commit()
+        self._call(name)
+        joint, properties = "{", (self._tools[name].get("parameters") or {}).get("properties") or {}
+        while (yield from self._skip("<parameter=")):
+            self._commit()
+            key: list[str] = []
+            yield from self._until([">"], key.append)
+            named = "".join(key).strip()
+            self._argue(f"{joint}{_quoted(named)}: ")
+            joint = ", "
+            yield from self._xml_value(is_text(properties.get(named)))
+        if not self._is_whole or (yield from self._skip("</function>")):
+            self._argue("{}" if joint == "{" else "}")
+        for mark in ("</function>", "</tool_call>"):
+            if (yield from self._skip(mark)):
+                self._commit()
+        return True
+
+    def _xml_value(self, is_plain: bool) -> Waiting:
+        while not self._held and not self._is_whole:
+            yield
+        self._held = self._held.removeprefix("\n")
+        ends, value = ["\n</parameter>", "</parameter>"], list[str]()
+        if is_plain:
+            self._argue('"')
+            if (yield from self._until(ends, lambda text: self._argue(_quoted(text)[1:-1]))):
+                self._argue('"')
+        elif (yield from self._until(ends, value.append)):
+            given = _python(f"(value={''.join(value)})")
+            self._argue(_quoted("".join(value) if given is None else given["value"]))
+
+    def _python_calls(self) -> Asking:
+        """Whether ``[name(key=value, ...), ...]`` came, as Llama 3.2 and 4 write; taken then."""
+        if not (yield from self._skip("[")) or not (yield from self._python_call()):
+            self._at = 0
+            return False
+        while (yield from self._skip(",")) and (yield from self._python_call()):
+            pass
+        if (yield from self._skip("]")):
+            self._commit()
+        return True
+
+    def _python_call(self) -> Asking:
+        begin = self._at
+        while (head := PYTHON_CALL.match(self._held, begin)) is None:
+            rest = self._held[begin:].strip()
+            if self._is_whole or (rest and not re.fullmatch(r"[A-Za-z_][\w.-]*", rest)):
+                return False
+            yield
+        if head[1] not in self._tools:
+            return False
+        end = head.end()
+        while True:
+            while (end := self._held.find(")", end) + 1) == 0:
+                if self._is_whole:
+                    return False
+                end = len(self._held)
+                yield
+            if (given := _python(self._held[head.end() - 1 : end])) is not None:
+                break
+        self._at = end
+        self._commit()
+        self._call(head[1])
+        self._argue(_quoted(given))
+        return True
+
+    # Harmony: messages on channels
+
+    def _messages(self) -> Waiting:
+        """Messages as gpt-oss writes them: the channel says whether it is reasoning or an answer, the
+        recipient whether it is a call."""
+        while True:
+            head: list[str] = []
+            is_message = yield from self._until(["<|message|>"], head.append)
+            written = "".join(head)
+            if not is_message:
+                self._say("" if "<|" in written else written)
+                break
+            called = RECIPIENT.search(written)
+            say = self._think if "analysis" in written and called is None else self._say
+            if called is not None and called[1] in self._tools:
+                self._call(called[1])
+                say = self._argue
+            yield from self._until(["<|end|>", "<|call|>", "<|return|>"], say)
+            self._drop_blank()
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` ``mark`` begins with, not all of it."""
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _json(text: str) -> Any:
+    """What ``text`` is as JSON; None where it is none."""
+    try:
+        return json.loads(text)
+    except TOO_MUCH:
+        return None
+
+
+def _quoted(value: Any) -> str:
+    """As JSON, with a question mark for halves of characters, which cannot be sent."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
+
+
+class _Names(ast.NodeTransformer):
+    """JSON's names for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node
+
+
+def _python(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call, ``(key=value, ...)``, by name; None where they are not whole or no values."""
+    try:
+        call = _Names().visit(ast.parse(f"f{arguments}", mode="eval")).body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        json.dumps(given)
+    except (*TOO_MUCH, TypeError):
+        return None
+    return given

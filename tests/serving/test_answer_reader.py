@@ -1,0 +1,253 @@
+"""Reasoning, text and calls of tools are told apart, however an answer is cut."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_chat import chat_tokenizer
+from transformers import AddedToken
+
+from medusa.serving.answer_forms import AnswerForm, form_of
+from medusa.serving.answer_reader import AnswerReader
+
+TOOLS = {
+    "weather": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "now": {"type": "boolean"},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+    "time": {"name": "time"},
+}
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+OTHER = '{"name": "time", "arguments": {}}'
+OSLO = ("weather", {"city": "Oslo"})
+TIME = ("time", {})
+HERMES, XML, HARMONY = AnswerForm(call="hermes"), AnswerForm(call="xml"), AnswerForm(call="harmony")
+PYTHON, THINKING = AnswerForm(call="python"), AnswerForm(("<think>", "</think>"), "hermes")
+
+
+def xml(name: str, **given: str) -> str:
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def read(form: AnswerForm, text: str, sizes: list[int], **options) -> tuple[str, str, list[tuple[str, dict]]]:
+    """What is thought, what is said, and the calls."""
+    reader, parts, at, turn = AnswerReader(form, options.pop("tools", TOOLS), **options), [], 0, 0
+    while at < len(text):
+        size = sizes[turn % len(sizes)]
+        parts += reader.feed(text[at : at + size])
+        at, turn = at + size, turn + 1
+    parts += reader.finish()
+    calls: list[list[str]] = []
+    for part in parts:
+        assert part.text
+        if part.kind == "call":
+            calls.append([part.text, ""])
+        elif part.kind == "arguments":
+            calls[-1][1] += part.text
+    thought, said = (
+        "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "text")
+    )
+    return thought, said, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+WRITTEN = [
+    (HERMES, "no call ", "no call ", []),
+    (HERMES, "a < b, <tool", "a < b, <tool", []),
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [OSLO]),
+    (HERMES, f"Let me see. <tool_call>{CALL}</tool_call> ", "Let me see.", [OSLO]),
+    (HERMES, f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER}</tool_call>\nDone.", "Done.", [OSLO, TIME]),
+    (HERMES, f"<tool_call>{CALL}", "", [OSLO]),
+    (HERMES, f"<tool_call>[{OTHER}, {CALL}]</tool_call>", "", [TIME, OSLO]),
+    (HERMES, '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', "", [OSLO]),
+    (HERMES, '<tool_call>{"arguments": {}, "name": "rm"}</tool_call>', None, []),
+    (HERMES, "<tool_call>{broken</tool_call>", None, []),
+    (HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
+    (HERMES, CALL.replace("arguments", "parameters"), "", [OSLO]),
+    (HERMES, f" [{CALL}, {OTHER}]", "", [OSLO, TIME]),
+    (HERMES, f"{CALL} and more", "and more", [OSLO]),
+    (HERMES, '{"name": "weather", "arguments": 5}', None, []),
+    (HERMES, '{"name": "Oslo", "size": 1}', None, []),
+    (HERMES, '[1, "a"]', None, []),
+    (HERMES, "[" * 5000, None, []),
+    (HERMES, '{"name": "weather", "arguments": {"city": "a}\\"]{"}} ', "", [("weather", {"city": 'a}"]{'})]),
+    (XML, xml("weather", city="Oslo"), "", [OSLO]),
+    (XML, f"First.\n{xml('time')}\n{xml('weather', city='Oslo')}", "First.", [TIME, OSLO]),
+    (
+        XML,
+        xml("weather", city='two\nlines "<b>" \\', days="5", now="True"),
+        "",
+        [("weather", {"city": 'two\nlines "<b>" \\', "days": 5, "now": True})],
+    ),
+    (XML, xml("weather", days="many"), "", [("weather", {"days": "many"})]),
+    (XML, xml("weather", city="Oslo").removeprefix("<tool_call>\n"), "", [OSLO]),
+    (XML, xml("rm", path="/"), None, []),
+    (XML, f"<tool_call>{CALL}</tool_call>", "", [OSLO]),
+    (PYTHON, '[weather(city="Oslo"), time()]', "", [OSLO, TIME]),
+    (
+        PYTHON,
+        "[weather(city='a) b', days=-3, now=true)]",
+        "",
+        [("weather", {"city": "a) b", "days": -3, "now": True})],
+    ),
+    (PYTHON, "[link](https://a.example) and [rm(a=1)]", None, []),
+    (PYTHON, "[weather(city=city)]", None, []),
+    (PYTHON, '[weather("Oslo")]', None, []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "said", "calls"), WRITTEN, ids=[each[1][:30] for each in WRITTEN])
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_calls_are_found_and_all_else_stays_text_however_it_is_cut(form, text, said, calls, sizes):
+    assert read(form, text, sizes) == ("", text if said is None else said, calls)
+    assert read(form, text, sizes, tools={}) == ("", text, [])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.text(alphabet='ab <>/{}[]"tol_cal\n', max_size=30), st.lists(st.integers(1, 9), min_size=1, max_size=3)
+)
+def test_a_text_without_calls_is_what_the_model_wrote(text, sizes):
+    for form in (HERMES, XML, PYTHON):
+        assert read(form, text, sizes) == ("", text, [])
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+THOUGHT = [
+    (THINKING, "<think>\nHm.\n</think>\n\nYes. ", False, ("Hm.", "Yes. ", [])),
+    (THINKING, "Hm.\n</think>\n\nYes.", True, ("Hm.", "Yes.", [])),
+    (THINKING, "Hm", True, ("Hm", "", [])),
+    (THINKING, "Yes <think>.</think>", False, ("", "Yes <think>.</think>", [])),
+    (THINKING, f"<think></think>\n\n<tool_call>{CALL}</tool_call>", False, ("", "", [OSLO])),
+    (HARMONY, f"{ANALYSIS}<|channel|>final<|message|>Yes.<|return|>", False, ("Hm.", "Yes.", [])),
+    (HARMONY, "<|channel|>final<|message|>Yes", False, ("", "Yes", [])),
+    (
+        HARMONY,
+        f'{ANALYSIS}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"city":"Oslo"}}',
+        False,
+        ("Hm.", "", [OSLO]),
+    ),
+    (
+        HARMONY,
+        "<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}<|call|>",
+        False,
+        ("", "I look.", [TIME]),
+    ),
+    (HARMONY, "Yes.", False, ("", "Yes.", [])),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "is_thinking", "found"), THOUGHT, ids=[each[1][:30] for each in THOUGHT]
+)
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_what_is_thought_is_told_apart_from_what_is_said(form, text, is_thinking, found, sizes):
+    assert read(form, text, sizes, is_thinking=is_thinking) == found
+
+
+def test_text_before_a_call_is_not_held_back():
+    reader = AnswerReader(HERMES, TOOLS)
+    assert [part.text for part in reader.feed("I say <tool")] == ["I say"]
+    assert [part.text for part in reader.feed(" bar")] == [" <tool bar"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, f"<tool_call>{CALL}</tool_call>"),
+        (XML, xml("weather", city="Oslo")),
+        (HARMONY, '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo"}<|call|>'),
+    ],
+)
+def test_arguments_come_as_they_are_written(form, text):
+    reader = AnswerReader(form, TOOLS)
+    parts = reader.feed(text[: text.index("lo")])
+    assert [part.kind for part in parts[:2]] == ["call", "arguments"]
+    assert "".join(part.text for part in parts[1:]) == '{"city": "Os'
+
+
+def test_no_more_calls_are_read_than_may_be():
+    text = f"<tool_call>{CALL}</tool_call><tool_call>{OTHER}</tool_call>"
+    assert read(HERMES, text, [9], most=1) == ("", "", [OSLO])
+
+
+TEMPLATES = [
+    ("<tool_call>{{ call }}</tool_call>", HERMES),
+    ("{% if enable_thinking %}<think></think>{% endif %} <tool_call>", THINKING),
+    ("<tool_call>\n<function={{ name }}>", XML),
+    ("<|start|>assistant<|channel|>final<|message|>", HARMONY),
+    ("in the format of [func_name1(params_name1=params_value1)]", PYTHON),
+    ("<|python_start|>{{ call }}<|python_end|>", PYTHON),
+    ('respond with {"name": ..., "parameters": {}}', AnswerForm(arguments_key="parameters")),
+    ("{{ message }}", AnswerForm()),
+]
+
+
+@pytest.mark.parametrize(("template", "form"), TEMPLATES, ids=[each[0][:30] for each in TEMPLATES])
+def test_the_form_is_found_from_the_template(template, form):
+    assert form_of(template) == form
+
+
+FORMS = [*{form for _, form in TEMPLATES}]
+REFERENCE = {
+    "properties": {"kind": {"$ref": "#/$defs/kind"}},
+    "required": ["kind"],
+    "$defs": {"kind": {"enum": ["x"]}},
+}
+GIVEN = [
+    ({}, {}),
+    ({"properties": {"city": {"type": "string"}}, "required": ["city"]}, {"city": 'O"s\nlo'}),
+    (
+        {"properties": {"b": {"type": "array"}, "a": {"enum": ["x", "y"]}}, "required": ["b"]},
+        {"b": [1, None], "a": "y"},
+    ),
+    ({"properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}}, {"b": True}),
+    ({**REFERENCE, "additionalProperties": False}, {"kind": "x"}),
+]
+
+
+def written(form: AnswerForm, name: str, given: dict) -> str:
+    if form.call == "xml":  # only what the schema calls a string is written as it stands
+        return xml(name, **{key: each if key == "city" else json.dumps(each) for key, each in given.items()})
+    if form.call == "python":
+        return f"[{name}({', '.join(f'{key}={json.dumps(each)}' for key, each in given.items())})]"
+    before, after = form._around_arguments(name)
+    return before + json.dumps(given) + after
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.call)
+@pytest.mark.parametrize(("schema", "arguments"), GIVEN)
+def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema, arguments, has_tokens):
+    pytest.importorskip("llguidance")
+    from medusa.acceptance.grammar import GrammarCompiler
+
+    tokenizer = chat_tokenizer()
+    if has_tokens or form.is_harmony:
+        tokenizer.add_tokens([AddedToken(mark, special=form.is_harmony) for mark in form.marks])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [256])
+    functions = [{"name": "other"}, {"name": "f", "parameters": schema}]
+    rules = ["answer: call", *form.call_rules(functions, compiler.spelt)]
+    for is_thinking in (None, True) if form.thoughts[0] else (None,):
+        thought = ("Hm." if is_thinking else "") + form.thoughts[1] if is_thinking else ""
+        text = thought + written(form, "f", arguments)
+        grammar = compiler.compile(rules, *form.thoughts_before(compiler.spelt, is_thinking))
+        processor, ids = grammar.processor(0), tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert processor._moved_to(ids), tokenizer.decode(processor._read)
+        assert processor._matcher.is_accepting()
+        found = read(form, text, [7], tools={"f": functions[1]}, is_thinking=bool(is_thinking))
+        assert found == ("Hm." if is_thinking else "", "", [("f", arguments)])
+        assert not grammar.processor(0)._moved_to(tokenizer(text.replace("f", "g"))["input_ids"])
