@@ -25,8 +25,8 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps, check_step
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.references import SuffixCorpus, references_of
-from medusa.drafters.registry import Drafters
+from medusa.drafters.references import References, SuffixCorpus, references_of
+from medusa.drafters.registry import SPARE_NODES, Drafters
 from medusa.engine.prepared import Prepared
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
 from medusa.heads.eagle3 import Heads
@@ -371,7 +371,7 @@ class MedusaModel:
             self._prepared.guard(),
             limits or BatchLimits(),
             needs_features=heads is not None and heads.reads_text,
-            max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + 8,
+            max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + SPARE_NODES,
         )
 
     def request(
@@ -392,18 +392,24 @@ class MedusaModel:
         request = replace(request, num_logprobs=num_logprobs)
         return self._with_references(request, prediction, corpus)
 
-    def _with_references(
-        self, request: DecodeRequest, prediction: Any, corpus: SuffixCorpus | None
-    ) -> DecodeRequest:
+    def references(
+        self, prediction: Any, corpus: SuffixCorpus | None, prompts: Sequence[Tensor]
+    ) -> tuple[References, ...]:
+        """What the rows of a request copy from: see :func:`medusa.drafters.references.references_of`."""
+
         def encode(text: str) -> list[int]:
             if self.tokenizer is None:
                 raise ValueError("prediction as a text needs a tokenizer; pass tokenizer= to from_pretrained")
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+        return references_of(prediction, corpus, prompts, vocab_size(self.base), encode)
+
+    def _with_references(
+        self, request: DecodeRequest, prediction: Any, corpus: SuffixCorpus | None
+    ) -> DecodeRequest:
         rows = zip(request.tokens, request.lengths.tolist(), strict=True)
         prompts = [tokens[:length] for tokens, length in rows]
-        references = references_of(prediction, corpus, prompts, vocab_size(self.base), encode)
-        return replace(request, references=references)
+        return replace(request, references=self.references(prediction, corpus, prompts))
 
     def decode(
         self,
@@ -430,7 +436,9 @@ class MedusaModel:
         if base is not self.base:
             raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
         prepared |= {"input_ids": input_ids, "generation_config": generation_config}
-        return self._joined(prepared, _Options(seed, tree, drafter, acceptance, step, prediction, corpus), streamer)
+        return self._joined(
+            prepared, _Options(seed, tree, drafter, acceptance, step, prediction, corpus), streamer
+        )
 
     def _prepared_call(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """What ``transformers``' ``generate`` makes of its arguments for a decoding method."""

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -231,6 +232,7 @@ def generate(options: GenerateOptions) -> list[str]:
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": chosen_drafter(model, options),
+        "prediction": None if options.prediction is None else _text_of(options.prediction),
     }
     text = TextStream(model.tokenizer)
     for step in model.stream(**arguments, statistics=statistics):
@@ -240,6 +242,13 @@ def generate(options: GenerateOptions) -> list[str]:
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(cost_line(statistics, seconds), style="dim")
     return [command("chat", *words_of(options.model))]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prediction must be UTF-8 text, and {path} is not; convert it first") from error
 
 
 def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:

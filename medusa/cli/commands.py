@@ -93,11 +93,16 @@ class GenerateOptions(AnsweringOptions):
     """The prompt, or - to read it from standard input."""
     raw: bool = False
     """Continue the text; no chat template."""
+    prediction: Path | None = None
+    """A file with the answer that is expected, the text before an edit say: guesses are copied from it, and
+    the answer is the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.raw and self.replies.system is not None:
             raise ValueError("system goes with the chat template, which raw leaves out; give one of them")
+        if self.replies.plain and self.prediction is not None:
+            raise ValueError("plain guesses nothing, and prediction is for guessing; give one of them")
 
 
 HOST_NAME = r"[A-Za-z0-9_.-]+|[0-9a-fA-F:.]+(%\w+)?"
@@ -202,8 +207,21 @@ class ServeOptions:
     race: bool = False
     """Let clients decode plainly too (medusa_plain), for the race of the chat page: up to half of the time
     goes there, and as much key-value cache again."""
+    remember: int = 0
+    """Remember so many MiB of questions and answers, and copy guesses from them: repeated questions are
+    answered sooner, with the same text. Each API key has a part of its own. 0 remembers nothing."""
+    remember_together: bool = False
+    """Let the answers to one API key help to guess those to others: the time to answer tells what others were
+    told."""
     address: AddressOptions = AddressOptions()
     load: LoadOptions = LoadOptions()
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "remember")
+        if self.remember_together and not self.remember:
+            raise ValueError("remember_together goes with remember, which is 0; say how much to remember")
+        if self.plain and self.remember:
+            raise ValueError("plain guesses nothing, and remember is for guessing; give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,9 @@ def serve(options: ServeOptions) -> list[str]:
             options.race,
             other_names=names[1:],
             takes_any_name=options.any_model_name,
+            remember_bytes=options.remember * 2**20,
+            num_owners=len(keys),
+            remembers_together=options.remember_together,
         )
         run_server(Service(model, settings), access, bound, address.grace, tls)
     return []  # its first line said where it answers

@@ -53,6 +53,8 @@ NUM_NODE_COSTS, ENOUGH_NODE_COSTS = 31, 5
 """Costs of a node that are kept, and without which no node is left out, and nothing paused for it."""
 NODE_COST_INTERVAL = 64
 """Steps without a new cost of a node after which a whole draft is verified, to learn another."""
+SPARE_WORTH = 0.5
+"""The probability from which spare nodes are verified: what a node costs is learnt from smaller passes."""
 MEMORY = 0.98
 """How much of what the steps before gave still counts a step later."""
 
@@ -167,19 +169,21 @@ class Pausing:
             return drafter
         return self.stand_in if self._asks_stand_in else self._nobody
 
-    def num_nodes(self, worth: Tensor) -> int:
-        """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
-        :class:`medusa.drafters.protocol.Draft`; as many in every row."""
-        most, least_worth = worth.shape[1], self.cost.least_worth
-        if most == 1:
-            return most
+    def num_nodes(self, worth: Tensor, num_spare: int = 0) -> int:
+        """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), ``num_spare`` of them spare
+        ones, as in :class:`medusa.drafters.protocol.Draft`; as many in every row."""
+        most, least_worth = worth.shape[1] - num_spare, self.cost.least_worth
+        if worth.shape[1] == 1:
+            return 1
+        probabilities = worth.exp().mean(0).tolist()
+        num_likely = sum(each >= SPARE_WORTH for each in probabilities)
         self._is_learning = least_worth is None
         if least_worth is None:  # some of two sizes, to learn from
             return most if self.cost.num_since_node % 2 else most // 2
         if self.cost.num_since_node >= NODE_COST_INTERVAL:
             return most
-        probabilities = worth.exp().mean(0).tolist()
-        return 1 + sum(each >= least_worth for each in probabilities[1:])
+        num_paying = sum(each >= least_worth for each in probabilities)
+        return max(1, min(num_paying, max(most, num_likely)))
 
     def record(
         self,

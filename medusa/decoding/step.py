@@ -88,7 +88,7 @@ def advanced(
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if pausing is not None and draft.worth is not None:
-        draft = draft.first(pausing.num_nodes(draft.worth))
+        draft = draft.first(pausing.num_nodes(draft.worth, draft.num_spare))
     if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
         draft = _root_alone(state, draft, "the base must read too many tokens again")
     clock.lap("draft")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -58,6 +57,8 @@ class DynamicDrafter(LevelDrafter):
 
     suffix_length: int
     """Tokens of a suffix match that take part."""
+    spare_nodes = 0
+    """Nodes beyond those of ``tree``, for whoever leaves out those that do not pay."""
     has_kernels = False
     """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
 
@@ -72,13 +73,14 @@ class DynamicDrafter(LevelDrafter):
         while len(sizes) < tree.depth:
             fanout = self._fanout + MAX_CHILDREN * (len(sizes) < suffix_length)
             sizes.append(min(self.beam, sizes[-1] if sizes else 1) * fanout)
-        self._num_nodes = 1 + min(wanted, sum(sizes))
+        self._num_nodes = 1 + min(wanted + self.spare_nodes, sum(sizes))
         self._columns = _columns_of(self.token_map, self.vocab_size, device)
 
-    def with_suffix(self, suffix_length: int) -> Self:
-        """The same heads, together with a suffix match of ``suffix_length`` tokens."""
+    def with_suffix(self, suffix_length: int, spare_nodes: int = 0) -> Self:
+        """The same heads, together with a suffix match of ``suffix_length`` tokens; ``spare_nodes`` more than
+        ``tree`` has."""
         other = copy.copy(self)
-        other.suffix_length = suffix_length
+        other.suffix_length, other.spare_nodes = suffix_length, spare_nodes
         return other.fill()
 
     @property
@@ -125,7 +127,8 @@ class DynamicDrafter(LevelDrafter):
             self.max_depth,
         )
         tokens = torch.cat([root, tokens.gather(1, chosen)], dim=1)
-        return Draft(tokens, topology, worth=torch.nn.functional.pad(worth, (1, 0)))
+        worth = torch.nn.functional.pad(worth, (1, 0))
+        return Draft(tokens, topology, worth=worth, num_spare=self.spare_nodes)
 
     def _ranked_by_kernels(self, context: DraftContext, expected: Continuations) -> Draft:
         """The same draft with the operators of :mod:`medusa.engine.kernels`: one for a level in the place of
@@ -147,7 +150,7 @@ class DynamicDrafter(LevelDrafter):
             beam, first = (follows, worth, numbers), first + level[0].shape[1]
         sizes = self.num_nodes, self.max_depth
         tokens, *topology, worth = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
-        return Draft(tokens, TreeTopology(*topology), worth=worth)
+        return Draft(tokens, TreeTopology(*topology), worth=worth, num_spare=self.spare_nodes)
 
     def _expected(self, context: DraftContext) -> Continuations:
         """What the sources beside the heads say of the next tokens."""
@@ -273,7 +276,7 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
 
     @property
     def static_key(self) -> Hashable:
-        return "dynamic", self.suffix_length, super().static_key
+        return "dynamic", self.suffix_length, self.spare_nodes, super().static_key
 
     @property
     def num_columns(self) -> int:
@@ -314,7 +317,6 @@ class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
         self._level_start = first_node
         topology = TreeTopology.from_parents(self._parents, self._depths_run, depth)
         return self.logits_after_nodes(paths[..., -1], topology, first_node)
-
 
 
 def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:

@@ -77,6 +77,8 @@ class Draft:
     worth: Tensor | None = None
     """(B, N), falling: the log-probability, by the drafter's account, that the base takes each node's path.
     The first nodes then are a draft as well. None where it does not say."""
+    num_spare: int = 0
+    """Nodes at the end that are to be verified only where they are likely."""
 
     def first(self, num_nodes: int) -> Draft:
         """The first ``num_nodes`` nodes, of a draft that says what its nodes are worth."""

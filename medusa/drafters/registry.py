@@ -39,6 +39,8 @@ from medusa.heads.fingerprint import warn_of_another_base
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
+SPARE_NODES = 12
+"""Nodes that the default may verify beyond its tree, where text is copied."""
 NO_STATE = "a base whose layers are all attention: this one's states cannot forget its own guesses"
 
 
@@ -324,9 +326,7 @@ class Drafters:
         only_heads = all(DRAFTERS[part].needs_heads for part in part_names(name))
         return only_heads and self._host.heads is not None and not self._host.tree_for(num_rows, step).depth
 
-    def default(
-        self, num_rows: int, step: StepKind | None = None, has_references: bool = False
-    ) -> Drafter:
+    def default(self, num_rows: int, step: StepKind | None = None, has_references: bool = False) -> Drafter:
         """The one measured fastest for the model's heads, :data:`DEFAULT_DRAFTER`; where steps of fixed shape
         cannot run it, the heads alone. Without heads, and where the model's tree is the root alone, what rows
         may copy from beside their own text is followed, if there is any, and else nothing drafted."""
@@ -334,6 +334,8 @@ class Drafters:
         if host.heads is None or not host.tree_for(num_rows, step).depth:
             return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
+        if (step or host.step) in ("general", "compiled") and isinstance(fastest, DynamicDrafter):
+            fastest = fastest.with_suffix(fastest.suffix_length, SPARE_NODES)
         is_static = (step or host.step) != "general"
         if is_static and host_bound_parts(fastest):
             return self.make("heads", num_rows=num_rows, step=step)

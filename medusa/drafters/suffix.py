@@ -3,13 +3,15 @@
 Prompt lookup in prompt and answer, in what the caller expects, and in texts of the past
 (:mod:`medusa.drafters.references`). It costs no model call and shines where text repeats.
 
-Several places may be continued in several ways, so what comes back is a tree. Each place counts by its odds: how
-often its continuation was right, against what the heads guess otherwise (:data:`ODDS`). Places that agree add
-up, and the tree says what part of the probability is theirs (SuffixDecoding, arXiv 2411.04975, counts
-occurrences in the same way; pointer-generator networks, arXiv 1704.04368, mix so with a model).
+Several places may be continued in several ways, so what comes back is a tree. Each place counts by its odds:
+how often its continuation was right, against what the heads guess otherwise (:data:`ODDS`). Places that agree
+add up, and the tree says what part of the probability is theirs (SuffixDecoding, arXiv 2411.04975, counts
+occurrences in the same way; pointer-generator networks, arXiv 1704.04368, mix so with a model). Beside the
+place that agrees furthest only those with four tokens or more are asked: others say less than the heads.
 
-The search is one operator of :mod:`medusa.engine.kernels`, where these are loaded. Elsewhere, and in steps that
-must not wait for the device, a few tensor operations find the longest match in the row itself and in its prediction.
+The search is one operator of :mod:`medusa.engine.kernels`, where these are loaded. Elsewhere, and in steps
+that must not wait for the device, a few tensor operations find the longest match in the row itself and in its
+prediction.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa.drafters.references import LOCK
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.drafters.references import LOCK
 from medusa.engine.kernels import are_loaded
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -29,10 +31,18 @@ MAX_MATCH = 16
 """Tokens that a match counts at most, as ``kernels.cpp`` has it."""
 MAX_CHILDREN = 3
 """Tokens that may follow a node of what is expected, as ``kernels.cpp`` has it."""
+SPARE_NODES = 32
+"""Nodes of what is expected beyond one for each token ahead, as ``kernels.cpp`` has it."""
+LEAST_OF_SEVERAL = 4
+"""Tokens that agree at places beside the best, as ``kernels.cpp`` has it."""
 MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
 ODDS = torch.tensor([[weight / (1 - weight) for weight in MATCH_WEIGHTS]] * 3)
 """(sources, MAX_MATCH + 1): how much a place of the row itself, of its prediction and of its corpus counts
-beside the heads, whose guesses count 1, by the tokens that agree."""
+beside the heads, whose guesses count 1, by the tokens that agree.
+
+For one place that is a weight in a mixture, :data:`MATCH_WEIGHTS`. These make the mixture of heads and match
+likeliest for the shipped heads: 3,532 tokens that followed a match in SmolLM2-135M-Instruct's greedy answers
+to 24 prompts of twelve kinds, MT-bench not among them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,9 @@ def _chains(context: DraftContext, num_tokens: int, odds: Tensor) -> Continuatio
         tokens = torch.cat([torch.nn.functional.pad(before, (0, 1), value=-1), tokens], dim=1)
     match = longest_match(tokens, lengths + width, num_tokens)
     matched, ahead = match.num_matched[:, None], torch.arange(num_tokens, device=tokens.device)
-    counts = odds.to(tokens.device)[(match.end < width).long()[:, None], (matched + ahead).clamp(max=MAX_MATCH)]
+    counts = odds.to(tokens.device)[
+        (match.end < width).long()[:, None], (matched + ahead).clamp(max=MAX_MATCH)
+    ]
     goes_on = (match.continuation >= 0).cumprod(1) > 0
     shares = torch.where((matched > 0) & goes_on, counts / (1 + counts), 0)
     nodes = torch.arange(num_tokens + 1, device=tokens.device).expand(len(tokens), -1)
@@ -113,6 +125,7 @@ class SuffixMatch:
     the latest match was right more often than that after the first: 24 % and 19 % after matches of one
     token, 48 and 46 after two, 64 and 62 after four, 76 and 75 after eight, 97 and 97 after 16 or more.
     """
+
     num_matched: Tensor
     """(B,) long: how many of the last tokens, at most :data:`MAX_MATCH`; 0 where even the last one is new."""
     end: Tensor
@@ -140,7 +153,9 @@ def longest_match(tokens: Tensor, lengths: Tensor, num_tokens: int) -> SuffixMat
     num_matched = (best >> 32 >= longer).sum(1)
     end = best & 0xFFFFFFFF
     ahead = torch.arange(num_tokens, device=tokens.device) % (last - end).clamp(min=1)
-    return SuffixMatch(num_matched, end[:, 0], tokens.gather(1, (end + 1 + ahead).clamp(max=tokens.shape[1] - 1)))
+    return SuffixMatch(
+        num_matched, end[:, 0], tokens.gather(1, (end + 1 + ahead).clamp(max=tokens.shape[1] - 1))
+    )
 
 
 class SuffixDrafter(StatelessDrafter):
@@ -150,7 +165,7 @@ class SuffixDrafter(StatelessDrafter):
     and drafts need not have one shape, nothing is drafted.
     """
 
-    def __init__(self, length: int = 8, min_match: int = 2):
+    def __init__(self, length: int = 16, min_match: int = 2):
         if length < 1 or not 1 <= min_match <= MAX_MATCH:
             raise ValueError(
                 f"length must be at least 1 and min_match in [1, {MAX_MATCH}], got {length} and {min_match}"
@@ -184,6 +199,6 @@ class SuffixDrafter(StatelessDrafter):
         length = self.length if context.fixed_shape or is_match.any() else 0
         tokens, shares = expected.best_path(length)
         guesses = torch.where(is_match[:, None], tokens, root)
-        worth = torch.where(is_match[:, None], shares, 1).log().cumsum(1)
+        worth = torch.where(is_match[:, None], shares, 0).log().cumsum(1)
         topology = TreeTopology.chain(length + 1, root.device, is_draft=True)
         return Draft(torch.cat([root, guesses], 1), topology, worth=torch.nn.functional.pad(worth, (1, 0)))

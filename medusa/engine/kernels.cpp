@@ -709,6 +709,7 @@ struct Text {
 };
 
 constexpr int64_t MAX_MATCH = 16, MAX_PLACES = 16, MAX_WALK = 64, MAX_CHILDREN = 3, SPARE_NODES = 32;
+constexpr int64_t LEAST_OF_SEVERAL = 4;  // tokens that agree at places beside the best: shorter ones say less than the heads
 constexpr int64_t ORDERS[] = {6, 2};  // by so many tokens places of a corpus are found, by more at first
 
 // Where the last tokens stood before.
@@ -815,6 +816,7 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
     numbers<int64_t>(matched)[row] = places.kept.empty() ? 0 : places.kept[0].length();
     int64_t num_nodes = 1;
     for (const Place& place : places.kept) {
+      if (&place != &places.kept[0] && place.length() < LEAST_OF_SEVERAL) break;
       const float* counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1);
       for (int64_t node = 0, ahead = 0; ahead < depth; ahead++) {
         int64_t position = place.position + 1 + (place.text == &own ? ahead % (length - 1 - place.position) : ahead);

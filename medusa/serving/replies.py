@@ -198,16 +198,23 @@ class Replies:
 
 def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of the prompt, how many of these were not read again, tokens of all answers, and what guessing
-    did: ``accepted_per_depth`` counts from depth 1."""
+    did: ``accepted_per_depth`` counts from depth 1. Of a prediction, the tokens that appear in the answer are
+    accepted, and the others rejected, as OpenAI defines them."""
     num_tokens, num_steps = (
         sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
     )
+    expected = [len(each.prediction) for each in answers]
+    written = [common_subsequence_length(each.prediction, each.row.tokens) for each in answers]
     deepest = max((depth for answer in answers for depth in answer.accepted), default=0)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_reused},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(written),
+            "rejected_prediction_tokens": sum(expected) - sum(written),
+        },
         "medusa": {
             "num_steps": num_steps,
             "tokens_per_step": round(num_tokens / max(1, num_steps), 3),
@@ -217,6 +224,19 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
             ],
         },
     }
+
+
+def common_subsequence_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens of ``first`` that stand in ``second`` in the same order, as many as can be: bit-parallel, with a
+    row of the table in a whole number (Hyyrö, 2004)."""
+    places: dict[int, int] = {}
+    for place, token in enumerate(first):
+        places[token] = places.get(token, 0) | 1 << place
+    every = unmatched = (1 << len(first)) - 1
+    for token in second if first else ():
+        matched = unmatched & places.get(token, 0)
+        unmatched = (unmatched + matched | unmatched - matched) & every
+    return len(first) - unmatched.bit_count()
 
 
 def _finite(logprob: float) -> float:

@@ -174,6 +174,34 @@ class StructuredOutputs(Body):
         return TextForm("json", {"type": "object"} if self.json_ is None else self.json_, place)
 
 
+class TextPart(Body):
+    """A part of a message."""
+
+    type: str
+    text: str
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, given: str) -> str:
+        if given != "text":
+            raise ValueError(
+                f"must be 'text', the only kind of part that this server reads, got {given[:40]!r}"
+            )
+        return given
+
+
+class Prediction(Body):
+    """What a client expects the answer to be (OpenAI's predicted outputs): guesses are copied from it."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class SharedFields(Body):
     """The fields that all endpoints read which answer."""
 
@@ -195,6 +223,7 @@ class SharedFields(Body):
     ignore_eos: StrictBool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
     medusa_plain: StrictBool = False
     """Ours: decode this request without guessing, for comparison."""
 
@@ -258,22 +287,6 @@ class SharedFields(Body):
         if self.ignore_eos and self.is_formed:
             return "ignore_eos", "ignore_eos goes on behind the end that a form has; leave it out"
         return None
-
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: str
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, given: str) -> str:
-        if given != "text":
-            raise ValueError(
-                f"must be 'text', the only kind of part that this server reads, got {given[:40]!r}"
-            )
-        return given
 
 
 class CalledFunction(Body):

@@ -25,6 +25,7 @@ from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
 from medusa.decoding.batch import BatchLimits, QueueFull
+from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
 from medusa.serving.answer_forms import AnswerForm, form_of
 from medusa.serving.answer_reader import AnswerReader
@@ -92,6 +93,13 @@ class ServiceSettings:
     takes_any_name: bool = False
     """Whatever clients call the model is this one."""
 
+    remember_bytes: int = 0
+    """Memory for what was answered before, from which guesses are copied; 0 remembers nothing."""
+    num_owners: int = 1
+    """Clients with a key of their own, among whom this memory is divided."""
+    remembers_together: bool = False
+    """Answers to one owner help to guess those of others, and the time to answer tells of them."""
+
     @property
     def names(self) -> tuple[str, ...]:
         return (self.model_name, *self.other_names)
@@ -114,6 +122,9 @@ class Service:
             batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = ServerMetrics(batches)
         self.worker = Worker(batches, self.metrics)
+        self._corpora: dict[Hashable, SuffixCorpus] = {}
+        if settings.remember_bytes:
+            self.corpus_of(None)  # refused, if at all, at the start
         self.is_draining = False
         """New requests are refused."""
 
@@ -316,6 +327,10 @@ class Service:
         self._check_tokens(given, "prompt")
         return given
 
+    def _tokens_expected(self, text: str) -> list[int]:
+        self._check_length(text, "prediction")
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
     @functools.cached_property
     def max_characters(self) -> int:
         """Characters of the longest prompt that can fit, if all its tokens are the longest one."""
@@ -326,7 +341,7 @@ class Service:
         """Refuse a text that is too long before it is tokenised, which takes long."""
         if len(text) > self.max_characters:
             raise RequestError(
-                f"the prompt has {len(text)} characters, and at most {self.max_characters} can fit here; "
+                f"{param} must have at most {self.max_characters} characters to fit here, got {len(text)}; "
                 "shorten it",
                 param=param,
                 code="context_length_exceeded",
@@ -394,6 +409,8 @@ class Service:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
         first = int(torch.randint(SEEDS, ())) if asked.seed is None else asked.seed % SEEDS
         ids = torch.tensor([list(prompt)], device=self.model.device)
+        expected = [] if asked.prediction is None else self._tokens_expected(asked.prediction.text)
+        references = self.model.references(expected, self.corpus_of(owner), [ids[0]])
         answers = []
         for choice in range(asked.n):
             kept = [] if grammar is None else [grammar.processor(len(prompt))]
@@ -402,6 +419,8 @@ class Service:
                 request = self.model.request(
                     ids, attention_mask=torch.ones_like(ids), seed=first + choice, **arguments
                 )
+                if not asked.medusa_plain and not self.settings.plain:
+                    request = replace(request, references=references)
                 if asked.ignore_eos:
                     request = replace(request, eos_ids=frozenset())
                 self.worker.batches[asked.medusa_plain].check(request)
@@ -414,8 +433,25 @@ class Service:
                 "seconds": self.settings.seconds,
                 "owner": owner,
             }
-            answers.append(Answer(request, text, listener_of(choice), **given))
+            answer = Answer(request, text, listener_of(choice), **given)
+            answer.prediction = expected
+            answers.append(answer)
         return answers
+
+    def corpus_of(self, owner: Hashable) -> SuffixCorpus | None:
+        """What was answered to ``owner`` before; None where nothing is remembered.
+
+        Raises:
+            ValueError: the memory is too small for the number of owners, or cannot be searched here.
+        """
+        settings = self.settings
+        if not settings.remember_bytes:
+            return None
+        owner = None if settings.remembers_together else owner
+        if owner not in self._corpora:
+            num_parts = 1 if settings.remembers_together else max(1, settings.num_owners)
+            self._corpora[owner] = SuffixCorpus(settings.remember_bytes // num_parts)
+        return self._corpora[owner]
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Have ``answers`` decoded.

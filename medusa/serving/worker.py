@@ -59,6 +59,8 @@ class Answer:
         self.num_tokens = self.num_steps = self.num_drafted = 0
         self.accepted = Counter[int]()
         """Tokens by the depth of the guess behind them; 0 for the base model's own."""
+        self.prediction: Sequence[int] = ()
+        """Tokens that the client expects."""
         self.finish_reason: str | None = None
         """That of the last update."""
 
@@ -256,4 +258,12 @@ class Worker:
             self._active.discard(answer)
             self.metrics.ended(reason)
             answer.finish_reason = reason
+            if reason in ("stop", "length"):
+                self._remember(answer.row)
         answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason))
+
+    def _remember(self, row: Row) -> None:
+        """Add prompt and answer to what later answers to the same owner are guessed from."""
+        corpus = row.request.references[0].corpus if row.request.references else None
+        if corpus is not None:
+            corpus.add(row.prompt + row.tokens)

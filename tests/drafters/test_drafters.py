@@ -22,13 +22,12 @@ from medusa.acceptance.rules import RULES
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.suffix import MATCH_WEIGHTS
 from medusa.drafters.dynamic import DynamicEagle3Drafter, DynamicHeadsDrafter
 from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
-from medusa.drafters.suffix import SuffixDrafter, longest_match
+from medusa.drafters.suffix import MATCH_WEIGHTS, SuffixDrafter, longest_match
 from medusa.drafters.union import UnionDrafter
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 

@@ -1,4 +1,4 @@
-"""What drafts copy from beside a row's own text: found where it stands, bounded, and never part of the answer."""
+"""What drafts copy from beside a row's own text: found where it stands, bounded, never part of the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import GROUPED, counting_model, left_padded, random_heads, random_prompts, tiny_model
+from conftest import GROUPED, counting_model, left_padded, random_heads, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,14 +16,21 @@ from medusa import MedusaModel, SuffixCorpus
 from medusa.base.cache import TreeCache
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.references import LEAST_BYTES, References, references_of
-from medusa.drafters.suffix import MAX_CHILDREN, MAX_MATCH, ODDS, SuffixDrafter, continuations
+from medusa.drafters.suffix import (
+    LEAST_OF_SEVERAL,
+    MAX_CHILDREN,
+    MAX_MATCH,
+    ODDS,
+    SPARE_NODES,
+    SuffixDrafter,
+    continuations,
+)
 from medusa.engine.kernels import missing_kernels
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
 DEPTH, MAX_PLACES, SHORTEST_INDEXED = 6, 16, 2
 TOKENS = st.lists(st.integers(0, 3), max_size=30)
-SOURCES = {"itself": 0, "prediction": 1, "corpus": 2}
 
 
 def context_of(row, prediction=None, corpus=None):
@@ -31,7 +38,13 @@ def context_of(row, prediction=None, corpus=None):
     references = References(None if prediction is None else torch.tensor(prediction), corpus)
     cache = TreeCache(1, 1, torch.device("cpu"))
     return DraftContext(
-        tokens[:, -1], torch.zeros(1, 4), tokens, torch.tensor([len(row)]), cache, None, references=[references]
+        tokens[:, -1],
+        torch.zeros(1, 4),
+        tokens,
+        torch.tensor([len(row)]),
+        cache,
+        None,
+        references=[references],
     )
 
 
@@ -60,11 +73,13 @@ def places_of(row, prediction, remembered):
 def shares_of(places):
     """Path -> the share of its last token, counted path by path."""
     votes, kept = {}, {(): []}
-    for _, num_matched, source, follows in places:
+    for index, (_, num_matched, source, follows) in enumerate(places):
+        if index and num_matched < LEAST_OF_SEVERAL:
+            break
         for depth in range(len(follows)):
             above, path = tuple(follows[:depth]), tuple(follows[: depth + 1])
             if path not in votes:
-                if len(kept[above]) == MAX_CHILDREN:
+                if len(kept[above]) == MAX_CHILDREN or len(votes) + 1 == DEPTH + SPARE_NODES:
                     break
                 kept[above].append(path)
                 votes[path], kept[path] = 0.0, []
@@ -92,3 +107,145 @@ def test_what_is_expected_is_what_a_search_place_by_place_finds(row, prediction,
                 paths[child] = (*paths[node], int(found.tokens[0, child]))
                 shares[paths[child]] = float(found.shares[0, child])
     assert shares == pytest.approx(expected)
+
+
+def answers_of(model, batch, **options):
+    return model.generate(**batch, do_sample=options.pop("do_sample", False), max_new_tokens=24, **options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    predicted=st.lists(st.integers(3, 60), max_size=60),
+    kind=st.sampled_from(["nothing", "right", "edited", "any"]),
+    remembered=st.lists(st.sampled_from(["right", "any"]), max_size=3),
+    drafter=st.sampled_from([None, "suffix", "dynamic-heads+suffix"]),
+    engine=st.sampled_from(["eager", "packed"]),
+    do_sample=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_whatever_is_expected_or_remembered_the_text_is_the_same(
+    predicted, kind, remembered, drafter, engine, do_sample, seed
+):
+    model = MODELS[engine]
+    batch = left_padded(random_prompts(2, 9, seed), [9, 4])
+    sampling = {"do_sample": do_sample, "seed": seed, **({"temperature": 0.8} if do_sample else {})}
+    plain = answers_of(model, batch, drafter="plain", **sampling)
+    right = plain[:, 9:].tolist()
+    edited = [row[:7] + predicted[:3] + row[9:] for row in right]
+    given_rows = {"nothing": [None, []], "right": right, "edited": edited, "any": [predicted, None]}
+    corpus = SuffixCorpus(LEAST_BYTES) if remembered else None
+    for each in remembered:
+        corpus.add(plain[0] if each == "right" else predicted)
+    found = answers_of(model, batch, prediction=given_rows[kind], corpus=corpus, drafter=drafter, **sampling)
+    assert torch.equal(found, plain)
+
+
+BASE = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
+MODELS = {
+    engine: MedusaModel(BASE, random_heads(3, num_heads=3), engine=engine) for engine in ("eager", "packed")
+}
+
+
+def test_a_right_prediction_is_followed_without_any_heads():
+    """Of a base that counts, the answer is the prediction."""
+    model, expected = MedusaModel(counting_model(64)), [(4 + i) % 64 for i in range(40)]
+    given_options = {"max_new_tokens": 40, "return_dict_in_generate": True, "do_sample": False}
+    found = model.generate(torch.tensor([[3]]), prediction=expected, **given_options)
+    assert found.sequences[0, 1:].tolist() == expected
+    assert found.statistics.tokens_per_step > 4
+    assert model.generate(torch.tensor([[3]]), **given_options).statistics.tokens_per_step == 1
+
+
+def test_the_oldest_texts_go_out_first_and_memory_stays():
+    corpus = SuffixCorpus(LEAST_BYTES)
+    row = [1, 2, 3]
+    corpus.add([*row, 7])
+    size = sum(part.nbytes for part in corpus.index)
+    assert size <= LEAST_BYTES
+
+    def follows():
+        found = continuations(context_of(row, corpus=corpus), 1)
+        return {int(found.tokens[0, child]) for child in found.children[0, 0].tolist() if child}
+
+    assert follows() == {7}
+    for _ in range(3):
+        corpus.add([*range(100, 100 + corpus.capacity // 2)])
+    assert follows() == set()
+    corpus.add([*row, 8])
+    assert follows() == {8}
+    assert corpus.num_tokens == corpus.capacity
+    assert sum(part.nbytes for part in corpus.index) == size
+
+
+def test_a_text_longer_than_the_corpus_leaves_its_end():
+    corpus = SuffixCorpus(LEAST_BYTES)
+    corpus.add([1, 2, 3, *range(10, 10 + corpus.capacity)])
+    last = 10 + corpus.capacity
+    found = continuations(context_of([last - 3, last - 2], corpus=corpus), 1)
+    assert int(found.tokens[0, found.children[0, 0, 0]]) == last - 1
+    assert int(continuations(context_of([1, 2], corpus=corpus), 1).num_matched) == 0
+
+
+def test_texts_in_a_corpus_do_not_go_on_in_one_another():
+    corpus = SuffixCorpus(LEAST_BYTES)
+    corpus.add([1, 2, 3])
+    corpus.add([4, 5])
+    assert int(continuations(context_of([9, 2, 3], corpus=corpus), 4).children.sum()) == 0
+
+
+def test_threads_may_share_a_corpus():
+    corpus, failures = SuffixCorpus(LEAST_BYTES), []
+
+    def add(start):
+        for number in range(200):
+            corpus.add([start, number, start, number])
+
+    def look():
+        for number in range(200):
+            found = continuations(context_of([1, number], corpus=corpus), 4)
+            if (found.tokens < 0).any():
+                failures.append(number)
+
+    threads = [threading.Thread(target=add, args=(start,)) for start in (1, 2)]
+    threads += [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and corpus.total == 2 * 200 * 5
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ([[1], [2], [3]], "one of these for each of the 2 rows, got 3 of them"),
+        ({"content": "x"}, "prediction must be a text, its token ids in one dimension, or a list"),
+        ([10**6], "token ids from 0 to 60, got 1000000 to 1000000; was it made by another"),
+        (torch.rand(3), "prediction must hold token ids in one dimension"),
+    ],
+)
+def test_what_is_no_prediction_is_refused_in_words(prediction, message):
+    with pytest.raises(ValueError, match=message):
+        answers_of(MODELS["packed"], {"inputs": random_prompts(2, 5)}, prediction=prediction)
+
+
+def test_what_is_no_corpus_is_refused_in_words():
+    with pytest.raises(ValueError, match=f"max_bytes must be at least {LEAST_BYTES}, got 10"):
+        SuffixCorpus(10)
+    with pytest.raises(TypeError, match=r"corpus must be a medusa\.SuffixCorpus, got list"):
+        references_of(None, [1], [torch.tensor([1])], 61, list)
+
+
+def test_steps_of_fixed_shape_refuse_what_they_would_have_to_read_on_the_host():
+    with pytest.raises(ValueError, match="cannot work with prediction or corpus"):
+        answers_of(MODELS["eager"], {"inputs": random_prompts(1, 5)}, step="static", prediction=[4, 5])
+
+
+def test_a_chain_follows_the_likeliest_path_and_stops_where_nothing_is_expected():
+    corpus = SuffixCorpus(LEAST_BYTES)
+    for _ in range(3):
+        corpus.add([5, 6, 7, 8, 9, 10])
+    corpus.add([5, 6, 7, 8, 11])
+    draft = SuffixDrafter(length=4, min_match=2).draft(context_of([5, 6, 7, 8], corpus=corpus))
+    assert draft.tokens.tolist() == [[8, 9, 10, 8, 8]]
+    assert draft.worth[0, 3] == -torch.inf
