@@ -730,7 +730,11 @@ struct Places {
 
   void offer(const Text& in, int64_t position, int64_t source) {
     Place place{&in, position, source, 0};
-    for (int64_t i = 0; i < MAX_MATCH; i++) place.agrees = place.agrees << 1 | agrees(in, position, i);
+    bool is_inside = true;  // what stands before the beginning of a text is another one
+    for (int64_t i = 0; i < MAX_MATCH; i++) {
+      is_inside = is_inside && position - i >= in.first && in.at(position - i) >= 0;
+      place.agrees = place.agrees << 1 | (is_inside && agrees(in, position, i));
+    }
     if (kept.size() == MAX_PLACES && kept.back().agrees >= place.agrees) return;
     if (kept.size() == MAX_PLACES) kept.pop_back();
     kept.insert(std::upper_bound(kept.begin(), kept.end(), place, [](const Place& a, const Place& b) { return a.agrees > b.agrees; }), place);
@@ -768,7 +772,8 @@ struct Corpus {
         bool is_match = true, is_known = order > 0;
         for (int64_t i = 0; i < ORDERS[order]; i++) is_match &= places.agrees(all, next - 1, i);
         for (int64_t i = 0; i < ORDERS[0]; i++) is_known &= places.agrees(all, next - 1, i);
-        if (is_match && !is_known) places.offer(all, next - 1, 2), found++;
+        bool goes_on = next < all.end && all.at(next) >= 0;
+        if (is_match && !is_known && goes_on) places.offer(all, next - 1, 2), found++;
       }
     }
   }
