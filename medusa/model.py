@@ -360,8 +360,9 @@ class MedusaModel:
         steps = self._steps
         forward = steps.forward_of_many(kind, () if heads is None else heads.reads_layers)
 
-        def guide_for(num_rows: int) -> tuple[Drafter, Pausing | None]:
-            drafter = self._drafters.make("plain") if plain else self.drafter_for(num_rows, kind)
+        def guide_for(num_rows: int, copies: bool) -> tuple[Drafter, Pausing | None]:
+            drafters = self._drafters
+            drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
             return drafter, self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
@@ -476,7 +477,7 @@ class MedusaModel:
         statistics.setup_seconds += way.setup_seconds
         batch = Batch(
             way.forward,
-            lambda _: (way.drafter, pausing),
+            lambda *_: (way.drafter, pausing),
             guard,
             statistics=statistics,
             static=way.static,

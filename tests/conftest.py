@@ -187,7 +187,7 @@ def decode(
     features = way.drafter.needs_features
     guide = way.drafter, pausing
     batch = Batch(
-        way.forward, lambda _: guide, statistics=statistics, static=way.static, needs_features=features
+        way.forward, lambda *_: guide, statistics=statistics, static=way.static, needs_features=features
     )
     return decoded(batch, request)
 

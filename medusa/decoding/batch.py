@@ -34,6 +34,7 @@ from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import Advance, Forward, RowsFailed, advanced, begin, sampled_kind
 from medusa.drafters.protocol import Drafter
+from medusa.drafters.references import References
 from medusa.drafters.validation import DraftValidator
 
 MAX_PASSED = 16
@@ -151,8 +152,8 @@ class Batch:
 
     Args:
         forward: what runs passes, with the states of the layers that drafters read.
-        guide_for: the drafter for so many rows, and what pauses it (None: nothing). Called once for each
-            number.
+        guide_for: the drafter for so many rows, of which some may copy from other texts (True) or none, and
+            what pauses it (None: nothing). Called once for each of these.
         check_base: raises ValueError where base or heads are no longer those that the batch was made for.
             Called with True for each new request, with False once a turn.
         is_streamed: whether a request alone hands out each token at once; it is checked at its end otherwise.
@@ -164,7 +165,7 @@ class Batch:
     def __init__(
         self,
         forward: Forward,
-        guide_for: Callable[[int], tuple[Drafter, Pausing | None]],
+        guide_for: Callable[[int, bool], tuple[Drafter, Pausing | None]],
         check_base: Callable[[bool], None] = lambda is_new_request: None,
         limits: BatchLimits = ALONE,
         statistics: DecodingStatistics | None = None,
@@ -188,7 +189,7 @@ class Batch:
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
-        self._guides: dict[int, tuple[Drafter, Pausing | None]] = {}  # by the number of rows
+        self._guides: dict[tuple[int, bool], tuple[Drafter, Pausing | None]] = {}
         self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
         self._has_joined = False
         self._context = common_context(forward.base)
@@ -408,7 +409,9 @@ class Batch:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
         rows, request = reading.rows, reading.request
         rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
-        sampled = None if rule is None else sampled_kind(self._guide(len(rows))[0], request)
+        sampled = (
+            None if rule is None else sampled_kind(self._guide(len(rows), request.references)[0], request)
+        )
         state, advance = begin(
             self._forward,
             request,
@@ -444,7 +447,7 @@ class Batch:
         self._make_room()
         state = self._state
         assert state is not None
-        drafter, pausing = self._guide(len(state.rows))
+        drafter, pausing = self._guide(len(state.rows), state.references)
         has_changed = self._has_joined or drafter is not self._last_drafter
         if has_changed:
             drafter.begin(len(state.rows), self._last_drafter)
@@ -471,10 +474,11 @@ class Batch:
         self._drop_ended()
         return passes
 
-    def _guide(self, num_rows: int) -> tuple[Drafter, Pausing | None]:
-        if num_rows not in self._guides:
-            self._guides[num_rows] = self._guide_for(num_rows)
-        return self._guides[num_rows]
+    def _guide(self, num_rows: int, references: Sequence[References]) -> tuple[Drafter, Pausing | None]:
+        kind = num_rows, bool(references)
+        if kind not in self._guides:
+            self._guides[kind] = self._guide_for(*kind)
+        return self._guides[kind]
 
     def _record(
         self,

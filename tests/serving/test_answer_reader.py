@@ -201,7 +201,7 @@ def test_the_form_is_found_from_the_template(template, form):
     assert form_of(template) == form
 
 
-FORMS = [*{form for _, form in TEMPLATES}]
+FORMS = [*dict.fromkeys(form for _, form in TEMPLATES)]
 REFERENCE = {
     "properties": {"kind": {"$ref": "#/$defs/kind"}},
     "required": ["kind"],

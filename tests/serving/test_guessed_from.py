@@ -1,0 +1,85 @@
+"""What clients expect and what was answered before: guesses are copied from it, and nobody sees it in a text."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from tiny_chat import chat_model
+from tiny_server import running
+
+from medusa.engine.kernels import missing_kernels
+from medusa.serving.gate import AccessSettings
+from medusa.serving.replies import common_subsequence_length
+
+pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+
+
+def client_of(server, key="none"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(chat_model(), allows_race=True) as started:
+        yield started
+
+
+def test_a_prediction_is_counted_and_never_changes_the_answer(server):
+    client = client_of(server)
+    plain = client.chat.completions.create(**ASKED, extra_body={"medusa_plain": True})
+    text = plain.choices[0].message.content
+    for content in (text, [{"type": "text", "text": text}], text[10:], "anything else " * 20, ""):
+        expected = {"type": "content", "content": content}
+        reply = client.chat.completions.create(**ASKED, prediction=expected)
+        assert reply.choices[0].message.content == text
+        counted = reply.usage.completion_tokens_details
+        total = counted.accepted_prediction_tokens + counted.rejected_prediction_tokens
+        if content == text:
+            assert counted.accepted_prediction_tokens > 20  # random tokens: their text is cut otherwise
+        assert (total > 0) == bool(content)
+
+
+def test_a_prediction_that_is_none_is_refused_in_words(server):
+    client = client_of(server)
+    for wrong in ({"type": "file", "content": "x"}, {"type": "content"}, {"type": "content", "content": 3}):
+        with pytest.raises(openai.BadRequestError, match="prediction"):
+            client.chat.completions.create(**ASKED, prediction=wrong)
+    long = {"type": "content", "content": "x" * 10**6}
+    with pytest.raises(openai.BadRequestError, match="prediction must have at most"):
+        client.chat.completions.create(**ASKED, prediction=long)
+
+
+def num_steps(client):
+    return client.chat.completions.create(**ASKED).usage.model_extra["medusa"]["num_steps"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_was_answered_to_one_key_drafts_for_another_only_where_that_was_asked_for(together):
+    access = AccessSettings(api_keys=("a", "b"))
+    remembers = {"remember_bytes": 2**20, "num_owners": 2, "remembers_together": together}
+    with running(chat_model(), access, **remembers) as server:
+        first, other = client_of(server, "a"), client_of(server, "b")
+        fresh = num_steps(first)
+        again, of_other = num_steps(first), num_steps(other)
+        texts = {each.chat.completions.create(**ASKED).choices[0].message.content for each in (first, other)}
+    assert again < 0.7 * fresh
+    assert (of_other < 0.7 * fresh) == together
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length"),
+    [
+        ([], [1, 2], 0),
+        ([1, 2], [], 0),
+        ([1, 2, 3], [1, 2, 3], 3),
+        ([1, 2, 3, 4], [0, 2, 9, 4], 2),
+        ([1] * 5, [1] * 3, 3),
+        ([3, 1, 2], [1, 2, 3], 2),
+    ],
+)
+def test_the_longest_common_subsequence_is_counted(first, second, length):
+    assert common_subsequence_length(first, second) == length
