@@ -409,9 +409,8 @@ class Batch:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
         rows, request = reading.rows, reading.request
         rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
-        sampled = (
-            None if rule is None else sampled_kind(self._guide(len(rows), request.references)[0], request)
-        )
+        drafter = None if rule is None else self._guide(len(rows), request.references)[0]
+        sampled = None if drafter is None else sampled_kind(drafter, request)
         state, advance = begin(
             self._forward,
             request,

@@ -1,4 +1,4 @@
-"""What clients expect and what was answered before: guesses are copied from it, and nobody sees it in a text."""
+"""What clients expect and what was answered before: guesses are copied from it, and no text tells of it."""
 
 from __future__ import annotations
 
