@@ -250,7 +250,7 @@ class RandomPausing:
     def chosen(self, drafter):
         return drafter if self.drafts else self.stand_in
 
-    def num_nodes(self, worth) -> int:
+    def num_nodes(self, worth, num_spare=0) -> int:
         return self.random.randint(1, worth.shape[1])
 
     def record(self, tokens_per_row, seconds, num_steps=1, by_stand_in=False, num_nodes=1) -> None:

@@ -279,7 +279,7 @@ def test_a_dictionary_is_returned_when_asked_for_with_the_statistics(model):
     assert torch.equal(out.sequences, model.generate(PROMPT, **GREEDY))
     assert out["sequences"] is out.sequences
     assert out.statistics.num_tokens == 14 and out.statistics.num_rows == 1
-    assert len(out.statistics.acceptance_rate) == model.drafter_for(1).max_depth
+    assert len(out.statistics.acceptance_rate) == model.tree.num_nodes - 1  # of a chain of so many nodes
 
 
 def test_several_return_sequences_are_the_repeated_batch(model):
@@ -378,7 +378,7 @@ def drafters_of(model, monkeypatch, **options):
 
 def test_the_fastest_drafter_is_the_default(model, monkeypatch):
     (drafter,) = drafters_of(model, monkeypatch, **GREEDY)
-    assert type(drafter) is DynamicHeadsDrafter and drafter.tree == TREE and drafter.suffix_length == 8
+    assert type(drafter) is DynamicHeadsDrafter and drafter.tree == TREE and drafter.suffix_length == 16
     expected = model.generate(PROMPT, **SAMPLED, tree=CandidateTree.chain(0))
     assert torch.equal(model.generate(PROMPT, **SAMPLED), expected)
 
@@ -398,7 +398,7 @@ def test_a_tree_alone_means_the_heads_in_that_tree(model, monkeypatch):
 
 def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
     (drafter,) = drafters_of(model, monkeypatch, **GREEDY, step="static")
-    assert type(drafter) is DynamicHeadsDrafter and drafter.suffix_length == 8
+    assert type(drafter) is DynamicHeadsDrafter and drafter.suffix_length == 16
     host_bound = UnionDrafter([drafter, OracleDrafter([], TREE, hit_rate=1.0)])
     monkeypatch.setattr("medusa.drafters.registry.host_bound_parts", lambda _: [host_bound])
     assert type(model.drafter_for(1)) is DynamicHeadsDrafter

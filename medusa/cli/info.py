@@ -21,7 +21,7 @@ from medusa.base.loading import found
 from medusa.base.recurrent import keeps_state, kind_of_layer
 from medusa.cli.commands import ConfigsOptions, InfoOptions
 from medusa.cli.next_steps import command
-from medusa.heads.checkpoint import HeadsCheckpoint, kind_of, load_heads
+from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.places import named_file, shipped_files
 from medusa.pretrained import shipped_heads
 from medusa.tables import counted
@@ -58,7 +58,7 @@ def _print_table(heads: str, description: dict[str, Any]) -> None:
 
 def base_config(name: str) -> PreTrainedConfig | None:
     """The configuration of the base called ``name``; None where heads are called so, or nothing is."""
-    if name in shipped_heads():
+    if name in shipped_heads() or Path(name, PROVENANCE_FILE).exists():
         return None
     try:
         source, arguments = found(name, {"trust_remote_code": False})

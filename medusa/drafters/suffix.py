@@ -36,7 +36,8 @@ SPARE_NODES = 32
 LEAST_OF_SEVERAL = 4
 """Tokens that agree at places beside the best, as ``kernels.cpp`` has it."""
 MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
-ODDS = torch.tensor([[weight / (1 - weight) for weight in MATCH_WEIGHTS]] * 3)
+MATCH_ODDS = tuple(weight / (1 - weight) for weight in MATCH_WEIGHTS)
+ODDS = torch.tensor([MATCH_ODDS] * 3)
 """(sources, MAX_MATCH + 1): how much a place of the row itself, of its prediction and of its corpus counts
 beside the heads, whose guesses count 1, by the tokens that agree.
 
@@ -73,12 +74,12 @@ class Continuations:
         return self.tokens.gather(1, nodes), self.shares.gather(1, nodes)
 
 
-def continuations(context: DraftContext, num_tokens: int, odds: Tensor = ODDS) -> Continuations:
+def continuations(context: DraftContext, num_tokens: int) -> Continuations:
     """What may follow each row, as many as ``num_tokens`` tokens deep."""
     references = context.references
     is_on_host = context.tokens.device.type == "cpu" and not context.fixed_shape
     if not is_on_host or not are_loaded():
-        return _chains(context, num_tokens, odds)
+        return _chains(context, num_tokens)
     none = context.lengths[:0]
     predictions = [none if each.prediction is None else each.prediction for each in references]
     corpora = [each.corpus for each in references]
@@ -86,12 +87,12 @@ def continuations(context: DraftContext, num_tokens: int, odds: Tensor = ODDS) -
         indices = [part for each in corpora for part in (each.index if each is not None else (none, none))]
         totals = context.lengths.new_tensor([0 if each is None else each.total for each in corpora])
         found = torch.ops.medusa.continuations(
-            context.tokens, context.lengths, predictions, indices, totals, odds, num_tokens
+            context.tokens, context.lengths, predictions, indices, totals, ODDS, num_tokens
         )
     return Continuations(*found)
 
 
-def _chains(context: DraftContext, num_tokens: int, odds: Tensor) -> Continuations:
+def _chains(context: DraftContext, num_tokens: int) -> Continuations:
     """The longest match of each row alone, in its prediction and itself, by tensor operations."""
     root, tokens, lengths = context.root[:, None], context.tokens, context.lengths
     known = [context.root[:0] if each.prediction is None else each.prediction for each in context.references]
@@ -101,9 +102,10 @@ def _chains(context: DraftContext, num_tokens: int, odds: Tensor) -> Continuatio
         tokens = torch.cat([torch.nn.functional.pad(before, (0, 1), value=-1), tokens], dim=1)
     match = longest_match(tokens, lengths + width, num_tokens)
     matched, ahead = match.num_matched[:, None], torch.arange(num_tokens, device=tokens.device)
-    counts = odds.to(tokens.device)[
-        (match.end < width).long()[:, None], (matched + ahead).clamp(max=MAX_MATCH)
-    ]
+    length = (matched + ahead).clamp(max=MAX_MATCH)
+    counts = torch.zeros(length.shape, device=length.device)
+    for least, count in enumerate(MATCH_ODDS):  # no table: it would have to be moved to the device
+        counts = torch.where(length >= least, count, counts)
     goes_on = (match.continuation >= 0).cumprod(1) > 0
     shares = torch.where((matched > 0) & goes_on, counts / (1 + counts), 0)
     nodes = torch.arange(num_tokens + 1, device=tokens.device).expand(len(tokens), -1)
@@ -128,8 +130,6 @@ class SuffixMatch:
 
     num_matched: Tensor
     """(B,) long: how many of the last tokens, at most :data:`MAX_MATCH`; 0 where even the last one is new."""
-    end: Tensor
-    """(B,) long: the column of its last token."""
     continuation: Tensor
     """(B, C) long: the tokens that followed. Where fewer than C did, they go round: the text between match
     and end of the row is taken to repeat. Without a match, any tokens of the row."""
@@ -153,9 +153,7 @@ def longest_match(tokens: Tensor, lengths: Tensor, num_tokens: int) -> SuffixMat
     num_matched = (best >> 32 >= longer).sum(1)
     end = best & 0xFFFFFFFF
     ahead = torch.arange(num_tokens, device=tokens.device) % (last - end).clamp(min=1)
-    return SuffixMatch(
-        num_matched, end[:, 0], tokens.gather(1, (end + 1 + ahead).clamp(max=tokens.shape[1] - 1))
-    )
+    return SuffixMatch(num_matched, tokens.gather(1, (end + 1 + ahead).clamp(max=tokens.shape[1] - 1)))
 
 
 class SuffixDrafter(StatelessDrafter):

@@ -341,7 +341,7 @@ class Service:
         """Refuse a text that is too long before it is tokenised, which takes long."""
         if len(text) > self.max_characters:
             raise RequestError(
-                f"{param} must have at most {self.max_characters} characters to fit here, got {len(text)}; "
+                f"{param} has {len(text)} characters, and at most {self.max_characters} can fit here; "
                 "shorten it",
                 param=param,
                 code="context_length_exceeded",

@@ -274,4 +274,4 @@ def test_the_best_path_is_the_one_on_which_most_guesses_are_expected_to_be_right
 def test_dynamic_heads_and_a_match_draft_the_best_path_by_default():
     drafter = model_of("lfm2").drafter_for(1)
     assert isinstance(drafter, BestPathDrafter)
-    assert drafter.max_depth == 8  # as long as a match
+    assert drafter.max_depth == 16  # as long as a match

@@ -1,0 +1,90 @@
+"""How much sooner answers come where guesses are copied from a prediction, or from what was answered before.
+
+    python scripts/measure_copying.py edits.jsonl --limit 24
+
+Each row of the file has a ``prompt`` and may have a ``prediction``, the expected answer. Four ways take
+turns on each prompt: the default; the same with the prediction; with a corpus of the other prompts' answers
+(``others``); and with a corpus that holds the answer to this prompt, asked in slightly other words
+(``asked before``). The answers are the same, or the program ends with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from medusa import MedusaModel, SuffixCorpus
+from medusa.choices import Engine, StepKind
+from medusa.prompts import encode_messages
+
+
+def main(
+    prompts: tyro.conf.Positional[Path],
+    /,
+    base: str = "smollm2-135m-instruct",
+    heads: str = "default",
+    engine: Engine = "packed",
+    step: StepKind = "compiled",
+    limit: int = 24,
+    max_new_tokens: int = 256,
+    fill: int = 0,
+) -> None:
+    """Time four ways to answer; ``fill`` puts so many random tokens into each corpus first."""
+    model = MedusaModel.from_pretrained(base, heads=heads, engine=engine, step=step)
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()[:limit]]
+    corpora = [SuffixCorpus(max(2**24, 24 * fill)) for _ in range(2)]
+    noise = torch.randint(model.base.config.vocab_size, (fill,), generator=torch.Generator().manual_seed(0))
+    for corpus in corpora:
+        for text in noise.split(512):
+            corpus.add(text)
+    times: dict[str, list[float]] = {}
+    drafts: dict[str, list[float]] = {}
+    steps: dict[str, list[float]] = {}
+    for number, row in enumerate([*rows[:3], *rows]):  # the first three warm up
+        greedy = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+        texts = row["prompt"], row["prompt"] + " Thank you!"
+        asked = [[{"role": "user", "content": text}] for text in texts]
+        call, other = ({**encode_messages(model.tokenizer, each, model.device), **greedy} for each in asked)
+        answer = model.generate(**call).sequences[0]
+        corpora[1].add(model.generate(**other).sequences[0])
+        ways: dict[str, dict[str, Any]] = {"default": {}, "others": {"corpus": corpora[0]}}
+        ways["asked before"] = {"corpus": corpora[1]}
+        if "prediction" in row:
+            ways["prediction"] = {"prediction": row["prediction"]}
+        names = [*ways]
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            began = time.perf_counter()
+            out: Any = model.generate(**call, **ways[name])
+            seconds = time.perf_counter() - began
+            if not torch.equal(out.sequences[0], answer):
+                raise SystemExit(f"{name} changed the answer to row {number}")
+            if number >= 3:
+                counted = out.statistics
+                times.setdefault(name, []).append(1000 * seconds / counted.num_tokens)
+                drafts.setdefault(name, []).append(1000 * counted.draft_seconds / max(1, counted.num_steps))
+                steps.setdefault(name, []).append(counted.tokens_per_step)
+        if number >= 3:
+            corpora[0].add(answer)
+    found = []
+    for name, each in times.items():
+        ratios = [before / now for before, now in zip(times["default"], each, strict=False)]
+        numbers = {
+            "ms_per_token": statistics.median(each),
+            "tokens_per_step": statistics.median(steps[name]),
+            "draft_ms_per_step": statistics.median(drafts[name]),
+            "times_as_fast": statistics.median(ratios),
+        }
+        found.append({"way": name, **{key: round(value, 3) for key, value in numbers.items()}})
+    for each in found:
+        print("  ".join(f"{key} {value}" for key, value in each.items()))
+    print(json.dumps({"num_prompts": len(times["default"]), "ways": found}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
