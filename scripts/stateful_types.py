@@ -167,9 +167,9 @@ TINY: dict[str, dict[str, Any]] = {
 """Small configurations, by ``model_type``; an empty one stands for the type's own, made without weights."""
 
 
-def tiny_model(model_type: str) -> Any:
-    """A random model of this type, the same one every time."""
-    settings = TINY[model_type]
+def tiny_model(model_type: str, **others: Any) -> Any:
+    """A random model of this type, the same one every time; ``others`` are settings beside its own."""
+    settings = TINY[model_type] | others
     with torch.random.fork_rng(), torch.device("cpu" if settings else "meta"):
         torch.manual_seed(7)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()

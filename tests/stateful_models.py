@@ -21,9 +21,9 @@ than one over a token, and a state gathers that along the text. The logits range
 
 
 @functools.cache
-def stateful_model(model_type: str):
+def stateful_model(model_type: str, **settings):
     """A random float32 model, the same one every time."""
-    return stateful_types.tiny_model(model_type)
+    return stateful_types.tiny_model(model_type, **settings)
 
 
 def turned_at_a_tie(base, ours: Tensor, theirs: Tensor, prompt_length: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import REAL_BASE, VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
+from stateful_models import stateful_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -240,6 +241,20 @@ def test_a_stop_string_ends_the_answer_at_its_last_token(model, tokenizer, end):
     assert torch.equal(given, reference)
     streamed = [token for step in model.stream(PROMPT, **options) for token in step.tokens[0]]
     assert streamed == reference[0, 6:].tolist()
+
+
+@pytest.mark.parametrize("end", [3, 8, 13])
+def test_a_stop_string_ends_the_answer_of_a_base_that_keeps_a_state(tokenizer, end):
+    model = MedusaModel(stateful_model("lfm2"), random_heads(), CandidateTree.chain(3), tokenizer)
+    free = model.base.generate(PROMPT, **GREEDY, pad_token_id=0)
+    stop = tokenizer.decode(free[0, 6 + end - 2 : 6 + end])
+    options = {**GREEDY, "stop_strings": [stop, "never said"], "pad_token_id": 0}
+    expected = model.base.generate(PROMPT, **options, tokenizer=tokenizer)
+    assert expected.shape[1] <= 6 + end < free.shape[1]
+    for hit_rate in (0.0, 0.5, 1.0):
+        drafter = OracleDrafter(free.tolist(), CandidateTree.chain(3), hit_rate)
+        text = model.generate(PROMPT, **options, drafter=drafter)
+        assert torch.equal(text, expected)
 
 
 def test_stop_strings_are_read_from_a_generation_config_and_from_the_bases_own(model, tokenizer, monkeypatch):

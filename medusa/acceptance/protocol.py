@@ -96,10 +96,11 @@ class VerificationRule:
             check_chain(self.name, draft)
         return self.function(draft, noise, state)
 
-    def require(self, kind: DraftKind, context_only: bool = True) -> None:
+    def require(self, kind: DraftKind, context_only: bool = True, keeps_state: bool = False) -> None:
         """Nothing, if the rule is exact for drafts of this kind.
 
-        ``context_only`` says whether the drafter's q depends on the text alone.
+        ``context_only`` says whether the drafter's q depends on the text alone, ``keeps_state`` whether the
+        base keeps a state, and so has steps without a draft.
 
         Raises:
             ValueError: it is not; the message says why and what to use instead.
@@ -113,6 +114,12 @@ class VerificationRule:
             raise ValueError(
                 f"acceptance={self.name!r} needs a drafter whose q depends on the text alone, because it "
                 "reads q again at later steps; this drafter's q also depends on the step: "
+                "use acceptance='block'"
+            )
+        if self.context_only_proposal and keeps_state:
+            raise ValueError(
+                f"acceptance={self.name!r} needs a draft of one length at every step, and a base that "
+                "keeps a state goes without one where it has many tokens to read again: "
                 "use acceptance='block'"
             )
 

@@ -410,7 +410,7 @@ class Batch:
         rows, request = reading.rows, reading.request
         rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
         drafter = None if rule is None else self._guide(len(rows), request.references)[0]
-        sampled = None if drafter is None else sampled_kind(drafter, request)
+        sampled = None if drafter is None else sampled_kind(drafter, request, self._forward.base)
         state, advance = begin(
             self._forward,
             request,

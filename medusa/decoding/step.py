@@ -25,6 +25,7 @@ from medusa.acceptance.sampling import (
 )
 from medusa.base.cache import MOST_BEHIND, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
+from medusa.base.recurrent import keeps_state
 from medusa.decoding.lockstep import accept_in_lockstep
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
@@ -90,11 +91,11 @@ def advanced(
     if pausing is not None and draft.worth is not None:
         draft = draft.first(pausing.num_nodes(draft.worth, draft.num_spare))
     if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
-        draft = _root_alone(state, draft, "the base must read too many tokens again")
+        draft = draft.root_alone()
     clock.lap("draft")
     hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     if not bool(hidden.isfinite().all()):  # one such node spreads through masked slots to all others
-        draft = _root_alone(state, draft, "the base is not finite (NaN or infinite) on a guess")
+        draft = _root_alone(state, draft)
         state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
@@ -112,13 +113,13 @@ def advanced(
     return advance
 
 
-def _root_alone(state: DecodeState, draft: Draft, reason: str) -> Draft:
-    """The root of ``draft`` alone, for this ``reason``."""
+def _root_alone(state: DecodeState, draft: Draft) -> Draft:
+    """The root of ``draft`` alone, where the base is not finite on a guess."""
     rule = state.request.rule
     if state.sampled is not None and rule is not None and rule.context_only_proposal:
         raise ValueError(
-            f"{reason}, and acceptance={rule.name!r}, which carries drafts of one length from step to step, "
-            "cannot leave one out; use another rule"
+            f"the base is not finite (NaN or infinite) on a guess, and acceptance={rule.name!r}, which "
+            "carries drafts of one length from step to step, cannot leave one out; use another rule"
         )
     return draft.root_alone()
 
@@ -169,13 +170,13 @@ def begin(
     return state, advance
 
 
-def sampled_kind(drafter: Drafter, request: DecodeRequest) -> DraftKind | None:
+def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> DraftKind | None:
     """How ``drafter`` must draw for the request's rule, refused if it cannot; None when it may rank."""
     rule = request.rule
     if rule is None or drafter.max_depth == 0:
         return None
     kind = drafter.sampled_kind(rule.draft_kinds[0])
-    rule.require(kind, drafter.context_only)
+    rule.require(kind, drafter.context_only, keeps_state(base))
     return kind
 
 

@@ -21,6 +21,7 @@ from transformers import CompileConfig, PreTrainedModel
 from medusa.acceptance.rules import rule_named
 from medusa.base.causal_lm import CausalLM, end_ids, output_embedding, vocab_size
 from medusa.base.loading import load_base
+from medusa.base.recurrent import keeps_state
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
@@ -167,6 +168,7 @@ class NamedDrafters:
     """
 
     def __init__(self, names: Iterable[str], model: MedusaModel, settings: DrafterSettings):
+        self.keeps_state = keeps_state(model.base)
         self._drafters = Drafters(model, settings)
         named = [name for name in names if is_drafter(name)]
         self._parts = list(dict.fromkeys(part for name in named for part in part_names(name)))
@@ -206,7 +208,8 @@ def refused_pair(drafters: NamedDrafters, name: str, rule: str, is_greedy: bool)
         return "rules for sampled drafts are for drafters that are named"
     required, drafter = rule_named(rule), drafters.new(name, only_chain=walks_one_path(rule))
     try:
-        required.require(drafter.sampled_kind(required.draft_kinds[0]), drafter.context_only)
+        kind = drafter.sampled_kind(required.draft_kinds[0])
+        required.require(kind, drafter.context_only, drafters.keeps_state)
     except ValueError as reason:
         return str(reason)
     return None

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import BUSHY, VOCAB_SIZE, OracleDrafter, left_padded, random_heads, random_prompts
+from conftest import BUSHY, VOCAB_SIZE, OracleDrafter, left_padded, random_heads, random_prompts, tiny_model
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from stateful_models import DECODABLE, stateful_model, turned_at_a_tie
@@ -17,6 +17,7 @@ from medusa.acceptance.rules import RULES
 from medusa.base.cache import MOST_BEHIND
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.drafters.best_path import BestPathDrafter, best_path
+from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.protocol import Draft
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.heads.causal_layer import LayerConfig
@@ -188,6 +189,18 @@ def test_rules_for_sampled_chains_run(rule):
             model.generate(prompt, **options)
     else:
         assert model.generate(prompt, **options).shape == (1, 39)
+
+
+def test_a_rule_that_needs_a_draft_at_every_step_is_refused_before_the_first_token():
+    model, prompt = model_of("lfm2"), random_prompts(1, 9)
+    drafter = DraftModelDrafter(tiny_model("llama"), VOCAB_SIZE, CandidateTree.chain(3))
+    options = {"max_new_tokens": 4, "acceptance": "greedy_block", "drafter": drafter}
+    with pytest.raises(ValueError, match=r"'greedy_block' needs a draft of one length .* acceptance='block'"):
+        next(model.stream(prompt, do_sample=True, seed=1, **options))
+    greedy = model.generate(prompt, do_sample=False, **options)  # no rule is asked
+    assert torch.equal(greedy, own_answer(model, prompt, max_new_tokens=4))
+    sampled = options | {"max_new_tokens": 60, "acceptance": "block"}
+    assert model.generate(prompt, do_sample=True, seed=1, **sampled).shape == (1, 69)
 
 
 @pytest.mark.parametrize("model_type", SOME)

@@ -17,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_model
+from stateful_models import stateful_model
+from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_heads, chat_model
 from tiny_server import TOKENIZER, Running, expected, running, wait_until
 
+from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.step import Forward
@@ -85,6 +87,23 @@ def test_an_answer_is_that_of_generate_streamed_or_not(server, tiny_chat_model):
         assert chunks[-1].choices == []
         for counted in ("prompt_tokens", "completion_tokens", "total_tokens"):
             assert getattr(chunks[-1].usage, counted) == getattr(whole.usage, counted)
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba2"])
+def test_a_base_that_keeps_a_state_answers_as_generate_does_turn_after_turn(model_type):
+    base = stateful_model(model_type, vocab_size=len(TOKENIZER), eos_token_id=TOKENIZER.eos_token_id)
+    model = MedusaModel(base, chat_heads(), CandidateTree.chain(3), TOKENIZER)
+    messages = list(HELLO)
+    with running(model) as server:
+        client = client_of(server)
+        for question in ("And then?", "Why?"):
+            _, text = expected(model, messages, max_new_tokens=24, do_sample=False)
+            asked = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0}
+            whole = client.chat.completions.create(**asked)
+            assert whole.choices[0].message.content == text
+            assert said(client.chat.completions.create(**asked, stream=True)) == text
+            answer = {"role": "assistant", "content": text}
+            messages += [answer, {"role": "user", "content": question}]
 
 
 def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog):
