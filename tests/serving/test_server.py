@@ -24,6 +24,7 @@ from tiny_server import TOKENIZER, Running, expected, running, wait_until
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.batch import BatchLimits
+from medusa.decoding.pausing import DraftCosts
 from medusa.decoding.step import Forward
 from medusa.serving.gate import AccessSettings, refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
@@ -106,10 +107,11 @@ def test_a_base_that_keeps_a_state_answers_as_generate_does_turn_after_turn(mode
             messages += [answer, {"role": "user", "content": question}]
 
 
-def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog):
+def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog, monkeypatch):
+    monkeypatch.setattr(DraftCosts, "pausing", lambda *_: None)  # whatever a draft costs here
     asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
     caplog.set_level(logging.INFO, "medusa.serving")
-    with running(tiny_chat_model, allows_race=True) as server:  # whose guessing has not paused yet
+    with running(tiny_chat_model, allows_race=True) as server:
         whole = client_of(server).chat.completions.create(**asked).usage
         plain = client_of(server).chat.completions.create(**asked, extra_body={"medusa_plain": True}).usage
     guessed, logged = whole.model_extra["medusa"], json.loads(caplog.messages[-2])
