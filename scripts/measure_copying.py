@@ -67,7 +67,9 @@ def main(
             if number >= 3:
                 counted = out.statistics
                 times.setdefault(name, []).append(1000 * seconds / counted.num_tokens)
-                drafts.setdefault(name, []).append(1000 * counted.draft_seconds / max(1, counted.num_steps))
+                drafts.setdefault(name, []).append(
+                    1000 * counted.phase_seconds["draft"] / max(1, counted.num_steps)
+                )
                 steps.setdefault(name, []).append(counted.tokens_per_step)
         if number >= 3:
             corpora[0].add(answer)
