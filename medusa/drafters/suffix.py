@@ -96,12 +96,8 @@ def continuations(
     predictions = [_NOTHING if each.prediction is None else each.prediction for each in references]
     corpora = [each.corpus for each in references]
     with LOCK:
-        indices = [
-            part for each in corpora for part in ((_NOTHING, _NOTHING) if each is None else each.index)
-        ]
-        totals = (
-            torch.tensor([0 if each is None else each.total for each in corpora]) if corpora else _NOTHING
-        )
+        indices = [part for each in corpora for part in (each.index if each else (_NOTHING, _NOTHING))]
+        totals = torch.tensor([each.total if each else 0 for each in corpora], dtype=torch.long)
         trust = torch.zeros(len(ODDS)) if trust is None else trust
         given = context.tokens, context.lengths, predictions, indices, totals, ODDS, USUAL, trust, said
         found = torch.ops.medusa.continuations(*given, num_tokens)
