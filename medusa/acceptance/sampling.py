@@ -11,7 +11,7 @@ that tells two draws of a row apart. Greedy decoding is G = 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
@@ -112,6 +112,25 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     bits = hashed_bits(seeds, positions, vocab_size)
     uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+class UpcomingNoise:
+    """The noise (B, L, V) of the positions after the root, drawn as far as somebody asks: on a CPU that of a
+    large vocabulary takes a millisecond a position.
+
+    Args:
+        draw: the noise of so many positions after the root, but for the first so many: (B, last - first, V).
+    """
+
+    def __init__(self, draw: Callable[[int, int], Tensor]):
+        self._draw, self._drawn = draw, draw(0, 0)
+
+    def until(self, depth: int) -> Tensor:
+        """What chooses the tokens 1 .. ``depth`` positions after the root, (B, at least ``depth``, V)."""
+        first = self._drawn.shape[1]
+        if first < depth:
+            self._drawn = torch.cat([self._drawn, self._draw(first, depth)], dim=1)
+        return self._drawn
 
 
 def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from medusa.acceptance.exact import Acceptance, accepted_up_to
-from medusa.acceptance.sampling import choose
+from medusa.acceptance.sampling import UpcomingNoise, choose
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -77,11 +77,11 @@ def accept_in_lockstep(
     draft_tokens: Tensor,
     topology: TreeTopology,
     logits: Tensor,
-    noise: Tensor | None,
+    noise: UpcomingNoise | None,
 ) -> Acceptance:
     """The exact rule, with as many tokens for every one of ``rows``, or fewer where the row ends.
 
-    draft_tokens (B, N) long, logits (B, N, V), noise (B, L, V) by depth; row r is ``rows[r]`` in ``batch``.
+    draft_tokens (B, N) long, logits (B, N, V); row r is ``rows[r]`` in ``batch``.
     """
     tokens, parents = draft_tokens.tolist(), topology.parents.expand_as(draft_tokens).tolist()
     standing: list[list[int]] = [[0] for _ in rows]  # the nodes of the text so far: siblings may be equal
@@ -91,7 +91,7 @@ def accept_in_lockstep(
         nodes = [standing[row][0] for row in running]
         indices = [rows[row] for row in running]
         scores = batch.scores(indices, logits[running, nodes])
-        chosen = choose(scores, None if noise is None else noise[running, depth]).tolist()
+        chosen = choose(scores, None if noise is None else noise.until(depth + 1)[running, depth]).tolist()
         batch.add(indices, chosen)
         for row, token in zip(running, chosen, strict=True):
             next_token[row] = token

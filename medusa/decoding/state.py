@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.rules import VerificationRule, rule_named
-from medusa.acceptance.sampling import gumbel_noise
+from medusa.acceptance.sampling import UpcomingNoise, gumbel_noise
 from medusa.base.cache import TreeCache
 from medusa.decoding.lockstep import LockstepBatch
 from medusa.drafters.references import References
@@ -162,17 +162,21 @@ class DecodeState:
             return given[0]
         return torch.tensor(given, device=self.lengths.device)[:, None, None]
 
-    def noise(self, num_positions: int, vocab_size: int) -> Tensor | None:
-        """Noise for the tokens 1 .. num_positions after the root, (B, num_positions, V); 0 in greedy rows."""
-        if self.seeds is None:
+    def noise(self, vocab_size: int) -> UpcomingNoise | None:
+        """The noise that chooses the tokens after the root; 0 in greedy rows, None where all are."""
+        seeds, lengths, sampled = self.seeds, self.lengths, self.sampled_rows
+        if seeds is None:
             return None
-        ahead = torch.arange(num_positions, device=self.lengths.device)
-        positions, sampled = self.lengths[:, None] + ahead, self.sampled_rows
-        if len(sampled) == len(self.requests):
-            return gumbel_noise(self.seeds, positions, vocab_size)
-        rows = torch.tensor(sampled, device=positions.device)
-        noise = gumbel_noise(self.seeds[rows], positions[rows], vocab_size)
-        return noise.new_zeros(len(positions), *noise.shape[1:]).index_copy(0, rows, noise)
+
+        def draw(first: int, last: int) -> Tensor:
+            positions = lengths[:, None] + torch.arange(first, last, device=lengths.device)
+            if len(sampled) == len(lengths):
+                return gumbel_noise(seeds, positions, vocab_size)
+            rows = torch.tensor(sampled, device=positions.device)
+            noise = gumbel_noise(seeds[rows], positions[rows], vocab_size)
+            return noise.new_zeros(len(positions), *noise.shape[1:]).index_copy(0, rows, noise)
+
+        return UpcomingNoise(draw)
 
     def rows_by_processors(self) -> list[tuple[LogitsProcessorList, list[int]]]:
         """The rows that share their logits processors, and these; all that have none come together."""

@@ -19,6 +19,7 @@ from medusa.acceptance.rules import SampledDraft
 from medusa.acceptance.sampling import (
     NodePaths,
     TokenLogprobs,
+    UpcomingNoise,
     choose,
     process_node_logits,
     token_logprobs,
@@ -162,7 +163,7 @@ def begin(
     )
     # The last prompt token is the only node of a tree, and the first token is chosen after it.
     lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
-    noise = state.noise(1, logits.shape[-1])
+    noise = state.noise(logits.shape[-1])
     acceptance = _accept_chosen(state, lone, logits[:, None], noise)
     first = [[token] for token in acceptance.next_token.tolist()]
     logprobs = _logprobs(state, logits[:, None], acceptance.path, first)
@@ -182,14 +183,14 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
 
 
 def draft_context(state: DecodeState, drafter: Drafter, base: CausalLM) -> DraftContext:
-    """What ``drafter`` is told, with the noise (B, L, V) that chooses after every depth."""
+    """What ``drafter`` is told, with the noise that chooses after every depth."""
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
         hidden=state.hidden,
         tokens=state.tokens,
         lengths=state.lengths,
         cache=state.cache,
-        noise=None if state.sampled else state.noise(drafter.max_depth + 1, vocab_size(base)),
+        noise=None if state.sampled else state.noise(vocab_size(base)),
         temperature=state.temperature,
         features=state.features,
         sampled=state.sampled,
@@ -199,24 +200,25 @@ def draft_context(state: DecodeState, drafter: Drafter, base: CausalLM) -> Draft
     )
 
 
-def acceptance_of(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
+def acceptance_of(
+    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
+) -> Acceptance:
     """Which candidates the base agrees with."""
     if state.sampled is not None:
         return _accept_sampled(state, draft, logits)
     return _accept_chosen(state, draft, logits, noise)
 
 
-def _accept_chosen(state: DecodeState, draft: Draft, logits: Tensor, noise: Tensor | None) -> Acceptance:
-    """Which candidates are what the base chooses, with ``noise`` (B, L, V) by depth, or finds plausible."""
+def _accept_chosen(
+    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
+) -> Acceptance:
+    """Which candidates are what the base chooses, with ``noise`` by depth, or finds plausible."""
     if state.lockstep_batch is not None:
         return accept_in_lockstep(
             state.lockstep_batch, state.rows, draft.tokens, draft.topology, logits, noise
         )
     scores = _scores(state, draft, logits)
-    if noise is not None:
-        depths = draft.topology.depths.expand(len(noise), -1)
-        noise = noise.gather(1, depths[..., None].expand(-1, -1, noise.shape[2]))  # (B, N, V)
-    chosen = choose(scores, noise)
+    chosen = choose(scores, None if noise is None else _by_node(noise, draft.topology, len(scores)))
     if state.refuses_nan:
         is_nan = scores.gather(2, chosen[..., None]).isnan().flatten(1).any(1).tolist()
         if any(is_nan):
@@ -225,6 +227,12 @@ def _accept_chosen(state: DecodeState, draft: Draft, logits: Tensor, noise: Tens
     if state.request.acceptance == "typical":
         return accept_typical(draft.tokens, chosen, scores, draft.topology)
     return accept_equal(draft.tokens, chosen, draft.topology)
+
+
+def _by_node(noise: UpcomingNoise, topology: TreeTopology, num_rows: int) -> Tensor:
+    """The noise (B, N, V) that chooses after each node."""
+    depths, by_depth = topology.depths.expand(num_rows, -1), noise.until(topology.max_depth + 1)
+    return by_depth.gather(1, depths[..., None].expand(-1, -1, by_depth.shape[2]))
 
 
 def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Acceptance:

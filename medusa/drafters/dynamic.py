@@ -154,7 +154,8 @@ class DynamicDrafter(LevelDrafter):
         paths, parents, beam, leading = context.root[:, None, None], None, (None, None, None), None
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents).float()
-            given = logits, sharpness, context.noise, self.token_map, self._columns, *match, paths, *beam
+            noise = None if context.noise is None else context.noise.until(depth)
+            given = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
             wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
             grown, goes_on = kernels.grow(
                 *given, leading, wanted, first, self._fanout, self.beam, is_expected
@@ -238,7 +239,7 @@ class DynamicDrafter(LevelDrafter):
         others = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1)
         own = torch.logaddexp(known + others, weights.log())
         if context.noise is not None:
-            noise = context.noise[:, None, depth - 1]  # (B, 1, V)
+            noise = context.noise.until(depth)[:, None, depth - 1]  # (B, 1, V)
             log_q = log_q + self.in_columns(noise)
             own = own + noise.expand(-1, at.shape[1], -1).gather(2, tokens)
             total = torch.logaddexp(log_q.logsumexp(-1, True) + others, own.logsumexp(-1, True))

@@ -97,7 +97,7 @@ class LevelDrafter(StatelessDrafter):
         """
         if context.noise is None:
             return logits
-        noise = self.in_columns(context.noise[:, None, depth - 1])
+        noise = self.in_columns(context.noise.until(depth)[:, None, depth - 1])
         return logits.float() * context.sharpness(self.beta) + noise
 
     def in_columns(self, values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa.acceptance.protocol import DraftKind
+from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.drafters.references import References
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -36,8 +37,8 @@ class DraftContext:
     """(B,) long: tokens of each row, root included; the root stands at position ``lengths - 1``."""
     cache: TreeCache
     """The base's own. A drafter may run tree nodes on it; what it leaves there uncommitted is overwritten."""
-    noise: Tensor | None
-    """(B, L, V): the noise that will choose the tokens 1 .. L positions after the root; None when greedy."""
+    noise: UpcomingNoise | None
+    """What will choose the tokens after the root; None when greedy."""
     temperature: float | Tensor = 1.0
     """Of the sampling distribution; 1.0 when greedy. (B, 1, 1) where rows differ, 0 in greedy ones."""
     features: Tensor | None = None

@@ -7,7 +7,8 @@ Several places may be continued in several ways, so what comes back is a tree. E
 how often its continuation was right, against what the heads guess otherwise (:data:`ODDS`). Places that agree
 add up, and the tree says what part of the probability is theirs (SuffixDecoding, arXiv 2411.04975, counts
 occurrences in the same way; pointer-generator networks, arXiv 1704.04368, mix so with a model). Beside the
-place that agrees furthest only those with four tokens or more are asked: others say less than the heads.
+place of row and prediction that agrees furthest only those with four tokens or more are asked: others say
+less than the heads.
 
 The search is one operator of :mod:`medusa.engine.kernels`, where these are loaded. Elsewhere, and in steps
 that must not wait for the device, a few tensor operations find the longest match in the row itself and in its
@@ -34,19 +35,22 @@ MAX_CHILDREN = 3
 SPARE_NODES = 32
 """Nodes of what is expected beyond one for each token ahead, as ``kernels.cpp`` has it."""
 LEAST_OF_SEVERAL = 4
-"""Tokens that agree at places beside the best, as ``kernels.cpp`` has it."""
+"""Tokens that agree at places of a corpus, and beside the best of the others, as ``kernels.cpp`` has it."""
 MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
 MATCH_ODDS = tuple(weight / (1 - weight) for weight in MATCH_WEIGHTS)
-ODDS = torch.tensor([MATCH_ODDS] * 3)
+ODDS = torch.tensor([MATCH_ODDS] * 3) * torch.tensor([[1.0], [1.0], [0.22]])
 """(sources, MAX_MATCH + 1): how much a place of the row itself, of its prediction and of its corpus counts
 beside the heads, whose guesses count 1, by the tokens that agree.
 
 For one place that is a weight in a mixture, :data:`MATCH_WEIGHTS`. These make the mixture of heads and match
 likeliest for the shipped heads: 3,532 tokens that followed a match in SmolLM2-135M-Instruct's greedy answers
-to 24 prompts of twelve kinds, MT-bench not among them."""
-USUAL = torch.tensor([0.01, 0.29, 0.5, 0.57, *[0.82] * 6, *[0.88] * 6, 0.97]).logit()
-"""(MAX_MATCH + 1,): how often the best place is right about a step's first token, by the tokens that agree,
-as logarithms of odds; of 1,970 steps of such answers. A source that is right more often is believed more."""
+to 24 prompts of twelve kinds, MT-bench not among them. A prediction, the original of an edit, is right as
+often as the row itself after as long a match. Answers to other questions are right half as often."""
+_USUAL = [0.01, 0.29, 0.5, 0.57, *[0.82] * 6, *[0.88] * 6, 0.97]
+USUAL = torch.tensor([_USUAL, _USUAL, [*[0.01] * 4, 0.4, *[0.43] * 5, *[0.73] * 6, 0.95]]).logit()
+"""(sources, MAX_MATCH + 1): how often the best place is right about a step's first token, by the tokens that
+agree, as logarithms of odds; of 1,970 steps of such answers. A source that is right more often is believed
+more."""
 
 _NOTHING = torch.empty(0, dtype=torch.long)
 

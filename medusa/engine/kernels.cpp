@@ -709,10 +709,10 @@ struct Text {
 };
 
 constexpr int64_t MAX_MATCH = 16, MAX_PLACES = 16, MAX_WALK = 64, MAX_CHILDREN = 3, SPARE_NODES = 32;
-constexpr int64_t NUM_SOURCES = 3;  // the text itself, its prediction, its corpus
+constexpr int64_t NUM_SOURCES = 3, CORPUS = 2;  // the text itself, its prediction, its corpus
 constexpr float LEARNING_RATE = 0.05f, MOST_TRUST = 1.5f;
-constexpr int64_t LEAST_OF_SEVERAL = 4;  // tokens that agree at places beside the best: shorter ones say less than the heads
-constexpr int64_t ORDERS[] = {6, 2};  // by so many tokens places of a corpus are found, by more at first
+constexpr int64_t LEAST_OF_SEVERAL = 4;  // tokens that agree at places of a corpus, and beside the best of the others: shorter ones say less than the heads
+constexpr int64_t ORDERS[] = {8, LEAST_OF_SEVERAL};  // by so many tokens places of a corpus are found, by more at first
 
 // Where the last tokens stood before.
 struct Place {
@@ -775,7 +775,7 @@ struct Corpus {
         for (int64_t i = 0; i < ORDERS[order]; i++) is_match &= places.agrees(all, next - 1, i);
         for (int64_t i = 0; i < ORDERS[0]; i++) is_known &= places.agrees(all, next - 1, i);
         bool goes_on = next < all.end && all.at(next) >= 0;
-        if (is_match && !is_known && goes_on) places.offer(all, next - 1, 2), found++;
+        if (is_match && !is_known && goes_on) places.offer(all, next - 1, CORPUS), found++;
       }
     }
   }
@@ -803,12 +803,12 @@ struct Said {
 };
 
 // Believes a source a little more (`trust`: the logarithm of what its odds are multiplied by) where it was right more often than usual, and less where it was not;
-// `usual` (MAX_MATCH + 1,) are the logarithms of the odds that it is right. Online logistic regression with one weight a source.
+// `usual` (sources, MAX_MATCH + 1) are the logarithms of the odds that it is right. Online logistic regression with one weight a source.
 static void learn(float* trust, const Said& said, const int64_t* text, int64_t length, const float* usual) {
   for (int64_t source = 0; source < NUM_SOURCES && said.length < length; source++) {
     auto [matched, token] = said.of[source];
     if (!matched) continue;
-    float expected = 1 / (1 + std::exp(-usual[matched] - trust[source])), came = text[said.length] == token;
+    float expected = 1 / (1 + std::exp(-usual[source * (MAX_MATCH + 1) + matched] - trust[source])), came = text[said.length] == token;
     trust[source] = std::clamp(trust[source] + LEARNING_RATE * (came - expected), -MOST_TRUST, MOST_TRUST);
   }
 }
@@ -845,12 +845,17 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
     }
     numbers<int64_t>(matched)[row] = places.kept.empty() ? 0 : places.kept[0].length();
     say(says)->length = length;
-    for (const Place& place : places.kept)
-      if (auto& [agreed, next] = say(says)->of[place.source]; !agreed) agreed = place.length(), next = place.text->at(place.position + 1);
     int64_t num_nodes = 1;
+    bool has_best = false;
     for (const Place& place : places.kept) {
-      if (&place != &places.kept[0] && place.length() < LEAST_OF_SEVERAL) break;
-      const float *counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1), trusted = std::exp(numbers<float>(trust)[place.source]);
+      auto& [agreed, next] = say(says)->of[place.source];
+      if (!agreed) agreed = place.length(), next = place.text->at(place.position + 1);
+      if (has_best && place.length() < LEAST_OF_SEVERAL) continue;
+      has_best |= place.source != CORPUS;
+      // Equally long places of a corpus count as one does together, each by how often its continuation followed; a row has few, and those add up.
+      auto is_equal = [&](const Place& other) { return other.source == CORPUS && other.length() == place.length(); };
+      int64_t num_equal = place.source == CORPUS ? std::count_if(places.kept.begin(), places.kept.end(), is_equal) : 1;
+      const float *counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1), trusted = std::exp(numbers<float>(trust)[place.source]) / num_equal;
       for (int64_t node = 0, ahead = 0; ahead < depth; ahead++) {
         int64_t position = place.position + 1 + (place.text == &own ? ahead % (length - 1 - place.position) : ahead);
         if (position >= place.text->end || place.text->at(position) < 0) break;

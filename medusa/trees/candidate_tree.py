@@ -157,10 +157,11 @@ class TreeTopology:
 
     def first(self, num_nodes: int) -> TreeTopology:
         """The trees of the first ``num_nodes`` nodes, which hold the parents of all of them."""
-        kept, lineage = slice(num_nodes), self.lineage[:, :num_nodes, :num_nodes]  # none is deeper than that
-        ancestors = self.ancestors[:, kept, kept]
-        is_chain = self.is_chain or num_nodes == 1
-        return TreeTopology(self.parents[:, kept], self.depths[:, kept], ancestors, lineage, is_chain)
+        kept, is_chain = slice(num_nodes), self.is_chain or num_nodes == 1
+        depths, ancestors = self.depths[:, kept], self.ancestors[:, kept, kept]
+        deepest = int(depths.max()) if depths.device.type == "cpu" else num_nodes - 1  # waits for no device
+        lineage = self.lineage[:, kept, : deepest + 1]
+        return TreeTopology(self.parents[:, kept], depths, ancestors, lineage, is_chain)
 
     @classmethod
     def from_parents(

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import RULES
+from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
@@ -159,7 +160,8 @@ def test_a_dynamic_tree_holds_the_paths_that_are_likeliest(make, suffix_length, 
     rows = [[5, 6, 7, 8, 9], [5, 11, 6, 7, 8, 11], [3, 4, 5, 6, unknown, 8, 9, 3, 4, 5]]
     tokens = torch.tensor([[*row, *[5] * (12 - len(row))] for row in rows])
     lengths, root = torch.tensor([len(row) for row in rows]), torch.tensor([row[-1] for row in rows])
-    noise = torch.randn(3, 6, VOCAB_SIZE) if sampled else None
+    drawn = torch.randn(3, 6, VOCAB_SIZE)
+    noise = UpcomingNoise(lambda first, last: drawn[:, first:last]) if sampled else None
     likely = base.get_output_embeddings().weight[[6, known[0]]]  # the match's token, and the first column's
     hidden = torch.randn(3, 32) + 3 * (likely / likely.norm(dim=1, keepdim=True).square()).sum(0)
     context = DraftContext(root, hidden, tokens, lengths, TreeCache(3, 1, "cpu"), noise, 0.7)
@@ -209,7 +211,7 @@ def log_probabilities_after(drafter, context, row: int, path: tuple[int, ...]) -
     if chance:
         mixed[expected[depth - 1]] += chance
     scores = mixed.log()
-    scores = (scores + context.noise[row, depth - 1]).log_softmax(-1) if is_sampled else scores
+    scores = (scores + context.noise.until(depth)[row, depth - 1]).log_softmax(-1) if is_sampled else scores
     return {token: value for token, value in enumerate(scores.tolist()) if value > -math.inf}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
+from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.causal_lm import output_embedding
 from medusa.decoding.pausing import SPARE_WORTH
 from medusa.drafters.dynamic import DynamicHeadsDrafter
@@ -57,7 +58,8 @@ def context(lengths, is_sampled, drafter, num_different):
     if not is_sampled:
         return given
     noise = -torch.rand(rows, drafter.max_depth + 1, VOCAB_SIZE, generator=generator).log().neg().log()
-    return replace(given, noise=noise, temperature=torch.linspace(0, 1.5, rows)[:, None, None])
+    drawn = UpcomingNoise(lambda first, last: noise[:, first:last])
+    return replace(given, noise=drawn, temperature=torch.linspace(0, 1.5, rows)[:, None, None])
 
 
 def both(made, given):

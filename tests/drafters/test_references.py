@@ -29,7 +29,7 @@ from medusa.engine.kernels import missing_kernels
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
-DEPTH, MAX_PLACES, SHORTEST_INDEXED, MOST_TRUST = 6, 16, 2, 1.5
+DEPTH, MAX_PLACES, SHORTEST_INDEXED, MOST_TRUST = 6, 16, LEAST_OF_SEVERAL, 1.5
 TOKENS = st.lists(st.integers(0, 3), max_size=30)
 
 
@@ -73,9 +73,12 @@ def places_of(row, prediction, remembered):
 def shares_of(places):
     """Path -> the share of its last token, counted path by path."""
     votes, kept = {}, {(): []}
-    for index, (_, num_matched, source, follows) in enumerate(places):
-        if index and num_matched < LEAST_OF_SEVERAL:
+    has_best = False
+    for _, num_matched, source, follows in places:
+        if has_best and num_matched < LEAST_OF_SEVERAL:
             break
+        has_best |= source != 2
+        equal = [each for each in places if each[1:3] == (num_matched, source)] if source == 2 else [None]
         for depth in range(len(follows)):
             above, path = tuple(follows[:depth]), tuple(follows[: depth + 1])
             if path not in votes:
@@ -83,7 +86,7 @@ def shares_of(places):
                     break
                 kept[above].append(path)
                 votes[path], kept[path] = 0.0, []
-            votes[path] += float(ODDS[source, min(num_matched + depth, MAX_MATCH)])
+            votes[path] += float(ODDS[source, min(num_matched + depth, MAX_MATCH)]) / len(equal)
     return {
         path: votes[path] / (1 + sum(votes[each] for each in siblings))
         for siblings in kept.values()
@@ -187,7 +190,7 @@ def test_a_right_prediction_is_followed_without_any_heads():
 
 def test_the_oldest_texts_go_out_first_and_memory_stays():
     corpus = SuffixCorpus(LEAST_BYTES)
-    row = [1, 2, 3]
+    row = [1, 2, 3, 4]
     corpus.add([*row, 7])
     size = sum(part.nbytes for part in corpus.index)
     assert size <= LEAST_BYTES
@@ -208,18 +211,21 @@ def test_the_oldest_texts_go_out_first_and_memory_stays():
 
 def test_a_text_longer_than_the_corpus_leaves_its_end():
     corpus = SuffixCorpus(LEAST_BYTES)
-    corpus.add([1, 2, 3, *range(10, 10 + corpus.capacity)])
+    corpus.add([1, 2, 3, 4, 5, *range(10, 10 + corpus.capacity)])
     last = 10 + corpus.capacity
-    found = continuations(context_of([last - 3, last - 2], corpus=corpus), 1)
+    found = continuations(context_of([*range(last - 6, last - 1)], corpus=corpus), 1)
     assert int(found.tokens[0, found.children[0, 0, 0]]) == last - 1
-    assert int(continuations(context_of([1, 2], corpus=corpus), 1).num_matched) == 0
+    assert int(continuations(context_of([1, 2, 3, 4], corpus=corpus), 1).num_matched) == 0
 
 
 def test_texts_in_a_corpus_do_not_go_on_in_one_another():
     corpus = SuffixCorpus(LEAST_BYTES)
-    corpus.add([1, 2, 3])
-    corpus.add([4, 5])
-    assert int(continuations(context_of([9, 2, 3], corpus=corpus), 4).children.sum()) == 0
+    corpus.add([1, 2, 3, 4, 5])
+    corpus.add([6, 7])
+    row = [9, 2, 3, 4, 5]
+    assert int(continuations(context_of(row, corpus=corpus), 4).children.sum()) == 0
+    assert int(continuations(context_of(row[:-1], [], corpus), 4).children.sum()) == 0, "three tokens are few"
+    assert int(continuations(context_of([1, *row[1:-1]], corpus=corpus), 4).children.sum()) == 1
 
 
 def test_threads_may_share_a_corpus():
