@@ -28,8 +28,8 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import SPARE_NODES, Drafters
 from medusa.engine.prepared import Prepared
+from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.heads.eagle3 import Heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for

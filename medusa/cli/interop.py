@@ -21,8 +21,9 @@ from medusa.cli.loading import (
 )
 from medusa.cli.next_steps import command
 from medusa.files import Layout, check_writable_target, replaceable_files
+from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
-from medusa.heads.eagle3 import Eagle3Head, Heads
+from medusa.heads.eagle3 import Eagle3Head
 from medusa.hub import split_revision
 from medusa.interop.conversion import (
     EXPORT_LAYOUT,

@@ -31,8 +31,8 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
+from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle3 import Heads
 from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE

@@ -1,7 +1,7 @@
 """The heads directory: what training leaves behind and decoding loads.
 
-    config.json         the format version, the kind of heads ("medusa" or "eagle3"), its HeadsConfig or
-                        Eagle3Config, the base model's name and fingerprint
+    config.json         the format version, the kind of heads ("medusa", "eagle3" or "mtp"), its
+                        configuration, the base model's name and fingerprint
     model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
                         that were timed for a device and batch size (see medusa.trees.tuned_trees)
@@ -31,9 +31,11 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads, check_heads_fit
+from medusa.heads.ahead import Heads, check_heads_fit
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.mtp import MtpConfig, MtpHead
 from medusa.heads.tensor_files import check_finite, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
@@ -66,6 +68,12 @@ HEADS_LAYOUT = Layout(
     HEADS_FILES,
     lambda directory: has_keys(directory / CONFIG_FILE, "format_version", "base_model"),
 )
+KINDS: dict[str, tuple[type[Heads], type[Any]]] = {
+    "medusa": (MedusaHeads, HeadsConfig),
+    "eagle3": (Eagle3Head, Eagle3Config),
+    "mtp": (MtpHead, MtpConfig),
+}
+"""Every kind of heads, with its configuration."""
 HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
@@ -187,7 +195,7 @@ def load_heads(
 
 def kind_of(heads: Heads) -> str:
     """What ``config.json`` calls heads like these."""
-    return "eagle3" if isinstance(heads, Eagle3Head) else "medusa"
+    return next(kind for kind, (module, _) in KINDS.items() if isinstance(heads, module))
 
 
 def save_tree(
@@ -264,11 +272,9 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
-    if kind not in ("medusa", "eagle3"):
-        raise ValueError(
-            f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle3'"
-        )
-    config_type: type[Eagle3Config] | type[HeadsConfig] = Eagle3Config if kind == "eagle3" else HeadsConfig
+    if kind not in KINDS:
+        raise ValueError(f"{config_path} says kind={kind!r}, this version of medusa reads {', '.join(KINDS)}")
+    module, config_type = KINDS[kind]
     config = _strict_config(config_type, raw, config_path)
     loaded = read_tensors(path, integers=("token_map",))
     weights = {
@@ -278,8 +284,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     if isinstance(config, HeadsConfig):
         _check_num_blocks(config, weights, config_path)
     with torch.device("meta"):
-        heads = Eagle3Head(config) if isinstance(config, Eagle3Config) else MedusaHeads(config)
-    what = "an 'eagle3' head" if isinstance(config, Eagle3Config) else f"{config.unembedding!r} heads"
+        heads = module(config)
+    what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
     _check_tensors(weights, heads.state_dict(), what, path)
     if config.token_map_size is not None:
         try:
@@ -290,9 +296,7 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     return heads
 
 
-def _strict_config(
-    config_type: type[Eagle3Config] | type[HeadsConfig], raw: Mapping[str, Any], path: Path
-) -> Eagle3Config | HeadsConfig:
+def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -> Any:
     """The module's configuration in a config.json."""
     known = {f.name for f in fields(config_type)}
     values = {key: value for key, value in raw.items() if key not in HEADER_KEYS}

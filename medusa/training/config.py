@@ -20,6 +20,7 @@ from medusa.checks import check_above, check_at_least, check_within, differences
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
+from medusa.heads.mtp import MtpConfig
 
 ObjectiveName = Literal["ce", "kl", "blend"]
 
@@ -51,14 +52,16 @@ class BaseOptions:
 class HeadOptions:
     """The heads to train, whatever their kind."""
 
-    head_kind: Literal["medusa", "eagle3"] = "medusa"
+    head_kind: Literal["medusa", "eagle3", "mtp"] = "medusa"
     """medusa: one head for each depth. eagle3: one transformer layer that runs ahead on its own states
-    (EAGLE-3), which other engines serve."""
+    (EAGLE-3), which other engines serve. mtp: the layers for multi-token prediction that the base comes with,
+    trained further."""
     num_heads: int = 4
-    """Heads; head d guesses the token d places after the next one. Of eagle3: how deep it learns to draft."""
+    """Heads; head d guesses the token d places after the next one. Of eagle3 and mtp: how deep they learn to
+    draft."""
     token_map_size: int | None = None
-    """Tokens that token_map heads, or an eagle3 head, can guess: the most frequent answer tokens of the
-    training data."""
+    """Tokens that token_map heads, eagle3 or mtp can guess: the most frequent answer tokens of the training
+    data."""
     fused_layers: list[int] | None = None
     """The base's states after these decoder layers are read too. Of medusa, such as 8 16 24 of 30: more
     guesses are right, and stored states take more room; by default none. Of eagle3, by default 2, L // 2 and
@@ -341,7 +344,7 @@ class RunOptions:
             raise ValueError("overwrite and resume exclude each other, got both")
 
 
-KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "joint": ("medusa", "joint")}
+KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "mtp": (), "joint": ("medusa", "joint")}
 """The groups of options that each kind of training reads beside those that all do."""
 _LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
@@ -417,14 +420,16 @@ class TrainingConfiguration:
     @property
     def reads_text(self) -> bool:
         """Whether heads read all states of a text up to the one they guess from."""
-        return self.kind == "eagle3" or bool(self.medusa.context_layers)
+        return self.kind in ("eagle3", "mtp") or bool(self.medusa.context_layers)
 
-    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config:
+    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config | MtpConfig:
         """The heads that are asked for, on ``base``.
 
         Raises:
             ValueError: there are no such heads.
         """
+        if self.heads.head_kind == "mtp":
+            return MtpConfig.of_base(base, self.heads.num_heads, token_map_size=self.heads.token_map_size)
         group: MedusaOptions | Eagle3Options = getattr(self, self.heads.head_kind)
         return group.heads_config(self.heads, base)
 
