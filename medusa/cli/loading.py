@@ -32,7 +32,7 @@ from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.ahead import Heads
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
@@ -53,9 +53,11 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
     """
     log = log_version()
     device = chosen_device(options.device)
-    checkpoint = load_heads(options.heads)
+    checkpoint = None if options.heads == OWN_HEADS else load_heads(options.heads)
     name = options.base or recorded_base(checkpoint, options.heads)
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
+    if checkpoint is None:
+        checkpoint = own_heads(base)
     if checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
@@ -138,7 +140,7 @@ def chosen_device(name: str) -> torch.device:
         ) from error
 
 
-def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
+def recorded_base(checkpoint: HeadsCheckpoint | None, heads: str) -> str:
     """The base that ``heads`` were trained on.
 
     Raises:
@@ -146,7 +148,7 @@ def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     """
     if heads == EMBEDDED_HEADS:
         return EMBEDDED_BASE
-    if not checkpoint.base_model:
+    if checkpoint is None or not checkpoint.base_model:
         raise ValueError(f"the heads in {heads!r} do not say which base they were trained on; give --base")
     return checkpoint.base_model
 

@@ -327,7 +327,8 @@ class ModelOptions:
     """Base model: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
     which `medusa fetch` fetches; none is the one that the heads were trained on."""
     heads: str = EMBEDDED_HEADS
-    """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship."""
+    """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
+    layers for multi-token prediction that it comes with."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""

@@ -35,7 +35,7 @@ from medusa.heads.ahead import Heads, check_heads_fit
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
-from medusa.heads.mtp import MtpConfig, MtpHead
+from medusa.heads.mtp import MtpConfig, MtpHead, own_head
 from medusa.heads.tensor_files import check_finite, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
@@ -68,12 +68,14 @@ HEADS_LAYOUT = Layout(
     HEADS_FILES,
     lambda directory: has_keys(directory / CONFIG_FILE, "format_version", "base_model"),
 )
-KINDS: dict[str, tuple[type[Heads], type[Any]]] = {
+KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "medusa": (MedusaHeads, HeadsConfig),
     "eagle3": (Eagle3Head, Eagle3Config),
     "mtp": (MtpHead, MtpConfig),
 }
 """Every kind of heads, with its configuration."""
+OWN_HEADS = "mtp"
+"""Names the heads that the base comes with."""
 HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
@@ -191,6 +193,15 @@ def load_heads(
         tree_origin=tree_origin,
         fingerprint=_read_fingerprint(directory, raw),
     )
+
+
+def own_heads(base: CausalLM) -> HeadsCheckpoint:
+    """The layers for multi-token prediction that come with ``base``, which :data:`OWN_HEADS` names, as heads.
+
+    Raises:
+        ValueError: as :func:`medusa.heads.mtp.own_head`.
+    """
+    return HeadsCheckpoint(own_head(base), base.name_or_path)
 
 
 def kind_of(heads: Heads) -> str:

@@ -7,6 +7,8 @@ further layers of their own; Qwen3-Next and its like have one, and call it ``mtp
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
