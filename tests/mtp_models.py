@@ -53,20 +53,26 @@ FEW_TOKENS = 13
 PROMPT = torch.tensor([[3, 8, 5, 5, 12, 4, 9, 3, 7]])
 
 
-def save_base(directory: Path, model_type: str, num_layers: int = 1, **settings: Any) -> Path:
-    """A random float32 base and its layers for multi-token prediction, in files as they are published."""
-    given = {"vocab_size": FEW_TOKENS, **settings}
-    if model_type in WITH_TREES:
-        given["num_mtp_layers"] = num_layers
+def made_base(model_type: str, num_layers: int = 1, **settings: Any) -> Any:
+    """A random float32 base, the same one every time."""
+    given = {"num_mtp_layers": num_layers} if model_type in WITH_TREES else {}
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        config = AutoConfig.for_model(model_type, **{**FAMILIES[model_type], **given})
-        base: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        base.name_or_path = str(directory)
+        sizes = {**FAMILIES[model_type], "vocab_size": FEW_TOKENS, **given, **settings}
+        config = AutoConfig.for_model(model_type, **sizes)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def save_base(directory: Path, model_type: str, num_layers: int = 1, **settings: Any) -> Path:
+    """A base and its layers for multi-token prediction, in files as they are published."""
+    base = made_base(model_type, num_layers, **settings)
+    base.name_or_path = str(directory)
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
         head = MtpHead(MtpConfig.of_base(base))
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        fit(head, base.eval(), base.generate(PROMPT % config.vocab_size, max_new_tokens=48, do_sample=False))
+    fit(head, base, base.generate(PROMPT, max_new_tokens=48, do_sample=False))
     base.save_pretrained(directory)
     weights = load_file(directory / "model.safetensors") | stored_tensors(head)
     contiguous = {name: each.contiguous() for name, each in weights.items()}

@@ -17,9 +17,8 @@ class AheadDrafter(LevelDrafter):
     """Fills ``tree`` with a head that runs ahead, over ``base``'s layers and embeddings.
 
     Entries of the text stand on states of the base (:mod:`medusa.drafters.layer_cache`); below the root, a
-    node's entry joins what its parent's entry gave with its own token. All layers of a head run at every
-    entry, each on what the one below gave at the entry before; below the root, the first on what the last
-    gave there.
+    node's entry joins what its parent's entry gave with its own token. Of a head with several layers, the
+    d-th guesses what follows a node of depth d - 1; those above it run there too, for nodes further down.
     """
 
     context_only = False  # a guess made from the head's own features is another than one made from the base's
@@ -34,7 +33,7 @@ class AheadDrafter(LevelDrafter):
         super()._shape(tree)
         self._entries = LayerCache(self._device, 2 * self.head.num_layers - 1)
         self._depth = 0
-        """Of the nodes run last in this step."""
+        """Of the nodes that are run."""
         self._features = torch.empty(0)
         """(B, M, D): what the entries run in this step gave, the root's first."""
 
@@ -75,35 +74,37 @@ class AheadDrafter(LevelDrafter):
         parents = topology.parents[:, first_node : first_node + tokens.shape[1]].expand(len(tokens), -1)
         features = self._features.gather(1, parents[..., None].expand(-1, -1, self._features.shape[2]))
         nodes = slice(first_node, first_node + tokens.shape[1])
+        self._depth += 1
         drafted = self._run(features, tokens, *self._entries.announce(topology, nodes), parents)
         self._features = torch.cat([self._features, drafted.features], dim=1)
-        self._depth += 1
         return self._logits(drafted.states)
 
     def _logits(self, states: Tensor) -> Tensor:
-        """The logits (B, M, V') of what all layers gave at nodes of one depth, (B, M, K * D)."""
-        layer = states.chunk(self.head.num_layers, dim=-1)[self._depth % self.head.num_layers]
-        return self.head.unembedded(layer, output_embedding(self.base))
+        return self.head.unembedded(states, output_embedding(self.base))
 
     def _run(
         self, features: Tensor, tokens: Tensor, mask: Tensor, positions: Tensor, parents: Tensor | None = None
     ) -> Drafted:
-        """What entries that join ``features`` (B, M, D) with ``tokens`` (B, M) give: states of all K layers,
-        (B, M, K * D), and features of the last.
+        """What entries that join ``features`` (B, M, D) with ``tokens`` (B, M) give.
 
         Each entry stands behind its node of ``parents`` (B, M) long; a text's, behind the entry before it.
         """
         cache, num_layers = self._entries.cache, self.head.num_layers
         embedded = self.base.get_input_embeddings()(tokens)
-        drafted = self.head(features, embedded, mask, positions, cache)
-        states = [drafted.states]
-        for layer in range(1, num_layers):  # what a layer gives is kept beside the keys and values of all
-            given = drafted.features[:, None]
-            kept, _ = cache.update(given, given[..., :0], num_layers + layer - 1)
+        first = min(self._depth, num_layers - 1)
+        drafted = given = self._run_layer(first, features, embedded, mask, positions)
+        for layer in range(first + 1, num_layers):  # what one gives is kept beside the keys and values of all
+            kept, _ = cache.update(given.features[:, None], features[:, None, :, :0], num_layers + layer - 1)
             before = cache.slots - 1 if parents is None else cache.lengths[:, None] + parents
             below = kept[:, 0].gather(1, before.clamp(min=0)[..., None].expand_as(features))
+            given = self._run_layer(layer, below, embedded, mask, positions)
+        return drafted
+
+    def _run_layer(
+        self, layer: int, features: Tensor, embedded: Tensor, mask: Tensor, positions: Tensor
+    ) -> Drafted:
+        cache = self._entries.cache
+        if layer:  # so near to the start, entries have nothing below them
             slots = torch.arange(mask.shape[-1], device=mask.device)
-            has_below = (slots >= layer) | (slots == cache.slots[..., None])  # (B, M, S)
-            drafted = self.head(below, embedded, mask & has_below[:, None], positions, cache, layer)
-            states.append(drafted.states)
-        return Drafted(torch.cat(states, dim=-1), drafted.features)
+            mask = mask & ((slots >= layer) | (slots == cache.slots[..., None]))[:, None]
+        return self.head(features, embedded, mask, positions, cache, layer)

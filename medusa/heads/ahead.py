@@ -4,8 +4,8 @@ An entry joins a *feature* g_t with the embedding of token t + 1 and scores toke
 read token t, g_t is made of the base's states (:meth:`AheadHead.fuse`); further on it is what the head itself
 gave at the entry before. EAGLE-3 heads are such (:mod:`medusa.heads.eagle3`), and so are the layers for
 multi-token prediction that bases come with (:mod:`medusa.heads.mtp`). These may be several: the first reads
-the base's states, each other one what the layer below gave at the entry before, and depth d is guessed by the
-d-th; deeper than they are many, they take turns again.
+the base's states, each other one what the layer below gave at the entry before, and the d-th guesses depth d.
+Deeper than they are many, the last goes on.
 
 Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 """
@@ -52,7 +52,7 @@ class AheadHead(TokenMapped):
 
     @property
     def num_layers(self) -> int:
-        """Its layers, of which depth d runs the ((d - 1) mod num_layers)-th."""
+        """How many layers guess a depth each, the last all that are deeper."""
         return 1
 
     @property
@@ -119,24 +119,24 @@ def drafted_states(
     features = head.fuse(hidden)
     cache, inputs, states = DynamicCache(), features, []
     for step, mask in enumerate(_unrolled_masks(positions, head.num_heads, head.num_layers)):
-        drafted = head(inputs, next_embeddings, mask, positions, cache, step % head.num_layers)
+        layer = min(step, head.num_layers - 1)
+        drafted = head(inputs, next_embeddings, mask, positions, cache, layer)
         states.append(drafted.states)
         inputs = torch.cat([features[:, :1], drafted.features[:, :-1].to(features.dtype)], dim=1)
     return states
 
 
 def _unrolled_masks(positions: Tensor, num_steps: int, num_layers: int) -> list[Tensor]:
-    """For each step, who sees whom: (B or 1, 1, E, R * E) bool over the entries of the R runs of its layer.
-
-    A layer runs first on the text, and then once for each ``num_layers`` steps on the draft's own.
-    """
+    """For each step, who sees whom: (B or 1, 1, E, R * E) bool over the entries of the R runs of its layer,
+    the first of them on the text."""
     together, distance = document_pairs(positions)
     masks = []
     for step in range(num_steps):
-        run, layer = divmod(step, num_layers)
-        text = together & (distance >= run * num_layers)
+        layer = min(step, num_layers - 1)
+        run = step - layer
+        text = together & (distance >= run)
         if layer:  # so near to the start, entries have nothing below them
             text = text & ((positions >= layer)[:, None] | (distance == 0))
-        own = [(distance // num_layers == run - earlier).expand_as(text) for earlier in range(1, run + 1)]
+        own = [(distance == run - earlier).expand_as(text) for earlier in range(1, run + 1)]
         masks.append(torch.cat([text, *own], dim=-1)[:, None])
     return masks
