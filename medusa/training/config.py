@@ -376,6 +376,11 @@ class TrainingConfiguration:
                 "Medusa-2 is one for Medusa heads",
             ),
             (
+                self.heads.head_kind == "mtp" and self.heads.fused_layers is not None,
+                f"fused_layers goes with head_kind medusa or eagle3, got {self.heads.fused_layers!r} with mtp, "
+                "which reads the last states; leave it out",
+            ),
+            (
                 joint and self.medusa.context_layers,
                 f"context_layers={self.medusa.context_layers} and joint exclude each other, got both: joint "
                 "training does not run the layer; train the heads alone",

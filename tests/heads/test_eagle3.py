@@ -131,7 +131,7 @@ def test_what_is_saved_is_what_is_loaded(saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "hydra"}, "says kind='hydra', this version of medusa reads 'medusa' or 'eagle3'"),
+        ({"kind": "hydra"}, "says kind='hydra', this version of medusa reads 'medusa' or 'eagle3' or 'mtp'"),
         ({"max_dept": 3}, r"unknown key 'max_dept'; did you mean 'max_depth'\?"),
         ({"hidden_size": 64}, r"tensor .fc.weight. must have shape \(64, 128\), got \(32, 64\)"),
         ({"num_attention_heads": 5}, "num_key_value_heads must divide num_attention_heads=5, got 2"),
