@@ -1,2 +1,2 @@
-"""The modules that guess: Medusa heads, an EAGLE-3 head and layers that bases come with; their files and their
+"""The modules that guess: Medusa heads, EAGLE-3 heads, layers that bases come with; their files and their
 calibration."""

@@ -284,9 +284,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
     if kind not in list(KINDS):  # what a file says may not be hashable
-        raise ValueError(
-            f"{config_path} says kind={kind!r}, this version of medusa reads {' or '.join(map(repr, KINDS))}"
-        )
+        known = " or ".join(map(repr, KINDS))
+        raise ValueError(f"{config_path} says kind={kind!r}, this version of medusa reads {known}")
     module, config_type = KINDS[kind]
     config = _strict_config(config_type, raw, config_path)
     loaded = read_tensors(path, integers=("token_map",))

@@ -377,8 +377,8 @@ class TrainingConfiguration:
             ),
             (
                 self.heads.head_kind == "mtp" and self.heads.fused_layers is not None,
-                f"fused_layers goes with head_kind medusa or eagle3, got {self.heads.fused_layers!r} with mtp, "
-                "which reads the last states; leave it out",
+                f"fused_layers goes with head_kind=medusa or eagle3, got {self.heads.fused_layers!r} with "
+                "mtp, which reads the last states alone; leave it out",
             ),
             (
                 joint and self.medusa.context_layers,
