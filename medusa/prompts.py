@@ -15,7 +15,7 @@ import functools
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import jinja2
 import torch
 from torch import Tensor
 
+from medusa.choices import TemplateOptions
 from medusa.places import named_file
 
 Message = dict[str, Any]
@@ -31,6 +32,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_NESTING = 64
 """Levels of a value in a row; Python's JSON breaks at some hundreds."""
 CONTENT_KEYS = ("prompt", "turns", "messages")
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
+LAST_TOKENS = 8
+"""Of a prompt, in which a block of reasoning may begin."""
+PROBE = ({"role": "user", "content": "a question"},)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,51 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
             "say how it is rendered; leave them out"
         )
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
+
+
+def told_to_template(options: TemplateOptions) -> dict[str, Any]:
+    """What ``options`` tell a chat template.
+
+    Raises:
+        ValueError: it would replace the model's template or how it is rendered.
+    """
+    return template_options({"chat_template_kwargs": options.told}, "the options")
+
+
+def with_told(prompts: Sequence[Prompt], told: Mapping[str, Any]) -> list[Prompt]:
+    """``prompts`` that tell the chat template ``told``, where a row does not say it itself."""
+    return [replace(each, template_options={**told, **each.template_options}) for each in prompts]
+
+
+def is_told_alike(tokenizer: Any, told: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a question told ``told`` is rendered as with one of ``others``."""
+
+    def rendered(each: Mapping[str, Any]) -> str:
+        return tokenizer.apply_chat_template(list(PROBE), tokenize=False, add_generation_prompt=True, **each)
+
+    return tokenizer.chat_template is None or rendered(told) in map(rendered, others)
+
+
+def thoughts_of(template: str | None) -> tuple[str, str]:
+    """What reasoning begins and ends with; empty where the template knows none."""
+    known = (pair for pair in THOUGHTS if template and (pair[0] in template or pair[1] in template))
+    return next(known, ("", ""))
+
+
+def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
+    """The text of an answer of ``tokens`` to ``prompt``: what it reasons, without the marks around, and what
+    it says. An answer that does not begin with reasoning says everything."""
+    begin, end = thoughts_of(tokenizer.chat_template)
+    text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
+    is_begun = bool(end) and tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip().endswith(begin)
+    if not is_begun:
+        _, mark, whole = whole.partition(begin) if end and whole.lstrip().startswith(begin) else ("",) * 3
+        if not mark:
+            return "", text
+    thoughts, _, said = whole.partition(end)  # some marks are special tokens, so these are left out last
+    for special in tokenizer.all_special_tokens:
+        thoughts, said = thoughts.replace(special, ""), said.replace(special, "")
+    return (thoughts, said) if thoughts.strip() else ("", text)
 
 
 def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:

@@ -22,7 +22,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from medusa.checks import check_at_least
-from medusa.choices import Dtype, Engine, StepKind
+from medusa.choices import Dtype, Engine, StepKind, TemplateOptions
 from medusa.files import read_yaml
 from medusa.places import named_file
 
@@ -177,7 +177,8 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         words = [str(each) for each in values_given]
         if isinstance(value, bool) and _stands_alone(flags[key]):
             words = [_ALONE[str(value).lower()]]
-        if spec.choices and any(word.lower() not in (*spec.choices, "none") for word in words):
+        choices = [*map(str.lower, spec.choices or ()), "none"]
+        if spec.choices and any(word.lower() not in choices for word in words):
             _refuse(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
         try:
             found[key] = spec.instance_from_str(words)
@@ -209,6 +210,9 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
     for word in words:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
         key = key.replace("-", "_")
+        if switched := _optional_switch(key, value, flags):
+            kept.append(switched)
+            continue
         if value and flags.get(key) is bool:
             kept.append(f"--{key}")
             word = value
@@ -216,6 +220,11 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
             kept.append(f"--{key}=always" if not value else f"--{key}={_ALONE.get(value.lower(), value)}")
             continue
         before = kept[-1] if kept else ""
+        if word.lower() in _SAID and _optional_switch(
+            before[2:].partition("=")[0].replace("-", "_"), "", flags
+        ):
+            kept[-1] = f"{before.partition('=')[0]}={_SAID[word.lower()]}"
+            continue
         if before.endswith("=always") and _stands_alone(flags.get(before[2:-7], bool)) and word[:1] != "-":
             kept[-1] = f"{before[:-7]}={_ALONE.get(word.lower(), word)}"
         elif word.lower() in ("true", "false") and flags.get(before[2:].replace("-", "_")) is bool:
@@ -223,6 +232,18 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         else:
             kept.append(word)
     return kept
+
+
+_SAID = {"true": "True", "false": "False", "none": "none", "null": "none"}
+
+
+def _optional_switch(key: str, value: str, flags: Mapping[str, Any]) -> str | None:
+    """The word for a switch that may also say nothing, given as ``--key``, ``--no-key`` or ``--key=value``;
+    None for other flags."""
+    name = key if key in flags else key.removeprefix("no_")
+    if name not in flags or _optional(flags[name]) is not bool:
+        return None
+    return f"--{name.replace('_', '-')}={_SAID.get(value.lower(), value) or name == key}"
 
 
 def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
@@ -347,7 +368,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class PromptOptions(TemplateOptions):
     """What to answer."""
 
     prompts: Path | None = None
@@ -357,6 +378,7 @@ class PromptOptions:
     """Take the first so many prompts of the file."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self, 1, "limit")
 
 

@@ -62,7 +62,7 @@ HEADS_FILES = (
     ADAPTER_WEIGHTS_FILE,
 )
 """All files of a heads directory."""
-FINGERPRINT = "base_fingerprint"
+FINGERPRINT, TEMPLATE = "base_fingerprint", "template_options"
 HEADS_LAYOUT = Layout(
     "a heads directory",
     HEADS_FILES,
@@ -76,7 +76,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 """Every kind of heads, with its configuration."""
 OWN_HEADS = "mtp"
 """Names the heads that the base comes with."""
-HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
+HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 
@@ -98,6 +98,9 @@ class HeadsCheckpoint:
     """Where ``tree`` came from, in plain JSON values; empty where it is not recorded."""
     fingerprint: BaseFingerprint | None = None
     """Of the base that the heads were trained on, without the adapter; None where nobody said it."""
+    template_options: Sequence[Mapping[str, Any]] = ()
+    """What the chat template was told, beside messages and tools, of the conversations that the heads were
+    trained on: every different one; empty where nobody said it."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is None and self.adapter is not None:
@@ -150,6 +153,8 @@ def save_heads(
         }
         if checkpoint.fingerprint is not None:
             config[FINGERPRINT] = checkpoint.fingerprint.as_json()
+        if checkpoint.template_options:
+            config[TEMPLATE] = list(checkpoint.template_options)
         if checkpoint.adapter is not None:
             config[ADAPTER] = {"type": "lora"}
             _write_adapter(partial, checkpoint.adapter)
@@ -192,6 +197,7 @@ def load_heads(
         adapter=_read_adapter(directory, raw, device),
         tree_origin=tree_origin,
         fingerprint=_read_fingerprint(directory, raw),
+        template_options=_read_template_options(directory, raw),
     )
 
 
@@ -272,6 +278,16 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(raw.get("base_model", ""), str):
         raise ValueError(f"{path}: base_model must be text, got {reprlib.repr(raw['base_model'])}")
     return raw
+
+
+def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What config.json says of the conversations that the heads were trained on."""
+    said = raw.get(TEMPLATE, [])
+    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        raise ValueError(
+            f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(said)}"
+        )
+    return said
 
 
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:

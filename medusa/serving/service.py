@@ -95,6 +95,8 @@ class ServiceSettings:
 
     remember_bytes: int = 0
     """Memory for what was answered before, from which guesses are copied; 0 remembers nothing."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is told where a request does not say it."""
     num_owners: int = 1
     """Clients with a key of their own, among whom this memory is divided."""
     remembers_together: bool = False
@@ -167,7 +169,8 @@ class Service:
             )
         messages = [message.as_template for message in asked.messages]
         try:
-            text = self._marked(messages, asked.offered, asked.template_arguments)
+            told = {**self.settings.template_options, **asked.template_arguments}
+            text = self._marked(messages, asked.offered, told)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order, or what "

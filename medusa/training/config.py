@@ -17,6 +17,7 @@ import yaml
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.checks import check_above, check_at_least, check_within, differences
+from medusa.choices import TemplateOptions
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
@@ -139,7 +140,7 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(TemplateOptions):
     """What to train on, and in which batches."""
 
     data: list[str] = field(default_factory=list)
@@ -171,6 +172,7 @@ class DataOptions:
     """Seed of the held-out split, of the order of documents and of new heads."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self, 2, "max_length")
         check_at_least(self, 1, "tokens_per_batch")
         check_at_least(self, 0, "max_held_out", "seed")

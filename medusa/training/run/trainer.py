@@ -224,6 +224,7 @@ class Trainer:
             provenance(self.configuration, self.data.counts, self.state, metrics, is_finished),
             adapter=self.recipe.adapter(),
             fingerprint=BaseFingerprint.of(self.base),
+            template_options=self.data.template_options,
         )
         save_heads(checkpoint, directory, overwrite=True)
 
