@@ -23,7 +23,6 @@ import jinja2
 import torch
 from torch import Tensor
 
-from medusa.choices import TemplateOptions
 from medusa.places import named_file
 
 Message = dict[str, Any]
@@ -89,17 +88,18 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
-def told_to_template(options: TemplateOptions) -> dict[str, Any]:
-    """What ``options`` tell a chat template.
-
-    Raises:
-        ValueError: it would replace the model's template or how it is rendered.
-    """
-    return template_options({"chat_template_kwargs": options.told}, "the options")
+def check_told(told: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``told`` would replace the model's chat template or how it is rendered."""
+    template_options({"chat_template_kwargs": told}, "the options")
 
 
 def with_told(prompts: Sequence[Prompt], told: Mapping[str, Any]) -> list[Prompt]:
-    """``prompts`` that tell the chat template ``told``, where a row does not say it itself."""
+    """``prompts`` that tell the chat template ``told``, where a row does not say it itself.
+
+    Raises:
+        ValueError: as :func:`check_told`.
+    """
+    check_told(told)
     return [replace(each, template_options={**told, **each.template_options}) for each in prompts]
 
 

@@ -35,7 +35,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.progress import log_console
-from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_prompts, told_to_template
+from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_prompts
 from medusa.tables import counted
 from medusa.text_stream import TextStream
 
@@ -72,7 +72,7 @@ def chat(options: ChatOptions) -> list[str]:
         reply_sampling(options),
         replies.system,
         replies.plain,
-        told_to_template(options.prompts),
+        options.prompts.told,
     )
     session = ChatSession(model, settings, chosen_drafter(model, options))
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
@@ -261,5 +261,5 @@ def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -
         return encode_text(model.tokenizer, prompt, model.device)
     text = options.replies.system
     system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
-    asked, told = [*system, {"role": "user", "content": prompt}], told_to_template(options.template)
+    asked, told = [*system, {"role": "user", "content": prompt}], options.template.told
     return encode_messages(model.tokenizer, asked, model.device, told)

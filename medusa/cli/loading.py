@@ -41,10 +41,10 @@ from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
 from medusa.prompts import (
     Prompt,
+    check_told,
     encode_prompt,
     is_told_alike,
     read_prompts,
-    told_to_template,
     with_told,
 )
 from medusa.tables import counted
@@ -64,6 +64,7 @@ def load_model(
         ValueError: there is no such device here, or the base is no causal language model.
     """
     log = log_version()
+    check_told({} if template is None else template.told)
     device = chosen_device(options.device)
     checkpoint = None if options.heads == OWN_HEADS else load_heads(options.heads)
     name = options.base or recorded_base(checkpoint, options.heads)
@@ -82,7 +83,7 @@ def load_model(
     )
     set_step(model, options.step)
     if with_heads and template is not None:
-        warn_of_other_template(checkpoint, tokenizer, told_to_template(template))
+        warn_of_other_template(checkpoint, tokenizer, template.told)
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
@@ -234,7 +235,7 @@ def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]
     ``take_all`` leaves ``--limit`` out of account.
     """
     prompts = read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
-    return with_told(prompts, told_to_template(options))
+    return with_told(prompts, options.told)
 
 
 def encode_prompts(

@@ -175,8 +175,8 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         if is_nested or is_missing or (spec.nargs == 1 and len(values_given) != 1):
             _refuse(f"{key} in {where} must have a plain value, got {value!r}")
         words = [str(each) for each in values_given]
-        if isinstance(value, bool) and _stands_alone(flags[key]):
-            words = [_ALONE[str(value).lower()]]
+        if isinstance(value, bool) and (alone := _alone(flags[key])):
+            words = [alone[str(value).lower()]]
         choices = [*map(str.lower, spec.choices or ()), "none"]
         if spec.choices and any(word.lower() not in choices for word in words):
             _refuse(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
@@ -204,46 +204,31 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
 
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and `--flag=always` for a
-    `--flag` that stands alone and takes always, never and other words."""
+    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and with `--flag=WORD` for
+    a flag that stands alone and takes words too."""
     kept: list[str] = []
     for word in words:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
         key = key.replace("-", "_")
-        if switched := _optional_switch(key, value, flags):
-            kept.append(switched)
+        name = key if key in flags else key.removeprefix("no_")
+        if alone := _alone(flags.get(name)):
+            said = value or ("true" if name == key else "false")
+            kept.append(f"--{name}={alone.get(said.lower(), said)}")
             continue
         if value and flags.get(key) is bool:
             kept.append(f"--{key}")
             word = value
-        if flags.get(key) is not None and _stands_alone(flags[key]):
-            kept.append(f"--{key}=always" if not value else f"--{key}={_ALONE.get(value.lower(), value)}")
-            continue
         before = kept[-1] if kept else ""
-        if word.lower() in _SAID and _optional_switch(
-            before[2:].partition("=")[0].replace("-", "_"), "", flags
-        ):
-            kept[-1] = f"{before.partition('=')[0]}={_SAID[word.lower()]}"
-            continue
-        if before.endswith("=always") and _stands_alone(flags.get(before[2:-7], bool)) and word[:1] != "-":
-            kept[-1] = f"{before[:-7]}={_ALONE.get(word.lower(), word)}"
+        flag = before.partition("=")[0]
+        alone = _alone(flags.get(flag[2:]))
+        takes_any = "never" in alone.values() and word[:1] != "-"
+        if alone and before == f"{flag}={alone['true']}" and (takes_any or word.lower() in alone):
+            kept[-1] = f"{flag}={alone.get(word.lower(), word)}"
         elif word.lower() in ("true", "false") and flags.get(before[2:].replace("-", "_")) is bool:
             kept[-1] = before if word.lower() == "true" else f"--no-{before[2:]}"
         else:
             kept.append(word)
     return kept
-
-
-_SAID = {"true": "True", "false": "False", "none": "none", "null": "none"}
-
-
-def _optional_switch(key: str, value: str, flags: Mapping[str, Any]) -> str | None:
-    """The word for a switch that may also say nothing, given as ``--key``, ``--no-key`` or ``--key=value``;
-    None for other flags."""
-    name = key if key in flags else key.removeprefix("no_")
-    if name not in flags or _optional(flags[name]) is not bool:
-        return None
-    return f"--{name.replace('_', '-')}={_SAID.get(value.lower(), value) or name == key}"
 
 
 def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
@@ -274,11 +259,14 @@ def _is_list(kind: Any) -> bool:
     return get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,))
 
 
-_ALONE = {"true": "always", "false": "never"}
-
-
-def _stands_alone(kind: Any) -> bool:
-    return {"always", "never"} <= set(get_args(kind))
+def _alone(kind: Any) -> dict[str, str]:
+    """What true and false are to a flag of this type that stands alone and takes words too, be it always, never
+    and others, or none; empty for flags of other types."""
+    if {"always", "never"} <= set(get_args(kind)):
+        return {"true": "always", "false": "never"}
+    if _optional(kind) is bool:
+        return {"true": "True", "false": "False", "none": "none", "null": "none"}
+    return {}
 
 
 def _optional(kind: Any) -> Any | None:

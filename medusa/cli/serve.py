@@ -11,7 +11,6 @@ from medusa.cli.commands import ServeOptions
 from medusa.cli.loading import load_model
 from medusa.decoding.batch import BatchLimits
 from medusa.progress import log_console
-from medusa.prompts import told_to_template
 
 KEY_VARIABLE = "MEDUSA_API_KEY"
 CPU_CHUNK = 64
@@ -70,7 +69,7 @@ def serve(options: ServeOptions) -> list[str]:
             remember_bytes=options.remember * 2**20,
             num_owners=len(keys),
             remembers_together=options.remember_together,
-            template_options=told_to_template(options.template),
+            template_options=options.template.told,
         )
         run_server(Service(model, settings), access, bound, address.grace, tls)
     return []  # its first line said where it answers

@@ -20,7 +20,7 @@ from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
-from medusa.prompts import Prompt, read_prompts, told_to_template, with_told
+from medusa.prompts import Prompt, read_prompts, with_told
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
     AnswerFile,
@@ -132,7 +132,7 @@ def configuration(options: DistillOptions) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
-        "template": told_to_template(options.template),
+        "template": options.template.told,
         "engine": options.engine if options.engine in QUANTISED else None,  # the others give one text
     }
 
@@ -157,7 +157,7 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     else:
         assert options.prompts is not None
         prompts = read_prompts(options.prompts, options.limit)
-    return with_told(prompts, told_to_template(options.template))
+    return with_told(prompts, options.template.told)
 
 
 def load_answerer(options: DistillOptions, log: Console) -> Answerer:

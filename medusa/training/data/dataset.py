@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,7 +191,7 @@ def write_dataset(
     documents: Documents,
     is_held_out: np.ndarray,
     counts: dict[str, int],
-    template_options: list[dict[str, Any]],
+    template_options: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write ``documents`` in two parts, what became of the rows, and what the chat template was told; whole
     or not at all.
@@ -201,7 +201,7 @@ def write_dataset(
     with replaced_directory(directory, overwrite=True) as partial:
         for name, chosen in (("training", ~is_held_out), ("held-out", is_held_out)):
             write_documents(partial / name, (documents[int(index)] for index in chosen.nonzero()[0]))
-        write_json(partial / "template.json", {"told": template_options})
+        write_json(partial / "template.json", {"told": list(template_options)})
         write_json(partial / "counts.json", counts)
 
 

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from medusa.checks import differences
 from medusa.heads.calibration import AnsweredTokens
-from medusa.prompts import told_to_template
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import (
     ONLY_IN_TRAINING,
@@ -177,7 +176,7 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
     counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
-        renderer = Renderer(tokenizer, told_to_template(options))
+        renderer = Renderer(tokenizer, options.told)
         texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
         write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
         documents = read_documents(Path(spool, "all"))

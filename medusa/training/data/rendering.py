@@ -25,7 +25,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from medusa.prompts import thoughts_of
+from medusa.prompts import check_told, thoughts_of
 from medusa.training.data.dataset import Document
 from medusa.training.data.reading import Example, Message
 
@@ -50,6 +50,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, told: Mapping[str, Any] | None = None):
         self.tokenizer, self.told = tokenizer, told or {}
+        check_told(self.told)
         self.skipped: Counter[str] = Counter()
         self.template_options: list[dict[str, Any]] = []
         """What it was told, tools and documents left out: every different one."""
