@@ -119,8 +119,8 @@ def thoughts_of(template: str | None) -> tuple[str, str]:
 
 
 def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
-    """The text of an answer of ``tokens`` to ``prompt``: what it reasons, without the marks around, and what
-    it says. An answer that does not begin with reasoning says everything."""
+    """The text of an answer of ``tokens`` to ``prompt``: what it reasons, and what it says, without the marks
+    and blanks between. An answer that does not begin with reasoning says everything."""
     begin, end = thoughts_of(tokenizer.chat_template)
     text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
     is_begun = bool(end) and tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip().endswith(begin)
@@ -131,7 +131,7 @@ def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int])
     thoughts, _, said = whole.partition(end)  # some marks are special tokens, so these are left out last
     for special in tokenizer.all_special_tokens:
         thoughts, said = thoughts.replace(special, ""), said.replace(special, "")
-    return (thoughts, said) if thoughts.strip() else ("", text)
+    return (thoughts.strip(), said.lstrip()) if thoughts.strip() else ("", text)
 
 
 def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:

@@ -204,8 +204,8 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
 
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and with `--flag=WORD` for
-    a flag that stands alone and takes words too."""
+    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and with `--flag=WORD`
+    for a flag that stands alone and takes words too."""
     kept: list[str] = []
     for word in words:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
@@ -260,8 +260,8 @@ def _is_list(kind: Any) -> bool:
 
 
 def _alone(kind: Any) -> dict[str, str]:
-    """What true and false are to a flag of this type that stands alone and takes words too, be it always, never
-    and others, or none; empty for flags of other types."""
+    """What true and false are to a flag of this type that stands alone and takes words too, be it always,
+    never and others, or none; empty for flags of other types."""
     if {"always", "never"} <= set(get_args(kind)):
         return {"true": "always", "false": "never"}
     if _optional(kind) is bool:

@@ -204,7 +204,7 @@ def summarise(report: DistillationReport, seconds: float, output: Path, log: Con
     if report.num_reasoned:
         log.print(
             f"{report.num_reasoned} answers reason first: {report.reasoning_share:.0%} of all text, "
-            "which is kept apart: reasoning_content",
+            "kept apart in reasoning_content",
             soft_wrap=True,
         )
     if report.num_refused:

@@ -120,8 +120,10 @@ class Renderer:
             if not end or calls:
                 return self._skip("reasoning that the template does not show")
             # some templates take it out of what the model has said
-            said = f"{message['reasoning_content']}{end}{message['content']}" if content else reasoning
-            return prompt, ("" if is_open else begin) + said + ("" if is_cut else self.end_of_turn)
+            line = prompt.rpartition(begin)[2] if is_open else "\n"
+            answer = ("" if is_open else begin + line) + reasoning
+            answer += f"{line}{end}{2 * line}{content}" if content else ""
+            return prompt, answer + ("" if is_cut else self.end_of_turn)
         if calls:
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             if shown == self._templated([*before, plain], example.origin, **options):
