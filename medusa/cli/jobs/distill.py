@@ -132,7 +132,7 @@ def configuration(options: DistillOptions) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
-        "template": options.template.told,
+        **({"template": told} if (told := options.template.told) else {}),
         "engine": options.engine if options.engine in QUANTISED else None,  # the others give one text
     }
 
