@@ -19,13 +19,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.checks import check_counts
+from medusa.checks import check_counts, is_count
 from medusa.heads.ahead import AheadHead, Drafted
-from medusa.heads.causal_layer import MAX_SIZE
+from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
 
-NEEDED_TRANSFORMERS = "5.23"
-"""The first version that was seen to have the modules."""
+NEEDED = f"transformers 5.23 or newer, got {transformers.__version__}; pip install --upgrade transformers"
 UNSAID = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
 """How many layers come with bases of which ``transformers`` does not say it; mtp_num_hidden_layers may."""
 
@@ -45,14 +44,14 @@ def missing_mtp(base: CausalLM) -> str | None:
             f"a base that comes with layers for multi-token prediction, and {type(base).__name__} has none; "
             "train heads for it"
         )
-    if not hasattr(transformers.modeling_layers, "MtpModel"):
-        return (
-            f"transformers {NEEDED_TRANSFORMERS} or newer, got {transformers.__version__}; "
-            "pip install --upgrade transformers"
-        )
     if not base.name_or_path:
         return "the files that the base was loaded from, and it was made in memory; save and load it first"
-    return None
+    return None if _modules() else NEEDED
+
+
+def _modules() -> Any:
+    """``transformers``' own ``MtpModel``; None where it has none."""
+    return getattr(transformers.modeling_layers, "MtpModel", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +77,13 @@ class MtpConfig:
         check_counts(self, MAX_DEPTH, "max_depth")
         if self.token_map_size is not None:
             check_counts(self, self.vocab_size, "token_map_size")
+        try:
+            base = AutoConfig.for_model(**self.base_config)
+            counts = base.num_hidden_layers, num_mtp_layers(base)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"base_config must be a configuration of transformers: {error}") from error
+        if not all(is_count(count, MAX_LAYERS) for count in counts):
+            raise ValueError(f"base_config must say layers, 1 to {MAX_LAYERS} of either kind, got {counts}")
 
     @classmethod
     def of_base(cls, base: CausalLM, max_depth: int | None = None, **options: Any) -> Self:
@@ -88,11 +94,8 @@ class MtpConfig:
         """
         if missing := missing_mtp(base):
             raise ValueError(f"multi-token prediction needs {missing}")
-        text, num_layers = (
-            copy.deepcopy(base.config.get_text_config(decoder=True)),
-            num_mtp_layers(base.config),
-        )
-        text.num_mtp_layers = num_layers
+        text = copy.deepcopy(base.config.get_text_config(decoder=True))
+        text.num_mtp_layers = num_layers = num_mtp_layers(text)
         for name in ("layer_types", "mlp_layer_types"):  # one for each layer, where the base says any
             if (kinds := getattr(text, name, None)) and getattr(text, f"mtp_{name}", None) is None:
                 kind = "full_attention" if name == "layer_types" else kinds[-1]
@@ -116,8 +119,10 @@ class MtpHead(AheadHead):
 
     def __init__(self, config: MtpConfig, token_map: Sequence[int] | Tensor | None = None):
         super().__init__(config, token_map)
+        if (modules := _modules()) is None:
+            raise ValueError(f"heads of kind 'mtp' need {NEEDED}")
         base = without_weights(config.base_config)
-        self.layers = transformers.modeling_layers.MtpModel(base, base.config.num_mtp_layers).layers
+        self.layers = modules(base, base.config.num_mtp_layers).layers
         with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
             self.rotary_emb = type(base.get_decoder().rotary_emb)(base.config)
 
@@ -168,7 +173,7 @@ def own_head(
     numbered = [rf"(^|\.)layers\.{number}\." for number in range(first, first + head.num_layers)]
     stored._keys_to_ignore_on_load_unexpected = [*known, *numbered]
     try:
-        loaded = transformers.modeling_layers.MtpModel.from_pretrained(stored)
+        loaded = _modules().from_pretrained(stored)
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"the files of {stored.config.name_or_path!r} do not hold the layers for multi-token prediction "

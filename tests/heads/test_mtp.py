@@ -20,6 +20,8 @@ from transformers.modeling_layers import MtpModel
 from medusa import CandidateTree, HeadsCheckpoint, MedusaModel, load_heads, save_heads
 from medusa.cli.info import describe_base, describe_heads
 from medusa.cli.main import main
+from medusa.decoding.batch import Row
+from medusa.decoding.state import DecodeRequest
 from medusa.drafters.ahead import AheadDrafter
 from medusa.heads.ahead import drafted_states
 from medusa.heads.checkpoint import kind_of
@@ -194,6 +196,37 @@ def test_an_older_transformers_is_told_which_it_takes(bases, monkeypatch):
         ValueError, match=r"drafter 'mtp' needs transformers 5\.23 or newer, got .* pip install"
     ):
         MedusaModel(bases("glm4_moe")).generate(PROMPT, drafter="mtp")
+
+
+def test_a_heads_directory_says_it_too(bases, monkeypatch, tmp_path):
+    saved = save_heads(HeadsCheckpoint(own_head(bases("glm4_moe")), "some/base"), tmp_path / "heads")
+    config = json.loads((saved / "config.json").read_text())
+    says = r"config.json: base_config must (be a configuration|say layers)"
+    for wrong in ({}, {"model_type": "llama"}, {**config["base_config"], "num_hidden_layers": 10**9}, 3):
+        (saved / "config.json").write_text(json.dumps(config | {"base_config": wrong}))
+        with pytest.raises(ValueError, match=says):
+            load_heads(saved)
+    (saved / "config.json").write_text(json.dumps(config))
+    monkeypatch.delattr(transformers.modeling_layers, "MtpModel")
+    with pytest.raises(ValueError, match=r"heads of kind 'mtp' need transformers 5\.23 or newer"):
+        load_heads(saved)
+
+
+def test_rows_join_a_batch_that_drafts_with_them(bases):
+    model = MedusaModel(bases("deepseek_v3", 3), own_head(bases("deepseek_v3", 3), 3), TREE)
+    expected = [model.generate(PROMPT[:, -length:], drafter="plain", max_new_tokens=12) for length in (9, 4)]
+    batch, answers = model.continuous_batch(), []
+    for length in (9, 4):
+        ids = torch.tensor([length])
+        request = DecodeRequest(PROMPT[:, -length:], ids, 12, eos_ids=frozenset())
+        answers.append(Row(request, length))
+        batch.add(answers[-1])
+        for _ in range(3):
+            batch.step()
+    while any(row.finish_reason is None for row in answers):
+        batch.step()
+    for row, whole in zip(answers, expected, strict=True):
+        assert row.tokens == whole[0, -12:].tolist()
 
 
 @pytest.mark.parametrize(("family", "count"), [*((family, 1) for family in FAMILIES), ("deepseek_v3", 3)])
