@@ -33,7 +33,7 @@ MAX_NESTING = 64
 CONTENT_KEYS = ("prompt", "turns", "messages")
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
-LAST_TOKENS = 8
+LAST_TOKENS = 16
 """Of a prompt, in which a block of reasoning may begin."""
 PROBE = ({"role": "user", "content": "a question"},)
 
@@ -118,13 +118,20 @@ def thoughts_of(template: str | None) -> tuple[str, str]:
     return next(known, ("", ""))
 
 
+def is_thinking(tokenizer: Any, prompt: Sequence[int], thoughts: tuple[str, str]) -> bool | None:
+    """Whether ``prompt`` has begun the reasoning that stands between ``thoughts``; False where it has ended
+    it, None where it says nothing."""
+    begin, end = thoughts
+    last = tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip()
+    return None if not end else True if last.endswith(begin) else False if last.endswith(end) else None
+
+
 def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
     """The text of an answer of ``tokens`` to ``prompt``: what it reasons, and what it says, without the marks
     and blanks between. An answer that does not begin with reasoning says everything."""
     begin, end = thoughts_of(tokenizer.chat_template)
     text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
-    is_begun = bool(end) and tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip().endswith(begin)
-    if not is_begun:
+    if not is_thinking(tokenizer, prompt, (begin, end)):
         _, mark, whole = whole.partition(begin) if end and whole.lstrip().startswith(begin) else ("",) * 3
         if not mark:
             return "", text
