@@ -257,6 +257,9 @@ def test_they_are_trained_further_and_written_as_the_base_had_them(family, tmp_p
     losses = [entry["train/loss"] for entry in logged if "train/loss" in entry]
     assert losses[-1] < losses[0]
     trained = load_heads(run / "heads")
+    for name, weight in own_head(load_base(base)).layers.state_dict().items():
+        moved = (weight - trained.heads.layers.state_dict()[name]).abs().max()
+        assert moved < 0.1, f"{name} did not start from the base's own"  # six steps of at most 0.01
     model = MedusaModel.from_pretrained(str(base), run / "heads", engine="eager")
     output = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert torch.equal(output, model.generate(PROMPT, max_new_tokens=12, do_sample=False, drafter="plain"))
