@@ -43,9 +43,7 @@ def main(
     for corpus in corpora:
         for text in noise.split(512):
             corpus.add(text)
-    times: dict[str, list[float]] = {}
-    drafts: dict[str, list[float]] = {}
-    steps: dict[str, list[float]] = {}
+    measured: dict[str, list[dict[str, float]]] = {}
     for number, row in enumerate([*rows[:3], *rows]):  # the first three warm up
         greedy = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
         texts = row["prompt"], row["prompt"] + " Thank you!"
@@ -66,26 +64,27 @@ def main(
                 raise SystemExit(f"{name} changed the answer to row {number}")
             if number >= 3:
                 counted = out.statistics
-                times.setdefault(name, []).append(1000 * seconds / counted.num_tokens)
-                drafts.setdefault(name, []).append(
-                    1000 * counted.phase_seconds["draft"] / max(1, counted.num_steps)
-                )
-                steps.setdefault(name, []).append(counted.tokens_per_step)
+                numbers = {
+                    "ms_per_token": 1000 * seconds / counted.num_tokens,
+                    "ms_per_token_after_prompt": 1000 * counted.decode_seconds / counted.num_tokens,
+                    "tokens_per_step": counted.tokens_per_step,
+                    "draft_ms_per_step": 1000 * counted.phase_seconds["draft"] / max(1, counted.num_steps),
+                }
+                measured.setdefault(name, []).append(numbers)
         if number >= 3:
             corpora[0].add(answer)
-    found = []
-    for name, each in times.items():
-        ratios = [before / now for before, now in zip(times["default"], each, strict=False)]
-        numbers = {
-            "ms_per_token": statistics.median(each),
-            "tokens_per_step": statistics.median(steps[name]),
-            "draft_ms_per_step": statistics.median(drafts[name]),
-            "times_as_fast": statistics.median(ratios),
-        }
-        found.append({"way": name, **{key: round(value, 3) for key, value in numbers.items()}})
+    found: list[dict[str, Any]] = []
+    for name, rows_of in measured.items():
+        medians = {key: statistics.median(row[key] for row in rows_of) for key in rows_of[0]}
+        for key in ("ms_per_token", "ms_per_token_after_prompt"):
+            pairs = zip(measured["default"], rows_of, strict=False)
+            medians[key.replace("ms_per_token", "times_as_fast")] = statistics.median(
+                before[key] / now[key] for before, now in pairs
+            )
+        found.append({"way": name, **{key: round(value, 3) for key, value in medians.items()}})
     for each in found:
         print("  ".join(f"{key} {value}" for key, value in each.items()))
-    print(json.dumps({"num_prompts": len(times["default"]), "ways": found}))
+    print(json.dumps({"num_prompts": len(measured["default"]), "ways": found}))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ is decided here.
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import torch
@@ -169,13 +170,13 @@ class Pausing:
             return drafter
         return self.stand_in if self._asks_stand_in else self._nobody
 
-    def num_nodes(self, worth: Tensor, num_spare: int = 0) -> int:
-        """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), ``num_spare`` of them spare
-        ones, as in :class:`medusa.drafters.protocol.Draft`; as many in every row."""
-        most, least_worth = worth.shape[1] - num_spare, self.cost.least_worth
+    def num_nodes(self, worth: Tensor, most: int) -> int:
+        """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
+        :class:`medusa.drafters.protocol.Draft`; as many in every row, ``most`` but for spare ones."""
+        least_worth = self.cost.least_worth
         if worth.shape[1] == 1:
             return 1
-        probabilities = worth.exp().mean(0).tolist()
+        probabilities = [sum(map(math.exp, each)) / len(each) for each in zip(*worth.tolist(), strict=True)]
         num_likely = sum(each >= SPARE_WORTH for each in probabilities)
         self._is_learning = least_worth is None
         if least_worth is None:  # some of two sizes, to learn from

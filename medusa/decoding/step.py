@@ -88,8 +88,9 @@ def advanced(
     context = draft_context(state, drafter, forward.base)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
-    if pausing is not None and draft.worth is not None:
-        draft = draft.first(pausing.num_nodes(draft.worth, draft.num_spare))
+    if draft.worth is not None:
+        whole = draft.topology.num_nodes - draft.num_spare
+        draft = draft.first(whole if pausing is None else pausing.num_nodes(draft.worth, whole))
     if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
         draft = draft.root_alone()
     clock.lap("draft")

@@ -24,8 +24,8 @@ from medusa.base.causal_lm import CausalLM
 from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.heads import BETA, HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import Draft, DraftContext
-from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations
+from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.suffix import MAX_CHILDREN, ODDS, Continuations, continuations
 from medusa.engine.products import PackedLinear
 from medusa.engine.views import is_view
 from medusa.heads.ahead import AheadHead
@@ -61,6 +61,10 @@ class DynamicDrafter(LevelDrafter):
     """Nodes beyond those of ``tree``, for whoever leaves out those that do not pay."""
     has_kernels = False
     """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
+    trust: Tensor
+    """(sources,): how far the sources of the match are believed, learnt on the way and bounded (see
+    :func:`medusa.drafters.suffix.continuations`). All drafters that were made of one share it."""
+    _said: Tensor | None = None  # what these sources said at the step before
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
@@ -82,6 +86,14 @@ class DynamicDrafter(LevelDrafter):
         other = copy.copy(self)
         other.suffix_length, other.spare_nodes = suffix_length, spare_nodes
         return other.fill()
+
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        super().begin(num_rows, after)
+        self._said = None
+
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
+        self._said = None
 
     @property
     @abstractmethod
@@ -139,22 +151,28 @@ class DynamicDrafter(LevelDrafter):
         if context.noise is not None:
             sharpness = torch.as_tensor(context.sharpness(self.beta), dtype=torch.float32)
             sharpness = sharpness.expand(len(context.root), 1, 1).flatten().contiguous()
-        paths, parents, beam = context.root[:, None, None], None, (None, None, None)
+        paths, parents, beam, leading = context.root[:, None, None], None, (None, None, None), None
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents).float()
             given = logits, sharpness, context.noise, self.token_map, self._columns, *match, paths, *beam
-            *level, paths, follows, worth, numbers, parents = kernels.grow(
-                *given, first, self._fanout, self.beam, depth <= self.suffix_length
+            wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
+            grown, goes_on = kernels.grow(
+                *given, leading, wanted, first, self._fanout, self.beam, is_expected
             )
+            *level, paths, follows, worth, numbers, parents, leading = grown
             levels += level
             beam, first = (follows, worth, numbers), first + level[0].shape[1]
+            if not goes_on:  # the tree is full; a spare node below would be less likely than one half
+                break
         sizes = self.num_nodes, self.max_depth
         tokens, *topology, worth = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
         return Draft(tokens, TreeTopology(*topology), worth=worth, num_spare=self.spare_nodes)
 
     def _expected(self, context: DraftContext) -> Continuations:
         """What the sources beside the heads say of the next tokens."""
-        return continuations(context, self.suffix_length)
+        expected = continuations(context, self.suffix_length, self.trust, self._said)
+        self._said = expected.said
+        return expected
 
     def _candidates(
         self, context: DraftContext, expected: Continuations
@@ -272,6 +290,7 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
         suffix_length: int = 0,
     ):
         self.suffix_length, self.has_kernels = suffix_length, isinstance(output_embedding, PackedLinear)
+        self.trust = torch.zeros(len(ODDS))
         HeadsDrafter.__init__(self, heads, output_embedding, tree, beta)
 
     @property
@@ -298,6 +317,7 @@ class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
         suffix_length: int = 0,
     ):
         self.suffix_length, self.has_kernels = suffix_length, is_view(base)
+        self.trust = torch.zeros(len(ODDS))
         AheadDrafter.__init__(self, head, base, tree, beta)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""

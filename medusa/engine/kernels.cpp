@@ -709,6 +709,8 @@ struct Text {
 };
 
 constexpr int64_t MAX_MATCH = 16, MAX_PLACES = 16, MAX_WALK = 64, MAX_CHILDREN = 3, SPARE_NODES = 32;
+constexpr int64_t NUM_SOURCES = 3;  // the text itself, its prediction, its corpus
+constexpr float LEARNING_RATE = 0.05f, MOST_TRUST = 1.5f;
 constexpr int64_t LEAST_OF_SEVERAL = 4;  // tokens that agree at places beside the best: shorter ones say less than the heads
 constexpr int64_t ORDERS[] = {6, 2};  // by so many tokens places of a corpus are found, by more at first
 
@@ -794,13 +796,34 @@ static int64_t remember(Tensor ring, Tensor latest, int64_t total, Tensor text) 
   return total;
 }
 
+// What each source said the last time would follow: a text's length then, and of the best place the tokens that agreed, 0 for none, and the token that followed.
+struct Said {
+  int64_t length;
+  struct { int64_t matched, token; } of[NUM_SOURCES];
+};
+
+// Believes a source a little more (`trust`: the logarithm of what its odds are multiplied by) where it was right more often than usual, and less where it was not;
+// `usual` (MAX_MATCH + 1,) are the logarithms of the odds that it is right. Online logistic regression with one weight a source.
+static void learn(float* trust, const Said& said, const int64_t* text, int64_t length, const float* usual) {
+  for (int64_t source = 0; source < NUM_SOURCES && said.length < length; source++) {
+    auto [matched, token] = said.of[source];
+    if (!matched) continue;
+    float expected = 1 / (1 + std::exp(-usual[matched] - trust[source])), came = text[said.length] == token;
+    trust[source] = std::clamp(trust[source] + LEARNING_RATE * (came - expected), -MOST_TRUST, MOST_TRUST);
+  }
+}
+
 // What may follow each row's tokens (B, S), `lengths` of them: where the last ones stood before in the row itself, in its prediction and in its corpus (`corpora` holds
 // two tensors a row, empty ones for none, of `totals` tokens), each place counts `odds` (sources, MAX_MATCH + 1) against the heads' 1 by the tokens that agree, one more
-// after each. Gives trees below the last token, as medusa.drafters.suffix.Continuations has them.
-static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vector<Tensor> predictions, std::vector<Tensor> corpora, const Tensor& totals, const Tensor& odds, int64_t depth) {
+// after each, times what `trust` (sources,) says, which learns from what was `said` (B, 7) for the same rows before. Gives trees below the last token, as
+// medusa.drafters.suffix.Continuations has them.
+static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vector<Tensor> predictions, std::vector<Tensor> corpora, const Tensor& totals, const Tensor& odds,
+                                         const Tensor& usual, Tensor trust, std::optional<Tensor> said, int64_t depth) {
   tokens = torch::stable::contiguous(tokens);
   int64_t B = tokens.size(0), S = tokens.size(1), T = depth ? depth + SPARE_NODES : 1, W = MAX_CHILDREN;
   Tensor found = made({B, T}, ScalarType::Long), parents = made({B, T}, ScalarType::Long), children = made({B, T, W}, ScalarType::Long), shares = made({B, T}, ScalarType::Float), matched = made({B}, ScalarType::Long);
+  Tensor says = made({B, sizeof(Said) / sizeof(int64_t)}, ScalarType::Long);
+  std::memset(numbers<int64_t>(says), 0, sizeof(Said) * B);
   std::memset(numbers<int64_t>(children), 0, sizeof(int64_t) * B * T * W);
   for (int64_t row = 0; row < B; row++) {
     const int64_t* text = numbers<int64_t>(tokens) + row * S;
@@ -808,6 +831,8 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
     int64_t* below = numbers<int64_t>(children) + row * T * W;
     float* votes = numbers<float>(shares) + row * T;
     std::fill_n(node_tokens, T, text[length - 1]), std::fill_n(above, T, 0), std::fill_n(votes, T, 0.f);
+    auto say = [&](const Tensor& all) { return reinterpret_cast<Said*>(numbers<int64_t>(all)) + row; };
+    if (said && said->size(0) == B) learn(numbers<float>(trust), *say(*said), text, length, numbers<float>(usual));
     Places places{text, length - 1};
     Text own{text, nullptr, 0, length, 0}, expected{}, remembered{};
     if (depth && predictions.size()) expected = {numbers<int64_t>(predictions[row]), nullptr, 0, predictions[row].numel(), 0}, places.look_in(expected, 1);
@@ -819,10 +844,13 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
       corpus.look(places, remembered);
     }
     numbers<int64_t>(matched)[row] = places.kept.empty() ? 0 : places.kept[0].length();
+    say(says)->length = length;
+    for (const Place& place : places.kept)
+      if (auto& [agreed, next] = say(says)->of[place.source]; !agreed) agreed = place.length(), next = place.text->at(place.position + 1);
     int64_t num_nodes = 1;
     for (const Place& place : places.kept) {
       if (&place != &places.kept[0] && place.length() < LEAST_OF_SEVERAL) break;
-      const float* counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1);
+      const float *counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1), trusted = std::exp(numbers<float>(trust)[place.source]);
       for (int64_t node = 0, ahead = 0; ahead < depth; ahead++) {
         int64_t position = place.position + 1 + (place.text == &own ? ahead % (length - 1 - place.position) : ahead);
         if (position >= place.text->end || place.text->at(position) < 0) break;
@@ -831,7 +859,7 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
         if (child == end || (!*child && num_nodes == T)) break;
         if (!*child) node_tokens[num_nodes] = token, above[num_nodes] = node, *child = num_nodes++;
         node = *child;
-        votes[node] += counts[std::min(place.length() + ahead, MAX_MATCH)];
+        votes[node] += trusted * counts[std::min(place.length() + ahead, MAX_MATCH)];
       }
     }
     for (int64_t node = 0; node < num_nodes; node++) {  // from votes to shares, of all children at once
@@ -840,16 +868,17 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
       for (int64_t w = 0; w < W; w++) if (below[node * W + w]) votes[below[node * W + w]] /= all;
     }
   }
-  return {found, parents, children, shares, matched};
+  return {found, parents, children, shares, matched, says};
 }
 
 // A level: logits (B, M, C) of what follows the M nodes of the beam at `paths` (B, M, depth), with sharpness (B,) and noise (B, depths, V) in
 // sampled rows; token_map (C,), column_of (V,); what is expected: its tokens, children and shares as above, and the beam's nodes in it, `at` (B, M), -1 for none; its worth
 // (B, M) and numbers `beam` (B, M), where it is not the root. Gives tokens, values, above (B, M F) of the candidates, the first of them number `first`, and of
-// the `width` best paths, at, worth, beam, and their places in the beam above.
-static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise, std::optional<Tensor> token_map, std::optional<Tensor> column_of,
+// the `width` best paths, at, worth, beam, and their places in the beam above; then the `wanted` largest values of all levels, `leading` (B, wanted) those of the
+// levels before. Says whether a node below can be worth more than the last of these.
+static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise, std::optional<Tensor> token_map, std::optional<Tensor> column_of,
                                 const Tensor& expected, const Tensor& children, const Tensor& chances, const Tensor& paths, std::optional<Tensor> at, std::optional<Tensor> worth,
-                                std::optional<Tensor> beam, int64_t first, int64_t fanout, int64_t width, bool is_expected) {
+                                std::optional<Tensor> beam, std::optional<Tensor> leading, int64_t wanted, int64_t first, int64_t fanout, int64_t width, bool is_expected) {
   logits = torch::stable::contiguous(logits);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 3 && fanout <= logits.size(2), "logits must be (B, M, C) float32 of as many columns as are wanted");
   int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), T = expected.size(1), spread = is_expected ? children.size(2) : 0;
@@ -858,7 +887,8 @@ static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, 
   Level level{C, fanout, numbers<int64_t>(token_map), numbers<int64_t>(column_of)};
   Tensor tokens = made({B, M * F}, ScalarType::Long), values = made({B, M * F}, ScalarType::Float), above = made({B, M * F}, ScalarType::Long);
   Tensor best_paths = made({B, W, depth + 1}, ScalarType::Long), best_at = made({B, W}, ScalarType::Long), best_worth = made({B, W}, ScalarType::Float);
-  Tensor best_beam = made({B, W}, ScalarType::Long), parents = made({B, W}, ScalarType::Long);
+  Tensor best_beam = made({B, W}, ScalarType::Long), parents = made({B, W}, ScalarType::Long), leads = made({B, wanted}, ScalarType::Float);
+  bool goes_on = false;
   auto nodes_after = [&](int64_t node) {
     int64_t from = at ? numbers<int64_t>(at)[node] : 0;
     return from < 0 ? nothing.data() : numbers<int64_t>(children) + (node / M * T + from) * spread;
@@ -875,8 +905,11 @@ static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, 
     }
   });
   for (int64_t row = 0; row < B; row++) {
-    Largest best{static_cast<size_t>(W)};
-    for (int64_t i = 0; i < M * F; i++) best.offer(numbers<float>(values)[row * M * F + i], i);
+    Largest best{static_cast<size_t>(W)}, ahead{static_cast<size_t>(wanted)};
+    for (int64_t i = 0; i < wanted; i++) ahead.offer(leading ? numbers<float>(leading)[row * wanted + i] : NOTHING, i);
+    for (int64_t i = 0; i < M * F; i++) best.offer(numbers<float>(values)[row * M * F + i], i), ahead.offer(numbers<float>(values)[row * M * F + i], i);
+    for (int64_t i = 0; i < wanted; i++) numbers<float>(leads)[row * wanted + i] = ahead.kept[i].first;
+    goes_on |= best.kept[0].first > ahead.kept.back().first;
     for (int64_t w = 0; w < W; w++) {
       auto [value, i] = best.kept[w];
       int64_t to = row * W + w, node = row * M + i / F, *path = numbers<int64_t>(best_paths) + to * (depth + 1);
@@ -889,7 +922,7 @@ static std::vector<Tensor> grow(Tensor logits, std::optional<Tensor> sharpness, 
       numbers<int64_t>(parents)[to] = i / F;
     }
   }
-  return {tokens, values, above, best_paths, best_at, best_worth, best_beam, parents};
+  return {{tokens, values, above, best_paths, best_at, best_worth, best_beam, parents, leads}, goes_on};
 }
 
 // The tree of root (B,) and the `nodes` - 1 candidates worth most, of `levels`: tokens, values and above of each; the beam of the last with at, worth
@@ -946,8 +979,8 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
-  m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, int depth) -> Tensor[]");
-  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, int first, int fanout, int width, bool is_expected) -> Tensor[]");
+  m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? said, int depth) -> Tensor[]");
+  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, Tensor? leading, int wanted, int first, int fanout, int width, bool is_expected) -> (Tensor[], bool)");
   m.def("tree_of(Tensor root, Tensor[] levels, Tensor expected, Tensor children, Tensor chances, Tensor at, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
   m.def("lanes() -> int");
 }

@@ -128,7 +128,7 @@ def sized(cost, worth: torch.Tensor, num_steps: int, seconds_of, tokens: float =
         if not pausing.drafts:
             pausing.record(1, seconds_of(None))
             continue
-        found.append(pausing.num_nodes(worth))
+        found.append(pausing.num_nodes(worth, worth.shape[1]))
         pausing.record(tokens, seconds_of(found[-1]), num_nodes=found[-1])
     return found
 
@@ -160,10 +160,23 @@ def test_a_batch_verifies_the_nodes_that_pay_on_average():
     assert cost.least_worth == pytest.approx(0.2 * 1.5 / 1.3, abs=0.05)
     cost.num_since_node = 0
     sure, unsure = draft_of(0.9, 0.8, 0.1), draft_of(0.2, 0.0, 0.0)
-    assert Pausing(cost).num_nodes(sure) == 3
-    assert Pausing(cost).num_nodes(torch.cat([sure, unsure])) == 3
-    assert Pausing(cost).num_nodes(torch.cat([sure, unsure, unsure, unsure])) == 2
-    assert Pausing(cost).num_nodes(unsure) == 1
+    assert verified(cost, sure) == 3
+    assert verified(cost, sure, unsure) == 3
+    assert verified(cost, sure, unsure, unsure, unsure) == 2
+    assert verified(cost, unsure) == 1
+
+
+def verified(cost: DraftCost, *rows: torch.Tensor, num_spare: int = 0) -> int:
+    return Pausing(cost).num_nodes(torch.cat(rows), rows[0].shape[1] - num_spare)
+
+
+def test_spare_nodes_are_verified_where_they_are_likely():
+    cost = DraftCost()
+    sized(cost, draft_of(0.5, 0.3), 60, lambda nodes: 1.0 if nodes is None else 1 + 0.05 * (nodes - 1))
+    cost.num_since_node = 0
+    assert verified(cost, draft_of(0.9, 0.8, 0.7, 0.4), num_spare=3) == 4
+    assert verified(cost, draft_of(0.9, 0.4, 0.4, 0.4), num_spare=3) == 2
+    assert verified(cost, draft_of(0.9, 0.4, 0.4, 0.4)) == 5
 
 
 def test_a_step_that_also_compiled_teaches_nothing():

@@ -29,7 +29,7 @@ from medusa.engine.kernels import missing_kernels
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
-DEPTH, MAX_PLACES, SHORTEST_INDEXED = 6, 16, 2
+DEPTH, MAX_PLACES, SHORTEST_INDEXED, MOST_TRUST = 6, 16, 2, 1.5
 TOKENS = st.lists(st.integers(0, 3), max_size=30)
 
 
@@ -107,6 +107,35 @@ def test_what_is_expected_is_what_a_search_place_by_place_finds(row, prediction,
                 paths[child] = (*paths[node], int(found.tokens[0, child]))
                 shares[paths[child]] = float(found.shares[0, child])
     assert shares == pytest.approx(expected)
+
+
+def test_a_source_is_believed_by_how_often_it_was_right():
+    def trust_after(num_steps, is_right, trust):
+        before, now = [7, 8], [7, 8, 9 if is_right else 5]
+        for _ in range(num_steps):
+            said = continuations(context_of(before, [7, 8, 9]), 1, trust).said
+            continuations(context_of(now, [7, 8, 9]), 1, trust, said)
+        return trust
+
+    wrong = trust_after(200, False, torch.zeros(3))
+    assert wrong[1] == -MOST_TRUST and wrong[2] == 0
+    assert trust_after(40, True, wrong.clone())[1] > wrong[1] + 0.3, "it comes back"
+    shares = [
+        continuations(context_of([7, 8], [7, 8, 9]), 1, torch.tensor([0.0, trust, 0.0])).shares.max()
+        for trust in (-1.0, 0.0, 1.0)
+    ]
+    odds = torch.stack(shares).logit()
+    assert odds.diff().tolist() == pytest.approx([1, 1], abs=1e-4)
+
+
+def test_rows_that_left_or_joined_teach_nothing():
+    said = continuations(context_of([7, 7, 8], [7, 8, 9]), 1).said
+    trust = torch.zeros(3)
+    continuations(context_of([7, 8], [7, 8, 9]), 1, trust, said)
+    continuations(context_of([7, 7, 8, 5], [7, 8, 9]), 1, trust, torch.cat([said, said]))
+    assert trust.count_nonzero() == 0
+    continuations(context_of([7, 7, 8, 5], [7, 8, 9]), 1, trust, said)
+    assert trust[1] < 0
 
 
 def answers_of(model, batch, **options):
