@@ -28,8 +28,8 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import SPARE_NODES, Drafters
 from medusa.engine.prepared import Prepared
-from medusa.heads.checkpoint import HeadsCheckpoint, check_tree_fits, load_heads
-from medusa.heads.eagle3 import Heads
+from medusa.heads.ahead import Heads
+from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
@@ -150,7 +150,8 @@ class MedusaModel:
             base: a path, a hub id, the name of the embedded base (:mod:`medusa.places`), or a model already
                 loaded (quantised, sharded, on any device).
             heads: a heads directory, a hub id, or a loaded checkpoint; "default" are those that ship for the
-                base. None decodes plainly. A hub id names a revision as ``owner/name@revision``.
+                base, "mtp" the layers for multi-token prediction that it comes with. None decodes plainly. A
+                hub id names a revision as ``owner/name@revision``.
             tree: the candidate tree of every call; by default those in the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
@@ -177,7 +178,9 @@ class MedusaModel:
             raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
         check_is_model(base)
         base.eval()
-        if isinstance(heads, (str, Path)):
+        if heads == OWN_HEADS:
+            heads = own_heads(base)
+        elif isinstance(heads, (str, Path)):
             heads = load_heads(heads, base_name=source or base.name_or_path, **hub)
         if heads is None:
             model = cls(base, None, tree, tokenizer, engine, step=step)

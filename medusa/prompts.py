@@ -15,7 +15,7 @@ import functools
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_NESTING = 64
 """Levels of a value in a row; Python's JSON breaks at some hundreds."""
 CONTENT_KEYS = ("prompt", "turns", "messages")
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
+LAST_TOKENS = 16
+"""Of a prompt, in which a block of reasoning may begin."""
+PROBE = ({"role": "user", "content": "a question"},)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,59 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
             "say how it is rendered; leave them out"
         )
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
+
+
+def check_told(told: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``told`` would replace the model's chat template or how it is rendered."""
+    template_options({"chat_template_kwargs": told}, "the options")
+
+
+def with_told(prompts: Sequence[Prompt], told: Mapping[str, Any]) -> list[Prompt]:
+    """``prompts`` that tell the chat template ``told``, where a row does not say it itself.
+
+    Raises:
+        ValueError: as :func:`check_told`.
+    """
+    check_told(told)
+    return [replace(each, template_options={**told, **each.template_options}) for each in prompts]
+
+
+def is_told_alike(tokenizer: Any, told: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a question told ``told`` is rendered as with one of ``others``."""
+
+    def rendered(each: Mapping[str, Any]) -> str:
+        return tokenizer.apply_chat_template(list(PROBE), tokenize=False, add_generation_prompt=True, **each)
+
+    return tokenizer.chat_template is None or rendered(told) in map(rendered, others)
+
+
+def thoughts_of(template: str | None) -> tuple[str, str]:
+    """What reasoning begins and ends with; empty where the template knows none."""
+    known = (pair for pair in THOUGHTS if template and (pair[0] in template or pair[1] in template))
+    return next(known, ("", ""))
+
+
+def is_thinking(tokenizer: Any, prompt: Sequence[int], thoughts: tuple[str, str]) -> bool | None:
+    """Whether ``prompt`` has begun the reasoning that stands between ``thoughts``; False where it has ended
+    it, None where it says nothing."""
+    begin, end = thoughts
+    last = tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip()
+    return None if not end else True if last.endswith(begin) else False if last.endswith(end) else None
+
+
+def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
+    """The text of an answer of ``tokens`` to ``prompt``: what it reasons, and what it says, without the marks
+    and blanks between. An answer that does not begin with reasoning says everything."""
+    begin, end = thoughts_of(tokenizer.chat_template)
+    text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
+    if not is_thinking(tokenizer, prompt, (begin, end)):
+        _, mark, whole = whole.partition(begin) if end and whole.lstrip().startswith(begin) else ("",) * 3
+        if not mark:
+            return "", text
+    thoughts, _, said = whole.partition(end)  # some marks are special tokens, so these are left out last
+    for special in tokenizer.all_special_tokens:
+        thoughts, said = thoughts.replace(special, ""), said.replace(special, "")
+    return (thoughts.strip(), said.lstrip()) if thoughts.strip() else ("", text)
 
 
 def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import hidden_size, hidden_states, output_embedding, vocab_size
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, drafted_states
+from medusa.heads.ahead import drafted_states
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.prompts import encode_messages
 
 NUM_HEADS, NUM_TOKENS = 4, 64

@@ -64,10 +64,15 @@ def chat(options: ChatOptions) -> list[str]:
         if options.prompts.prompts is None
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
-    model = load_for_replies(options)
+    model = load_for_replies(options, options.prompts)
     answers, replies = options.answers, options.replies
     settings = ChatSettings(
-        answers.max_new_tokens, answers.seed, reply_sampling(options), replies.system, replies.plain
+        answers.max_new_tokens,
+        answers.seed,
+        reply_sampling(options),
+        replies.system,
+        replies.plain,
+        options.prompts.told,
     )
     session = ChatSession(model, settings, chosen_drafter(model, options))
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
@@ -129,7 +134,7 @@ class ChatTerminal:
         for prompt in prompts:
             self.session.reset()
             self.session.messages += prompt.messages[:-1]
-            self.session.template_options = prompt.template_options
+            self.session.template_options |= prompt.template_options
             later: list[Message] = [{"role": "user", "content": turn} for turn in prompt.later_turns]
             for message in (prompt.messages[-1], *later):
                 self.console.out(f"> {message['content']}", highlight=False)
@@ -224,7 +229,7 @@ def generate(options: GenerateOptions) -> list[str]:
     prompt = "".join(utf8_lines()) if options.prompt == "-" else checked_utf8(options.prompt, "the prompt")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
-    model = load_for_replies(options)
+    model = load_for_replies(options, options.template)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
@@ -256,4 +261,5 @@ def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -
         return encode_text(model.tokenizer, prompt, model.device)
     text = options.replies.system
     system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
-    return encode_messages(model.tokenizer, [*system, {"role": "user", "content": prompt}], model.device)
+    asked, told = [*system, {"role": "user", "content": prompt}], options.template.told
+    return encode_messages(model.tokenizer, asked, model.device, told)

@@ -50,6 +50,8 @@ class ChatSettings:
     """System message; None leaves it to the chat template."""
     is_plain: bool = False
     """Decode without the heads."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages."""
 
 
 class ChatSession:
@@ -73,15 +75,15 @@ class ChatSession:
         self.answers: list[Reply] = []
         """Of the whole session, resets included."""
         self.messages: list[Message] = []
-        self.template_options: Mapping[str, Any] = {}
-        """What the chat template gets beside the messages."""
+        self.template_options: dict[str, Any] = {}
+        """What the chat template gets beside the messages of this conversation."""
         self.reset()
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""
         system = self.settings.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.template_options = {}
+        self.template_options = dict(self.settings.template_options)
 
     @property
     def max_depth(self) -> int:

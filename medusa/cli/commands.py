@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from medusa.checks import check_above, check_at_least
-from medusa.choices import Dtype, ForeignName
+from medusa.choices import Dtype, ForeignName, TemplateOptions
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -93,6 +93,7 @@ class GenerateOptions(AnsweringOptions):
     """The prompt, or - to read it from standard input."""
     raw: bool = False
     """Continue the text; no chat template."""
+    template: TemplateOptions = TemplateOptions()
     prediction: Path | None = None
     """A file with the answer that is expected, the text before an edit say: guesses are copied from it, and
     the answer is the same."""
@@ -101,6 +102,10 @@ class GenerateOptions(AnsweringOptions):
         super().__post_init__()
         if self.raw and self.replies.system is not None:
             raise ValueError("system goes with the chat template, which raw leaves out; give one of them")
+        if self.raw and self.template.told:
+            raise ValueError(
+                f"raw leaves out the chat template, which {self.template.told} are for; give one"
+            )
         if self.replies.plain and self.prediction is not None:
             raise ValueError("plain guesses nothing, and prediction is for guessing; give one of them")
 
@@ -198,6 +203,7 @@ class ServeOptions:
     """
 
     model: ModelOptions = ModelOptions()
+    template: TemplateOptions = TemplateOptions()
     served_model_name: tuple[str, ...] = ()
     """What clients call the model; may be given several times. None is the last part of the base's name."""
     any_model_name: bool = False
@@ -319,7 +325,7 @@ class ExportOptions:
     to: ForeignName
     """Who reads the result. Plain Medusa heads: vllm-medusa is vLLM's medusa method. An EAGLE-3 head:
     vllm-eagle3 is what vLLM, SGLang and llama.cpp read, speculators the layout from which vLLM starts
-    alone."""
+    alone. mtp are tensors as the base's own files have them."""
     output: Path
     """Directory to write."""
     base: str | None = None

@@ -22,6 +22,7 @@ from medusa.base.recurrent import keeps_state, kind_of_layer
 from medusa.cli.commands import ConfigsOptions, InfoOptions
 from medusa.cli.next_steps import command
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
+from medusa.heads.mtp import num_mtp_layers
 from medusa.places import named_file, shipped_files
 from medusa.pretrained import shipped_heads
 from medusa.tables import counted
@@ -84,6 +85,7 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
         "num_parameters": base.num_parameters(),
         "layers": dict(Counter(map(kind_of_layer, DynamicCache(config=config).layers))),
         "decodes": decodes,
+        "mtp_layers": num_mtp_layers(config),
         "drafts": "chains: a state follows one path" if is_stateful else "trees",
         "rows of a batch": "read one after the other" if is_stateful else "read together",
         "steps": "general" if is_stateful else "general, static, compiled, captured",
@@ -131,6 +133,10 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
 def _in_words(name: str, value: Any) -> str:
     if name == "num_parameters":
         return f"{value:,}"
+    if name == "mtp_layers":
+        return f"{value}, which draft where asked for: --heads mtp" if value else "none"
+    if name == "base_config":
+        return f"of type {value['model_type']}"
     if name == "tree":
         if value is None:
             return "none: a chain of the best guesses is used"

@@ -21,8 +21,9 @@ from medusa.cli.loading import (
 )
 from medusa.cli.next_steps import command
 from medusa.files import Layout, check_writable_target, replaceable_files
+from medusa.heads.ahead import AheadHead, Heads
 from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
-from medusa.heads.eagle3 import Eagle3Head, Heads
+from medusa.heads.eagle3 import Eagle3Head
 from medusa.hub import split_revision
 from medusa.interop.conversion import (
     EXPORT_LAYOUT,
@@ -236,6 +237,9 @@ def _in_words(heads: Heads) -> str:
             f"an EAGLE-3 head over layers {layers} that drafts {heads.num_heads} deep and scores "
             f"{heads.num_columns:,} tokens with {rows}"
         )
+    if isinstance(heads, AheadHead):
+        layers = counted(heads.num_layers, "layer")
+        return f"{layers} for multi-token prediction, drafting {heads.num_heads} deep"
     config = heads.config
     layers = counted(config.num_layers, "layer")
     return f"{counted(heads.num_heads, 'head')} of {layers}, unembedding {config.unembedding}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.choices import Dtype, StepKind
+from medusa.choices import Dtype, StepKind, TemplateOptions
 from medusa.cli.commands import AnsweringOptions, CompileOptions
 from medusa.cli.next_steps import command
 from medusa.cli.options import (
@@ -31,31 +33,44 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle3 import Heads
+from medusa.heads.ahead import Heads
+from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import log_console
-from medusa.prompts import Prompt, encode_prompt, read_prompts
+from medusa.prompts import (
+    Prompt,
+    check_told,
+    encode_prompt,
+    is_told_alike,
+    read_prompts,
+    with_told,
+)
 from medusa.tables import counted
 
 
-def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
+def load_model(
+    options: ModelOptions, with_heads: bool = True, template: TemplateOptions | None = None
+) -> MedusaModel:
     """The base and its heads, on the device asked for; says first which medusa is running.
 
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
-    heads too, so that the text is the same.
+    heads too, so that the text is the same. Warns where heads were trained on conversations that tell the
+    chat template otherwise than ``template``.
 
     Raises:
         FileNotFoundError: heads or base are not there; for the defaults the message says what makes them.
         ValueError: there is no such device here, or the base is no causal language model.
     """
     log = log_version()
+    check_told({} if template is None else template.told)
     device = chosen_device(options.device)
-    checkpoint = load_heads(options.heads)
+    checkpoint = None if options.heads == OWN_HEADS else load_heads(options.heads)
     name = options.base or recorded_base(checkpoint, options.heads)
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
+    if checkpoint is None:
+        checkpoint = own_heads(base)
     if checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
@@ -67,6 +82,8 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         engine=options.engine,
     )
     set_step(model, options.step)
+    if with_heads and template is not None:
+        warn_of_other_template(checkpoint, tokenizer, template.told)
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
@@ -77,6 +94,19 @@ def load_model(options: ModelOptions, with_heads: bool = True) -> MedusaModel:
         heads += f", {megabytes(size)} of weights packed in {str(dtype).removeprefix('torch.')}"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     return model
+
+
+def warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Mapping[str, Any]) -> None:
+    """Warn where a question, told ``told``, is rendered otherwise than what the heads were trained on."""
+    known = checkpoint.template_options
+    if known and not is_told_alike(tokenizer, told, known):
+        before, here = (" or ".join(json.dumps(each) for each in every) for every in (known, [told]))
+        warnings.warn(
+            f"the heads were trained on conversations that tell the chat template {before}, and here it is "
+            f"told {here}, which it renders otherwise: they may guess badly, as heads that saw no reasoning "
+            "do while a model reasons; the text is the same",
+            stacklevel=3,
+        )
 
 
 def set_step(model: MedusaModel, asked: StepKind | None) -> None:
@@ -138,7 +168,7 @@ def chosen_device(name: str) -> torch.device:
         ) from error
 
 
-def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
+def recorded_base(checkpoint: HeadsCheckpoint | None, heads: str) -> str:
     """The base that ``heads`` were trained on.
 
     Raises:
@@ -146,7 +176,7 @@ def recorded_base(checkpoint: HeadsCheckpoint, heads: str) -> str:
     """
     if heads == EMBEDDED_HEADS:
         return EMBEDDED_BASE
-    if not checkpoint.base_model:
+    if checkpoint is None or not checkpoint.base_model:
         raise ValueError(f"the heads in {heads!r} do not say which base they were trained on; give --base")
     return checkpoint.base_model
 
@@ -173,14 +203,15 @@ def drafter_settings(options: DrafterOptions) -> DrafterSettings:
     return DrafterSettings(**vars(options))
 
 
-def load_for_replies(options: AnsweringOptions) -> MedusaModel:
+def load_for_replies(options: AnsweringOptions, template: TemplateOptions) -> MedusaModel:
     """:func:`load_model`, with heads where the drafter asked for needs them.
 
     Raises:
         ValueError: there is no such drafter.
     """
     name, is_plain = options.replies.drafter, options.replies.plain
-    return load_model(options.model, with_heads=not is_plain and (name is None or draft_with_heads(name)))
+    with_heads = not is_plain and (name is None or draft_with_heads(name))
+    return load_model(options.model, with_heads, template)
 
 
 def compile_model(options: CompileOptions) -> list[str]:
@@ -203,7 +234,8 @@ def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]
 
     ``take_all`` leaves ``--limit`` out of account.
     """
-    return read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
+    prompts = read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
+    return with_told(prompts, options.told)
 
 
 def encode_prompts(

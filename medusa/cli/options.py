@@ -22,7 +22,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from medusa.checks import check_at_least
-from medusa.choices import Dtype, Engine, StepKind
+from medusa.choices import Dtype, Engine, StepKind, TemplateOptions
 from medusa.files import read_yaml
 from medusa.places import named_file
 
@@ -175,9 +175,10 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         if is_nested or is_missing or (spec.nargs == 1 and len(values_given) != 1):
             _refuse(f"{key} in {where} must have a plain value, got {value!r}")
         words = [str(each) for each in values_given]
-        if isinstance(value, bool) and _stands_alone(flags[key]):
-            words = [_ALONE[str(value).lower()]]
-        if spec.choices and any(word.lower() not in (*spec.choices, "none") for word in words):
+        if isinstance(value, bool) and (alone := _alone(flags[key])):
+            words = [alone[str(value).lower()]]
+        choices = [*map(str.lower, spec.choices or ()), "none"]
+        if spec.choices and any(word.lower() not in choices for word in words):
             _refuse(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
         try:
             found[key] = spec.instance_from_str(words)
@@ -203,21 +204,26 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
 
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and `--flag=always` for a
-    `--flag` that stands alone and takes always, never and other words."""
+    """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and with `--flag=WORD`
+    for a flag that stands alone and takes words too."""
     kept: list[str] = []
     for word in words:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
         key = key.replace("-", "_")
+        name = key if key in flags else key.removeprefix("no_")
+        if alone := _alone(flags.get(name)):
+            said = value or ("true" if name == key else "false")
+            kept.append(f"--{name}={alone.get(said.lower(), said)}")
+            continue
         if value and flags.get(key) is bool:
             kept.append(f"--{key}")
             word = value
-        if flags.get(key) is not None and _stands_alone(flags[key]):
-            kept.append(f"--{key}=always" if not value else f"--{key}={_ALONE.get(value.lower(), value)}")
-            continue
         before = kept[-1] if kept else ""
-        if before.endswith("=always") and _stands_alone(flags.get(before[2:-7], bool)) and word[:1] != "-":
-            kept[-1] = f"{before[:-7]}={_ALONE.get(word.lower(), word)}"
+        flag = before.partition("=")[0]
+        alone = _alone(flags.get(flag[2:]))
+        takes_any = "never" in alone.values() and word[:1] != "-"
+        if alone and before == f"{flag}={alone['true']}" and (takes_any or word.lower() in alone):
+            kept[-1] = f"{flag}={alone.get(word.lower(), word)}"
         elif word.lower() in ("true", "false") and flags.get(before[2:].replace("-", "_")) is bool:
             kept[-1] = before if word.lower() == "true" else f"--no-{before[2:]}"
         else:
@@ -253,11 +259,14 @@ def _is_list(kind: Any) -> bool:
     return get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,))
 
 
-_ALONE = {"true": "always", "false": "never"}
-
-
-def _stands_alone(kind: Any) -> bool:
-    return {"always", "never"} <= set(get_args(kind))
+def _alone(kind: Any) -> dict[str, str]:
+    """What true and false are to a flag of this type that stands alone and takes words too, be it always,
+    never and others, or none; empty for flags of other types."""
+    if {"always", "never"} <= set(get_args(kind)):
+        return {"true": "always", "false": "never"}
+    if _optional(kind) is bool:
+        return {"true": "True", "false": "False", "none": "none", "null": "none"}
+    return {}
 
 
 def _optional(kind: Any) -> Any | None:
@@ -327,7 +336,8 @@ class ModelOptions:
     """Base model: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
     which `medusa fetch` fetches; none is the one that the heads were trained on."""
     heads: str = EMBEDDED_HEADS
-    """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship."""
+    """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
+    layers for multi-token prediction that it comes with."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""
@@ -346,7 +356,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class PromptOptions(TemplateOptions):
     """What to answer."""
 
     prompts: Path | None = None
@@ -356,6 +366,7 @@ class PromptOptions:
     """Take the first so many prompts of the file."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self, 1, "limit")
 
 

@@ -48,7 +48,7 @@ def serve(options: ServeOptions) -> list[str]:
     tls = None if address.tls_certificate is None else TlsFiles(address.tls_certificate, address.tls_key)
     path = address.unix_socket
     with bound_socket(address.host, address.port) if path is None else bound_unix_socket(path) as bound:
-        model, load = load_model(options.model), options.load
+        model, load = load_model(options.model, template=options.template), options.load
         names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
         limits = BatchLimits(
             max_rows=load.max_rows,
@@ -69,6 +69,7 @@ def serve(options: ServeOptions) -> list[str]:
             remember_bytes=options.remember * 2**20,
             num_owners=len(keys),
             remembers_together=options.remember_together,
+            template_options=options.template.told,
         )
         run_server(Service(model, settings), access, bound, address.grace, tls)
     return []  # its first line said where it answers

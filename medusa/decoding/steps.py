@@ -39,7 +39,7 @@ from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.quick_heads import compile_heads, parts_of_heads
 from medusa.engine.views import is_view
-from medusa.heads.eagle3 import Heads
+from medusa.heads.ahead import Heads
 
 
 class Libraries:

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from medusa.acceptance.protocol import DraftKind
 from medusa.base.causal_lm import CausalLM
-from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.heads import BETA, HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.suffix import MAX_CHILDREN, ODDS, Continuations, continuations
 from medusa.engine.products import PackedLinear
 from medusa.engine.views import is_view
-from medusa.heads.eagle3 import Eagle3Head
+from medusa.heads.ahead import AheadHead
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -306,12 +306,12 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
         return self.logits_along(context, paths.shape[2] - 1, paths.shape[1], paths)
 
 
-class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
-    """An EAGLE-3 head in dynamic trees: it runs on the nodes of each beam, and on no others."""
+class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
+    """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: AheadHead,
         base: CausalLM,
         tree: CandidateTree,
         beta: float = 1.0,
@@ -319,7 +319,7 @@ class DynamicEagle3Drafter(DynamicDrafter, Eagle3Drafter):
     ):
         self.suffix_length, self.has_kernels = suffix_length, is_view(base)
         self.trust = torch.zeros(len(ODDS))
-        Eagle3Drafter.__init__(self, head, base, tree, beta)
+        AheadDrafter.__init__(self, head, base, tree, beta)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, embedding_weight
 from medusa.base.causal_lm import output_embedding as output_embedding_of
-from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.layer_cache import LayerCache
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.heads.ahead import AheadHead, Heads
 from medusa.heads.checkpoint import check_tree_fits
-from medusa.heads.eagle3 import Eagle3Head, Heads
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
 
@@ -132,12 +132,12 @@ def _ancestors(tree: CandidateTree, path: RankPath) -> list[int]:
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
-def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> HeadsDrafter | Eagle3Drafter:
-    """The drafter for heads of either kind, over ``base``'s embeddings.
+def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> HeadsDrafter | AheadDrafter:
+    """The drafter for heads of any kind, over ``base``'s embeddings.
 
     Raises:
         ValueError: the heads cannot fill ``tree``.
     """
-    if isinstance(heads, Eagle3Head):
-        return Eagle3Drafter(heads, base, tree)
+    if isinstance(heads, AheadHead):
+        return AheadDrafter(heads, base, tree)
     return HeadsDrafter(heads, output_embedding_of(base), tree)

@@ -24,21 +24,21 @@ MOST_ENTRIES = 512
 
 RunLayer = Callable[[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
 """(states (B, E, (1 + L) * D), the token after each (B, E) long, mask (B, 1, E, S) bool, positions (B, E)
-long) -> what the layer gives at these entries, one or more of (B, E, D). It runs over
+long) -> what the layer gives at these entries, one or more of (B, E, X). It runs over
 :attr:`LayerCache.cache`."""
 
 
 class LayerCache:
-    """The entries of one layer on ``device``."""
+    """The entries of one layer on ``device``, or of ``num_layers`` that are run together."""
 
-    def __init__(self, device: torch.device | str):
-        self._device = device
+    def __init__(self, device: torch.device | str, num_layers: int = 1):
+        self._device, self._num_layers = device, num_layers
         self.begin(0)
 
     def begin(self, num_rows: int, after: LayerCache | None = None) -> None:
         """``num_rows`` rows follow: those that ``after`` has read, and behind them others, which are read one
         by one. Without ``after`` all are new, and are read together."""
-        self.cache = TreeCache(num_rows, 1, self._device)
+        self.cache = TreeCache(num_rows, self._num_layers, self._device)
         if after is not None and after.cache.longest:
             self.cache = after.cache
 
@@ -60,7 +60,7 @@ class LayerCache:
         """
         known = self.cache
         for row in range(known.num_rows, len(context.lengths)):
-            self.cache = TreeCache(1, 1, self._device)
+            self.cache = TreeCache(1, self._num_layers, self._device)
             self._read(_of_row(context, row), run)
             if known.num_rows:
                 known.join(self.cache)

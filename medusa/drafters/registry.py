@@ -22,10 +22,10 @@ from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
 from medusa.checks import check_at_least
 from medusa.choices import StepKind
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.best_path import BestPathDrafter
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.dynamic import DynamicDrafter, DynamicEagle3Drafter, DynamicHeadsDrafter
-from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.dynamic import DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter, PlainDrafter, host_bound_parts
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
@@ -33,9 +33,11 @@ from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
 from medusa.engine.views import missing_for_kernels
+from medusa.heads.ahead import AheadHead, Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle3 import Eagle3Head, Heads, check_heads_fit
+from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
+from medusa.heads.mtp import missing_mtp, own_head
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -124,8 +126,8 @@ def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False)
     chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
     if not is_dynamic:
         return drafter_of_heads(heads, runner, chain)
-    if isinstance(heads, Eagle3Head):
-        return DynamicEagle3Drafter(heads, runner, chain)
+    if isinstance(heads, AheadHead):
+        return DynamicAheadDrafter(heads, runner, chain)
     return DynamicHeadsDrafter(heads, output_embedding(runner), chain)
 
 
@@ -133,7 +135,7 @@ def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
     return "heads, and the model was loaded without; give --heads" if host.heads is None else None
 
 
-def _eagle3(host: DraftHost, settings: DrafterSettings) -> Eagle3Drafter:
+def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
     """With the EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
     assert settings.eagle3 is not None, "refused before"
     given = settings.eagle3
@@ -149,7 +151,13 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> Eagle3Drafter:
     tree = checkpoint.tree
     if tree is None or not tree.depth:
         tree = settings.tree(head.num_heads)
-    return Eagle3Drafter(head, base, tree)
+    return AheadDrafter(head, base, tree)
+
+
+def _mtp(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
+    """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
+    head = own_head(host.base, settings.draft_length)
+    return AheadDrafter(head.to(host.base.device).eval(), host.runner, settings.tree(head.num_heads))
 
 
 def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
@@ -205,6 +213,12 @@ DRAFTERS: dict[str, NamedDrafter] = {
             _eagle3,
             "an EAGLE-3 head beside the heads",
             lambda host, settings: "an EAGLE-3 head; give --eagle3" if settings.eagle3 is None else None,
+        ),
+        NamedDrafter(
+            "mtp",
+            _mtp,
+            "the layers for multi-token prediction that the base comes with",
+            lambda host, settings: missing_mtp(host.base),
         ),
         NamedDrafter("draft-model", _draft_model, "a smaller model", _missing_draft_model),
         NamedDrafter("early-exit", _early_exit, "the base's first layers", _missing_exit_layer),

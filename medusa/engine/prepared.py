@@ -12,7 +12,7 @@ from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
-from medusa.heads.eagle3 import Heads, check_heads_fit
+from medusa.heads.ahead import Heads, check_heads_fit
 from medusa.trees.tuned_trees import Runtime
 
 

@@ -1,1 +1,2 @@
-"""The modules that guess: Medusa heads and an EAGLE-3 head, with their files and their calibration."""
+"""The modules that guess: Medusa heads, EAGLE-3 heads, layers that bases come with; their files and their
+calibration."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from medusa.base.causal_lm import hidden_states, layers_of, output_embedding, switch_length
 from medusa.base.recurrent import keeps_state
-from medusa.heads.eagle3 import Eagle3Head, Heads, drafted_states
+from medusa.heads.ahead import AheadHead, Heads, drafted_states
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
 LOGITS_PER_CHUNK = 2**25
@@ -104,7 +104,7 @@ def _batch_ranks(
     max_rank: int,
 ) -> Iterator[list[Tensor]]:
     """For each row, the ranks (P, K) of its answers, given its tokens and states."""
-    if isinstance(heads, Eagle3Head):
+    if isinstance(heads, AheadHead):
         states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
     else:
         states = heads.fuse(states)  # (B, T, D)
@@ -121,9 +121,9 @@ def _batch_ranks(
         yield answers
 
 
-def _drafted_states(base: PreTrainedModel, head: Eagle3Head, ids: Tensor, hidden: Tensor) -> Tensor:
-    """The states (B, T, K, D) that an EAGLE-3 head guesses each depth from, at the position before the root;
-    ids (B, T) long, hidden (B, T, (1 + L) * D)."""
+def _drafted_states(base: PreTrainedModel, head: AheadHead, ids: Tensor, hidden: Tensor) -> Tensor:
+    """The states (B, T, K, D) from which a head that runs ahead guesses each depth, at the position before
+    the root; ids (B, T) long, hidden (B, T, (1 + L) * D)."""
     following = base.get_input_embeddings()(ids.roll(-1, dims=1))
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     by_last_entry = drafted_states(head, hidden, following, positions)
@@ -146,13 +146,13 @@ def _true_ranks(
     base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
 ) -> Tensor:
     """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
-    read, or the states (P, K, D) that an EAGLE-3 head drafted."""
+    read, or the states (P, K, D) that a head that runs ahead drafted."""
     unembedding = output_embedding(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
     parts = (each.split(chunk) for each in (states, path.to(states.device), truth))
     for part, behind, tokens in zip(*parts, strict=True):
-        if isinstance(heads, Eagle3Head):
+        if isinstance(heads, AheadHead):
             logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
         else:
             logits = heads(part, unembedding, behind)

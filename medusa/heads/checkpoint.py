@@ -1,7 +1,7 @@
 """The heads directory: what training leaves behind and decoding loads.
 
-    config.json         the format version, the kind of heads ("medusa" or "eagle3"), its HeadsConfig or
-                        Eagle3Config, the base model's name and fingerprint
+    config.json         the format version, the kind of heads ("medusa", "eagle3" or "mtp"), its
+                        configuration, the base model's name and fingerprint
     model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
                         that were timed for a device and batch size (see medusa.trees.tuned_trees)
@@ -31,9 +31,11 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, Heads, check_heads_fit
+from medusa.heads.ahead import Heads, check_heads_fit
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.mtp import MtpConfig, MtpHead, own_head
 from medusa.heads.tensor_files import check_finite, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
@@ -60,13 +62,21 @@ HEADS_FILES = (
     ADAPTER_WEIGHTS_FILE,
 )
 """All files of a heads directory."""
-FINGERPRINT = "base_fingerprint"
+FINGERPRINT, TEMPLATE = "base_fingerprint", "template_options"
 HEADS_LAYOUT = Layout(
     "a heads directory",
     HEADS_FILES,
     lambda directory: has_keys(directory / CONFIG_FILE, "format_version", "base_model"),
 )
-HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, ADAPTER)
+KINDS: dict[str, tuple[type[Any], type[Any]]] = {
+    "medusa": (MedusaHeads, HeadsConfig),
+    "eagle3": (Eagle3Head, Eagle3Config),
+    "mtp": (MtpHead, MtpConfig),
+}
+"""Every kind of heads, with its configuration."""
+OWN_HEADS = "mtp"
+"""Names the heads that the base comes with."""
+HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
 BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 
@@ -88,6 +98,9 @@ class HeadsCheckpoint:
     """Where ``tree`` came from, in plain JSON values; empty where it is not recorded."""
     fingerprint: BaseFingerprint | None = None
     """Of the base that the heads were trained on, without the adapter; None where nobody said it."""
+    template_options: Sequence[Mapping[str, Any]] = ()
+    """What the chat template was told, beside messages and tools, of the conversations that the heads were
+    trained on: every different one; empty where nobody said it."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is None and self.adapter is not None:
@@ -140,6 +153,8 @@ def save_heads(
         }
         if checkpoint.fingerprint is not None:
             config[FINGERPRINT] = checkpoint.fingerprint.as_json()
+        if checkpoint.template_options:
+            config[TEMPLATE] = list(checkpoint.template_options)
         if checkpoint.adapter is not None:
             config[ADAPTER] = {"type": "lora"}
             _write_adapter(partial, checkpoint.adapter)
@@ -182,12 +197,22 @@ def load_heads(
         adapter=_read_adapter(directory, raw, device),
         tree_origin=tree_origin,
         fingerprint=_read_fingerprint(directory, raw),
+        template_options=_read_template_options(directory, raw),
     )
+
+
+def own_heads(base: CausalLM) -> HeadsCheckpoint:
+    """The layers for multi-token prediction that come with ``base``, which :data:`OWN_HEADS` names, as heads.
+
+    Raises:
+        ValueError: as :func:`medusa.heads.mtp.own_head`.
+    """
+    return HeadsCheckpoint(own_head(base), base.name_or_path)
 
 
 def kind_of(heads: Heads) -> str:
     """What ``config.json`` calls heads like these."""
-    return "eagle3" if isinstance(heads, Eagle3Head) else "medusa"
+    return next(kind for kind, (module, _) in KINDS.items() if isinstance(heads, module))
 
 
 def save_tree(
@@ -255,6 +280,16 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return raw
 
 
+def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What config.json says of the conversations that the heads were trained on."""
+    said = raw.get(TEMPLATE, [])
+    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        raise ValueError(
+            f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(said)}"
+        )
+    return said
+
+
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """The module that ``raw``, the config.json, describes, with the weights of the directory.
 
@@ -264,11 +299,10 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
-    if kind not in ("medusa", "eagle3"):
-        raise ValueError(
-            f"{config_path} says kind={kind!r}, this version of medusa reads 'medusa' or 'eagle3'"
-        )
-    config_type: type[Eagle3Config] | type[HeadsConfig] = Eagle3Config if kind == "eagle3" else HeadsConfig
+    if kind not in list(KINDS):  # what a file says may not be hashable
+        known = " or ".join(map(repr, KINDS))
+        raise ValueError(f"{config_path} says kind={kind!r}, this version of medusa reads {known}")
+    module, config_type = KINDS[kind]
     config = _strict_config(config_type, raw, config_path)
     loaded = read_tensors(path, integers=("token_map",))
     weights = {
@@ -278,8 +312,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     if isinstance(config, HeadsConfig):
         _check_num_blocks(config, weights, config_path)
     with torch.device("meta"):
-        heads = Eagle3Head(config) if isinstance(config, Eagle3Config) else MedusaHeads(config)
-    what = "an 'eagle3' head" if isinstance(config, Eagle3Config) else f"{config.unembedding!r} heads"
+        heads = module(config)
+    what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
     _check_tensors(weights, heads.state_dict(), what, path)
     if config.token_map_size is not None:
         try:
@@ -290,9 +324,7 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     return heads
 
 
-def _strict_config(
-    config_type: type[Eagle3Config] | type[HeadsConfig], raw: Mapping[str, Any], path: Path
-) -> Eagle3Config | HeadsConfig:
+def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -> Any:
     """The module's configuration in a config.json."""
     known = {f.name for f in fields(config_type)}
     values = {key: value for key, value in raw.items() if key not in HEADER_KEYS}

@@ -1,10 +1,8 @@
 """The EAGLE-3 drafting head (arXiv 2503.01840), in exactly the form that serving engines load.
 
 Where Medusa heads guess every depth from one hidden state, this head is one transformer layer that runs ahead
-on its own states. An entry joins a *feature* g_t with the embedding of token t + 1 and scores token t + 2.
-Where the base has read token t, g_t is made of the base's states after three of its layers
-(:meth:`Eagle3Head.fuse`); further on it is what the head itself gave at the entry before. This module knows
-nothing of trees or files.
+on its own states (:mod:`medusa.heads.ahead`). Where the base has read a token, its feature is made of the
+base's states after three of its layers. This module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 """
@@ -13,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.checks import check_counts
-from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers, document_pairs
-from medusa.heads.medusa_heads import MAX_DEPTH, MedusaHeads
-from medusa.heads.token_map import TokenMapped
+from medusa.heads.ahead import AheadHead, Drafted
+from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers
+from medusa.heads.medusa_heads import MAX_DEPTH
 
 MIN_LAYERS_OF_DEFAULT = 7
 """Bases with fewer layers have no three different ones at :func:`default_layers`."""
@@ -107,24 +104,14 @@ def default_layers(base: CausalLM) -> tuple[int, int, int]:
     return 2, count // 2, count - 3
 
 
-class Drafted(NamedTuple):
-    """What the head gives at some entries."""
-
-    states: Tensor
-    """(B, E, D): what is unembedded."""
-    features: Tensor
-    """(B, E, D): what the entry after reads."""
-
-
-class Eagle3Head(TokenMapped):
+class Eagle3Head(AheadHead):
     """Runs ahead of the base on features of its own. The base's embeddings are passed in, never part of it.
 
     Parameters are named as in the checkpoints of other projects (:mod:`medusa.interop.eagle3`).
     """
 
     def __init__(self, config: Eagle3Config, token_map: Sequence[int] | Tensor | None = None):
-        super().__init__(config.vocab_size, config.token_map_size, token_map)
-        self.config = config
+        super().__init__(config, token_map)
         size, num_layers = config.hidden_size, len(config.fused_layers)
 
         def norm(width: int = size) -> nn.RMSNorm:
@@ -141,19 +128,9 @@ class Eagle3Head(TokenMapped):
             self.lm_head = nn.Linear(size, config.token_map_size or config.vocab_size, bias=False)
 
     @property
-    def num_heads(self) -> int:
-        """The depths it is made for, as many as that many Medusa heads reach."""
-        return self.config.max_depth
-
-    @property
     def reads_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
-
-    @property
-    def reads_text(self) -> bool:
-        """True: its entries attend to all before them."""
-        return True
 
     @property
     def scores_base_rows(self) -> bool:
@@ -177,12 +154,8 @@ class Eagle3Head(TokenMapped):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Any = None,
+        layer: int = 0,
     ) -> Drafted:
-        """What the head gives at E entries, from features and embeddings (B, E, D).
-
-        Entry i joins feature t_i with the embedding of the token after it; its state scores the token after
-        that. The mask, positions and cache are those of :class:`medusa.heads.causal_layer.CausalLayer`.
-        """
         dtype = self.fc.weight.dtype
         output = self.midlayer(
             features.to(dtype), next_embeddings.to(dtype), attention_mask, position_ids, cache
@@ -195,53 +168,3 @@ class Eagle3Head(TokenMapped):
         if self.config.own_lm_head:
             return self.lm_head(features)
         return super().unembedded(features, output_embedding)
-
-
-Heads = MedusaHeads | Eagle3Head
-"""What a heads directory can hold."""
-
-
-def check_heads_fit(heads: Heads, base: CausalLM) -> None:
-    """Raise ValueError unless ``heads`` can sit on a base of these sizes."""
-    for name, ours in (("hidden_size", hidden_size(base)), ("vocab_size", vocab_size(base))):
-        if (theirs := getattr(heads.config, name)) != ours:
-            raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {base.name_or_path!r} has {ours}; load "
-                "the base model that the heads were trained on"
-            )
-
-
-def drafted_states(
-    head: Eagle3Head, hidden: Tensor, next_embeddings: Tensor, positions: Tensor
-) -> list[Tensor]:
-    """The states (B, E, D) from which drafting would guess each depth 1 .. K, with the text's own tokens.
-
-    Entry i of depth d ends a draft of d entries: the first joins the base's feature i - d + 1 with its next
-    token, each of the others what the entry before it gave. It attends to what it would while drafting:
-    entries on the base's features up to the first, then the draft's own. So what is trained (the paper's
-    training-time test) and counted is what decoding does. Entries less than d - 1 after the start of a
-    document mean nothing.
-
-    Args:
-        hidden: (B, E, (1 + L) * D), the base's; see :meth:`Eagle3Head.fuse`.
-        next_embeddings: (B, E, D), of the token after each.
-        positions: (B, E) long, from 0 where a document starts; documents of a row do not see each other.
-    """
-    features = head.fuse(hidden)
-    cache, inputs, states = DynamicCache(), features, []
-    for mask in _unrolled_masks(positions, head.num_heads):
-        drafted = head(inputs, next_embeddings, mask, positions, cache)
-        states.append(drafted.states)
-        inputs = torch.cat([features[:, :1], drafted.features[:, :-1].to(features.dtype)], dim=1)
-    return states
-
-
-def _unrolled_masks(positions: Tensor, num_steps: int) -> list[Tensor]:
-    """For each step d, who sees whom: (B or 1, 1, E, d * E) bool over the entries of steps 1 .. d."""
-    together, distance = document_pairs(positions)
-    masks = []
-    for depth in range(1, num_steps + 1):
-        parts = [together & (distance >= depth - 1)]
-        parts += [(distance == depth - step).expand_as(together) for step in range(2, depth + 1)]
-        masks.append(torch.cat(parts, dim=-1)[:, None])
-    return masks

@@ -137,7 +137,7 @@ def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[s
     head = request.checkpoint.heads
     if not isinstance(head, Eagle3Head):
         raise ValueError(
-            f"{request.source} holds Medusa heads, and this format an EAGLE-3 head; train one with "
+            f"{request.source} holds other heads, and this format an EAGLE-3 head; train one with "
             "--head-kind eagle3, or export plain heads --to vllm-medusa"
         )
     check_belongs(request)

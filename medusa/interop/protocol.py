@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint
-from medusa.heads.eagle3 import Heads
 
 
 @dataclass(frozen=True)

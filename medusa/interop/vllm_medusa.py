@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.files import read_json
+from medusa.heads.checkpoint import kind_of
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.tensor_files import names_in, read_tensors
 from medusa.interop.medusa_reference import CONFIG_FILE, named_base
@@ -94,8 +95,8 @@ def checked_plain(request: ToExport) -> MedusaHeads:
     heads = checkpoint.heads
     if not isinstance(heads, MedusaHeads):
         raise ValueError(
-            f"{source} is an EAGLE-3 head, and this format holds plain Medusa heads; export it --to "
-            "vllm-eagle3, or train others with --head-kind medusa --reads-path false"
+            f"{source} holds heads of kind {kind_of(heads)}, and this format plain Medusa heads; export an "
+            "eagle3 head --to vllm-eagle3, or train others with --head-kind medusa --reads-path false"
         )
     config, more = heads.config, []
     if config.reads_path:

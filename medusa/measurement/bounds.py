@@ -23,7 +23,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.engine import QUANTISED
 from medusa.engine.products import narrowest_dtype
 from medusa.hardware import DeviceRates
-from medusa.heads.eagle3 import Eagle3Head
+from medusa.heads.ahead import AheadHead
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
 
@@ -96,7 +96,9 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
     """Bytes the heads read in a step, and operations they do for a row."""
     heads = model.heads
     assert heads is not None, "asked only with heads"
-    runs = heads.num_heads if isinstance(heads, Eagle3Head) else 1  # once for each depth of a chain
+    runs = (
+        heads.num_heads / heads.num_layers if isinstance(heads, AheadHead) else 1
+    )  # once for each depth of a chain
     num_bytes = runs * sum(parameter.nbytes for parameter in heads.parameters())
     num_weights = runs * sum(parameter.numel() for parameter in heads.parameters())
     if heads.scores_base_rows:

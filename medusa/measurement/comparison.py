@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from medusa.heads.ahead import Heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint
-from medusa.heads.eagle3 import Heads
 from medusa.measurement.contenders import heads_drafter, heads_without_adapter
 from medusa.measurement.report import Report
 from medusa.measurement.timing import (

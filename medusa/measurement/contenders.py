@@ -32,8 +32,8 @@ from medusa.drafters.registry import (
     part_names,
 )
 from medusa.engine.quick_heads import quick_heads
+from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.heads.eagle3 import Heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, missing_llama_cpp
 from medusa.model import MedusaModel
 from medusa.trees.candidate_tree import CandidateTree

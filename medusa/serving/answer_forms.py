@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from medusa.acceptance.grammar import json_rule
+from medusa.prompts import thoughts_of
 
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 """What stands around and in the messages of gpt-oss; a final answer is one on the channel ``final``."""
 Spelt = Callable[[str], str]
@@ -103,7 +102,7 @@ class AnswerForm:
 
 def form_of(template: str) -> AnswerForm:
     """The form that a chat template shows to its model."""
-    thoughts = next((pair for pair in THOUGHTS if pair[0] in template or pair[1] in template), ("", ""))
+    thoughts = thoughts_of(template)
     if "<|channel|>" in template and "<|message|>" in template:
         return AnswerForm(call="harmony")
     if "<function=" in template:

@@ -27,6 +27,7 @@ from medusa.base.position_limits import common_context
 from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
+from medusa.prompts import is_thinking
 from medusa.serving.answer_forms import AnswerForm, form_of
 from medusa.serving.answer_reader import AnswerReader
 from medusa.serving.answer_text import AnswerText
@@ -54,8 +55,6 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The rule of a grammar for each kind of form that a client may ask for."""
-LAST_TOKENS = 16
-"""Tokens at the end of a prompt that are looked at."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
@@ -95,6 +94,8 @@ class ServiceSettings:
 
     remember_bytes: int = 0
     """Memory for what was answered before, from which guesses are copied; 0 remembers nothing."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is told where a request does not say it."""
     num_owners: int = 1
     """Clients with a key of their own, among whom this memory is divided."""
     remembers_together: bool = False
@@ -167,7 +168,8 @@ class Service:
             )
         messages = [message.as_template for message in asked.messages]
         try:
-            text = self._marked(messages, asked.offered, asked.template_arguments)
+            told = {**self.settings.template_options, **asked.template_arguments}
+            text = self._marked(messages, asked.offered, told)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order, or what "
@@ -282,9 +284,7 @@ class Service:
     def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
         """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
         prompt has ended it, None where the model may begin it or not."""
-        begin, end = self.form.thoughts
-        last = self.tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip()
-        return None if not end else True if last.endswith(begin) else False if last.endswith(end) else None
+        return is_thinking(self.tokenizer, prompt, self.form.thoughts)
 
     def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> AnswerReader:
         """What reads an answer to ``prompt``."""

@@ -17,9 +17,11 @@ import yaml
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.checks import check_above, check_at_least, check_within, differences
+from medusa.choices import TemplateOptions
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
+from medusa.heads.mtp import MtpConfig
 
 ObjectiveName = Literal["ce", "kl", "blend"]
 
@@ -51,14 +53,16 @@ class BaseOptions:
 class HeadOptions:
     """The heads to train, whatever their kind."""
 
-    head_kind: Literal["medusa", "eagle3"] = "medusa"
+    head_kind: Literal["medusa", "eagle3", "mtp"] = "medusa"
     """medusa: one head for each depth. eagle3: one transformer layer that runs ahead on its own states
-    (EAGLE-3), which other engines serve."""
+    (EAGLE-3), which other engines serve. mtp: the layers for multi-token prediction that the base comes with,
+    trained further."""
     num_heads: int = 4
-    """Heads; head d guesses the token d places after the next one. Of eagle3: how deep it learns to draft."""
+    """Heads; head d guesses the token d places after the next one. Of eagle3 and mtp: how deep they learn to
+    draft."""
     token_map_size: int | None = None
-    """Tokens that token_map heads, or an eagle3 head, can guess: the most frequent answer tokens of the
-    training data."""
+    """Tokens that token_map heads, eagle3 or mtp can guess: the most frequent answer tokens of the training
+    data."""
     fused_layers: list[int] | None = None
     """The base's states after these decoder layers are read too. Of medusa, such as 8 16 24 of 30: more
     guesses are right, and stored states take more room; by default none. Of eagle3, by default 2, L // 2 and
@@ -136,7 +140,7 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(TemplateOptions):
     """What to train on, and in which batches."""
 
     data: list[str] = field(default_factory=list)
@@ -168,6 +172,7 @@ class DataOptions:
     """Seed of the held-out split, of the order of documents and of new heads."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self, 2, "max_length")
         check_at_least(self, 1, "tokens_per_batch")
         check_at_least(self, 0, "max_held_out", "seed")
@@ -341,7 +346,7 @@ class RunOptions:
             raise ValueError("overwrite and resume exclude each other, got both")
 
 
-KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "joint": ("medusa", "joint")}
+KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "mtp": (), "joint": ("medusa", "joint")}
 """The groups of options that each kind of training reads beside those that all do."""
 _LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
@@ -371,6 +376,11 @@ class TrainingConfiguration:
                 joint and self.heads.head_kind != "medusa",
                 f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the recipe of "
                 "Medusa-2 is one for Medusa heads",
+            ),
+            (
+                self.heads.head_kind == "mtp" and self.heads.fused_layers is not None,
+                f"fused_layers goes with head_kind=medusa or eagle3, got {self.heads.fused_layers!r} with "
+                "mtp, which reads the last states alone; leave it out",
             ),
             (
                 joint and self.medusa.context_layers,
@@ -417,14 +427,16 @@ class TrainingConfiguration:
     @property
     def reads_text(self) -> bool:
         """Whether heads read all states of a text up to the one they guess from."""
-        return self.kind == "eagle3" or bool(self.medusa.context_layers)
+        return self.kind in ("eagle3", "mtp") or bool(self.medusa.context_layers)
 
-    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config:
+    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config | MtpConfig:
         """The heads that are asked for, on ``base``.
 
         Raises:
             ValueError: there are no such heads.
         """
+        if self.heads.head_kind == "mtp":
+            return MtpConfig.of_base(base, self.heads.num_heads, token_map_size=self.heads.token_map_size)
         group: MedusaOptions | Eagle3Options = getattr(self, self.heads.head_kind)
         return group.heads_config(self.heads, base)
 

@@ -28,9 +28,9 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
 from medusa.decoding.step import Forward
 from medusa.decoding.steps import Steps
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
-from medusa.drafters.eagle3 import Eagle3Drafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
@@ -230,10 +230,10 @@ def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_p
 # ------------------------------------------------------------------ in the loops
 
 
-def eagle3(base) -> Eagle3Drafter:
+def eagle3(base) -> AheadDrafter:
     torch.manual_seed(3)
     head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2), max_depth=3)).eval()
-    return Eagle3Drafter(head, base, CHAIN)
+    return AheadDrafter(head, base, CHAIN)
 
 
 def union(base) -> UnionDrafter:

@@ -22,9 +22,9 @@ from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.dynamic import DynamicEagle3Drafter, DynamicHeadsDrafter
-from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.dynamic import DynamicAheadDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
@@ -53,7 +53,7 @@ def eagle3_drafter(base, tree=BUSHY, token_map_size=None, **options):
         torch.manual_seed(3)
         config = Eagle3Config.of_base(base, fused_layers=(1, 2), token_map_size=token_map_size, **options)
         head = Eagle3Head(config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None)
-    return Eagle3Drafter(head.eval(), base, tree)
+    return AheadDrafter(head.eval(), base, tree)
 
 
 def heads_drafter(base, tree=BUSHY):
@@ -87,8 +87,8 @@ def fusing_heads_drafter(base, *layers: int):
 
 
 def dynamic(drafter):
-    if isinstance(drafter, Eagle3Drafter):
-        return DynamicEagle3Drafter(drafter.head, drafter.base, drafter.tree)
+    if isinstance(drafter, AheadDrafter):
+        return DynamicAheadDrafter(drafter.head, drafter.base, drafter.tree)
     return DynamicHeadsDrafter(drafter.heads, drafter.output_embedding, drafter.tree)
 
 
@@ -258,7 +258,7 @@ def test_a_perfect_draft_model_is_always_accepted():
         assert out.statistics.accepted_histogram == [0, 0, 0, 15]
 
 
-class WatchedEagle3(Eagle3Drafter):
+class WatchedEagle3(AheadDrafter):
     """Checks each step's guesses against the head run over the whole sequence from scratch."""
 
     num_checked = 0

@@ -6,7 +6,7 @@ from conftest import VOCAB_SIZE, tiny_model
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.base.cache import TreeCache
-from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
@@ -70,13 +70,13 @@ class Counted:
     def drafter(self, depth: int = 3):
         tree = CandidateTree.chain(depth)
         if isinstance(self.heads, Eagle3Head):
-            return Eagle3Drafter(self.heads, BASE, tree)
+            return AheadDrafter(self.heads, BASE, tree)
         return HeadsDrafter(self.heads, BASE.get_output_embeddings(), tree)
 
 
 def read(drafter, context: DraftContext) -> torch.Tensor:
     """What a drafter makes of the texts, before it ranks tokens."""
-    if isinstance(drafter, Eagle3Drafter):
+    if isinstance(drafter, AheadDrafter):
         return drafter.logits_after_root(context)
     return drafter.read(context)
 

@@ -60,7 +60,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
         "heads+suffix": UnionDrafter,
         "early-exit+suffix+heads": UnionDrafter,
     }
-    assert set(DRAFTERS) <= set(kinds) | {"eagle3"}
+    assert set(DRAFTERS) <= set(kinds) | {"eagle3", "mtp"}
     prompts = random_prompts(2, 7)
     options = {"do_sample": True, "temperature": 0.9, "seed": 5, "max_new_tokens": 12}
     plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))

@@ -22,12 +22,13 @@ from medusa import (
 )
 from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.cli.info import describe_heads
-from medusa.drafters.dynamic import DynamicEagle3Drafter
-from medusa.drafters.eagle3 import Eagle3Drafter
+from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.dynamic import DynamicAheadDrafter
 from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.engine.quick_heads import quick_heads
+from medusa.heads.ahead import drafted_states
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers, drafted_states
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.trees.rank_counts import UNKNOWN
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
@@ -130,7 +131,7 @@ def test_what_is_saved_is_what_is_loaded(saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "hydra"}, "says kind='hydra', this version of medusa reads 'medusa' or 'eagle3'"),
+        ({"kind": "hydra"}, "says kind='hydra', this version of medusa reads 'medusa' or 'eagle3' or 'mtp'"),
         ({"max_dept": 3}, r"unknown key 'max_dept'; did you mean 'max_depth'\?"),
         ({"hidden_size": 64}, r"tensor .fc.weight. must have shape \(64, 128\), got \(32, 64\)"),
         ({"num_attention_heads": 5}, "num_key_value_heads must divide num_attention_heads=5, got 2"),
@@ -177,9 +178,9 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
     base = tiny_model(architecture)
     model = MedusaModel.from_pretrained(base, saved)
     assert model.tree == TREE
-    assert isinstance(model.drafter_for(1), DynamicEagle3Drafter)
+    assert isinstance(model.drafter_for(1), DynamicAheadDrafter)
     named = Drafters(model).make("heads")
-    assert isinstance(named, Eagle3Drafter)
+    assert isinstance(named, AheadDrafter)
     for lengths in ([9], [20, 1, 7]):
         batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
         for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
@@ -200,7 +201,7 @@ def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
     assert "eagle3" in Drafters(model, settings).available()
     assert "eagle3" not in Drafters(model, DrafterSettings()).available()
     drafter = Drafters(model, settings).make("eagle3")
-    assert isinstance(drafter, Eagle3Drafter) and drafter.tree == TREE
+    assert isinstance(drafter, AheadDrafter) and drafter.tree == TREE
     assert Drafters(model, settings).make("eagle3", only_chain=True).tree == CandidateTree.chain(DEPTH)
     arguments = {"do_sample": False, "max_new_tokens": 12}
     plain = model.generate(random_prompts(2, 7), **arguments, tree=CandidateTree.chain(0))

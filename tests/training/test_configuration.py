@@ -161,7 +161,7 @@ def test_help_explains_every_key(capsys):
 
 
 def test_every_kind_of_training_has_a_recipe():
-    made = [{}, {"head_kind": "eagle3"}, {"joint": True}]
+    made = [{}, {"head_kind": "eagle3"}, {"head_kind": "mtp"}, {"joint": True}]
     assert [configuration_of(**MINIMAL | options).kind for options in made] == list(RECIPES)
 
 

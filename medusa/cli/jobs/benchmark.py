@@ -141,7 +141,7 @@ class BenchmarkOptions(ProgramOptions):
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
-    model = load_model(options.model, with_heads=wants_heads(options))
+    model = load_model(options.model, wants_heads(options), options.prompts)
     settings = list(make_settings(model, options))
     contenders, skipped, lengths = chosen_contenders(model, settings[0], options)
     rates = measured_rates(model.device, model.base.dtype)

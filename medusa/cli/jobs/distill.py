@@ -13,14 +13,14 @@ from transformers.utils import logging as transformers_logging
 import medusa
 from medusa.base.loading import load_tokenizer
 from medusa.checks import check_at_least
-from medusa.choices import Dtype, Engine
+from medusa.choices import Dtype, Engine, TemplateOptions
 from medusa.cli.loading import chosen_device, load_base_on, set_step
 from medusa.cli.next_steps import command
 from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
 from medusa.progress import ProgressReporter, log_console
-from medusa.prompts import Prompt, read_prompts
+from medusa.prompts import Prompt, read_prompts, with_told
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
     AnswerFile,
@@ -91,6 +91,7 @@ class DistillOptions:
     http://localhost:8000/v1. One that dies is given up, and the others go on."""
     model: str | None = None
     """What those servers call the model."""
+    template: TemplateOptions = TemplateOptions()
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompt_free", "limit", "max_new_tokens", "batch_size")
@@ -131,6 +132,7 @@ def configuration(options: DistillOptions) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
+        **({"template": told} if (told := options.template.told) else {}),
         "engine": options.engine if options.engine in QUANTISED else None,  # the others give one text
     }
 
@@ -151,9 +153,11 @@ def check(options: DistillOptions) -> None:
 
 def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     if options.prompt_free:
-        return prompt_free(min(options.prompt_free, options.limit or options.prompt_free))
-    assert options.prompts is not None
-    return read_prompts(options.prompts, options.limit)
+        prompts = prompt_free(min(options.prompt_free, options.limit or options.prompt_free))
+    else:
+        assert options.prompts is not None
+        prompts = read_prompts(options.prompts, options.limit)
+    return with_told(prompts, options.template.told)
 
 
 def load_answerer(options: DistillOptions, log: Console) -> Answerer:
@@ -197,6 +201,12 @@ def summarise(report: DistillationReport, seconds: float, output: Path, log: Con
         f"of {report.num_tokens} tokens in {seconds:.0f} s, {report.num_tokens / seconds:.0f} a second",
         soft_wrap=True,
     )
+    if report.num_reasoned:
+        log.print(
+            f"{report.num_reasoned} answers reason first: {report.reasoning_share:.0%} of all text, "
+            "kept apart in reasoning_content",
+            soft_wrap=True,
+        )
     if report.num_refused:
         log.print(
             f"{report.num_refused} could not be answered, the first: {report.first_refusal}",

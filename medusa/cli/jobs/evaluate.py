@@ -189,7 +189,7 @@ def evaluate(options: EvaluationOptions) -> list[str]:
 
 def evaluate_set(options: EvaluationOptions) -> list[str]:
     """Decode with the heads, and ask each about every token of the answers."""
-    model, drafter = load_model(options.model), options.decoding.drafter
+    model, drafter = load_model(options.model, template=options.prompts), options.decoding.drafter
     if drafter is not None:
         Drafters(model).make(drafter)  # refused before anything is answered
     use_tree_asked_for(model, options)
@@ -249,7 +249,7 @@ def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
 def compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list[str]:
     """Ask all sets of heads about the same answers."""
     asked = options.comparison
-    model = load_model(options.model)
+    model = load_model(options.model, template=options.prompts)
     rows = sorted(answers_to_compare_on(model, sets, options), key=lambda row: len(row.token_ids))
     modules = [each.checkpoint.heads.to(model.device).eval() for each in sets]
     counts = ranked(model, modules, rows, asked.max_rank, ROWS_PER_PASS)

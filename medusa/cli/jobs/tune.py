@@ -87,7 +87,7 @@ class TuneOptions(ProgramOptions):
 
 def tune(options: TuneOptions) -> list[str]:
     """Calibrate, choose, print, draw, and write the tree."""
-    model = load_model(options.model)
+    model = load_model(options.model, template=options.prompts)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     rows = answered_prompts(model, prompts, encoded, options.answers)

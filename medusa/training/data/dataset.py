@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +156,8 @@ class Dataset:
     training: Documents
     held_out: Documents
     counts: dict[str, int]
+    template_options: list[dict[str, Any]] = field(default_factory=list)
+    """What the chat template was told of them: every different one."""
 
     def summary(self) -> str:
         return ", ".join(f"{count:,} {name}" for name, count in self.counts.items())
@@ -185,15 +187,21 @@ def read_documents(directory: Path) -> Documents:
 
 
 def write_dataset(
-    directory: Path, documents: Documents, is_held_out: np.ndarray, counts: dict[str, int]
+    directory: Path,
+    documents: Documents,
+    is_held_out: np.ndarray,
+    counts: dict[str, int],
+    template_options: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write ``documents`` in two parts, and what became of the rows; whole or not at all.
+    """Write ``documents`` in two parts, what became of the rows, and what the chat template was told; whole
+    or not at all.
 
     A run that began at the same time may have written them: the same, since the data is in the name.
     """
     with replaced_directory(directory, overwrite=True) as partial:
         for name, chosen in (("training", ~is_held_out), ("held-out", is_held_out)):
             write_documents(partial / name, (documents[int(index)] for index in chosen.nonzero()[0]))
+        write_json(partial / "template.json", {"told": list(template_options)})
         write_json(partial / "counts.json", counts)
 
 
@@ -209,4 +217,5 @@ def read_dataset(directory: Path) -> Dataset:
             "directory that all machines of the launch see"
         )
     training, held_out = (read_documents(directory / name) for name in ("training", "held-out"))
-    return Dataset(training, held_out, read_json(directory / "counts.json"))
+    told = read_json(directory / "template.json")["told"]
+    return Dataset(training, held_out, read_json(directory / "counts.json"), told)

@@ -176,7 +176,8 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
     counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
-        texts = _rendered(read_examples(options.data, options.data_split), tokenizer, counts)
+        renderer = Renderer(tokenizer, options.told)
+        texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
         write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
         documents = read_documents(Path(spool, "all"))
         if not len(documents):
@@ -200,7 +201,7 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
                 "held-out labels": num_held_out,
             }
         )
-        write_dataset(target, documents, is_held_out, dict(counts))
+        write_dataset(target, documents, is_held_out, dict(counts), renderer.template_options)
     return target
 
 
@@ -217,8 +218,9 @@ def coloured(document: Document, tokenizer: Any) -> Text:
     return text
 
 
-def _rendered(examples: Iterable[Example], tokenizer: Any, counts: Counter[str]) -> Iterator[RenderedText]:
-    renderer = Renderer(tokenizer)
+def _rendered(
+    examples: Iterable[Example], renderer: Renderer, counts: Counter[str]
+) -> Iterator[RenderedText]:
     for example in examples:
         counts["rows"] += 1
         documents = renderer.render(example)

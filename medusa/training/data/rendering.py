@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
@@ -25,8 +25,12 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from medusa.prompts import check_told, thoughts_of
 from medusa.training.data.dataset import Document
 from medusa.training.data.reading import Example, Message
+
+MOST_REMEMBERED = 8
+"""Different things that a chat template was told, which heads remember."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,15 @@ class RenderedText:
 
 
 class Renderer:
-    """Renders examples with one tokenizer's chat template; ``skipped`` counts the answers left out by why."""
+    """Renders examples with one tokenizer's chat template, which is told ``told`` where an example does not
+    say it itself; ``skipped`` counts the answers left out by why."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, told: Mapping[str, Any] | None = None):
+        self.tokenizer, self.told = tokenizer, told or {}
+        check_told(self.told)
         self.skipped: Counter[str] = Counter()
+        self.template_options: list[dict[str, Any]] = []
+        """What it was told, tools and documents left out: every different one."""
 
     def render(self, example: Example) -> list[RenderedText]:
         """The documents of one example; none when no assistant message answers anything.
@@ -58,6 +66,7 @@ class Renderer:
             return [RenderedText(example.text, ((0, len(example.text)),), example.origin, True)]
         if not self.tokenizer.chat_template:
             return self._continued(example)
+        example = replace(example, template_options={**self.told, **example.template_options})
         documents: list[RenderedText] = []
         text, written = "", list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
@@ -72,6 +81,10 @@ class Renderer:
             written.append((len(prompt), len(text)))
         if written:
             documents.append(RenderedText(text, tuple(written), example.origin))
+            given = example.template_options.items()
+            told = {key: value for key, value in given if key not in ("tools", "documents")}
+            if told not in self.template_options and len(self.template_options) < MOST_REMEMBERED:
+                self.template_options.append(told)
         return documents
 
     def _continued(self, example: Example) -> list[RenderedText]:
@@ -101,15 +114,22 @@ class Renderer:
         calls = message.get("tool_calls")
         if not (content or reasoning or calls):
             return self._skip("an empty answer")
+        is_open = self._opens_reasoning(prompt, example, index)
         if reasoning and reasoning not in shown:
-            return self._skip("reasoning that the template does not show")
+            begin, end = thoughts_of(self.tokenizer.chat_template)
+            if not end or calls:
+                return self._skip("reasoning that the template does not show")
+            # some templates take it out of what the model has said
+            line = prompt.rpartition(begin)[2] if is_open else "\n"
+            answer = ("" if is_open else begin + line) + reasoning
+            answer += f"{line}{end}{2 * line}{content}" if content else ""
+            return prompt, answer + ("" if is_cut else self.end_of_turn)
         if calls:
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             if shown == self._templated([*before, plain], example.origin, **options):
                 return self._skip("tool calls that the template does not show")
         between = shown[len(prompt) :].partition(content)[0] if content in shown and content else ""
         continues = shown.startswith(prompt)
-        is_open = self._opens_reasoning(prompt, example, index)
         is_meant = is_open or (continues and _TAG.search(shown[len(prompt) :] if calls else between))
         if is_meant and not reasoning and not _CLOSING.search(content):
             return self._skip("an answer without the reasoning that the template opens")

@@ -22,7 +22,7 @@ from medusa.base.position_limits import common_context
 from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.model import MedusaModel
-from medusa.prompts import Message, encode_messages
+from medusa.prompts import Message, encode_messages, split_thoughts
 from medusa.training.distillation.endpoint import ChatEndpoint, Refusal, Reply
 
 
@@ -187,10 +187,11 @@ class LocalAnswerer:
     def _reply(self, row: Row) -> Reply:
         was_cut = row.finish_reason != "stop"
         tokens = row.tokens if was_cut else row.tokens[:-1]  # the last one only ended it
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        if was_cut:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose last bytes were cut off
-        return Reply({"role": "assistant", "content": text}, was_cut, len(tokens))
+        thoughts, text = split_thoughts(self.tokenizer, row.prompt, tokens)
+        if was_cut:  # a character whose last bytes were cut off
+            thoughts, text = (each.rstrip("\N{REPLACEMENT CHARACTER}") for each in (thoughts, text))
+        reasoning = {"reasoning_content": thoughts} if thoughts else {}
+        return Reply({"role": "assistant", "content": text, **reasoning}, was_cut, len(tokens))
 
 
 class EndpointAnswerer:

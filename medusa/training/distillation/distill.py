@@ -43,10 +43,21 @@ class DistillationReport:
     """Answers that ran into the length limit or a loop."""
     num_tokens: int = 0
     """Of the answers."""
+    num_reasoned: int = 0
+    """Answers with reasoning, which is kept apart."""
+    num_characters: int = 0
+    """Of the answers, their reasoning included."""
+    num_reasoning: int = 0
+    """Characters of reasoning."""
     num_refused: int = 0
     first_refusal: str = ""
     num_unasked: int = 0
     """Prompts left when the time limit came."""
+
+    @property
+    def reasoning_share(self) -> float:
+        """The part of the answers' characters that is reasoning."""
+        return self.num_reasoning / max(1, self.num_characters)
 
     def count(self, outcome: Reply | Refusal) -> None:
         if isinstance(outcome, Refusal):
@@ -56,6 +67,10 @@ class DistillationReport:
         self.num_answers += 1
         self.num_cut += outcome.was_cut
         self.num_tokens += outcome.num_tokens
+        reasoning = len(outcome.message.get("reasoning_content") or "")
+        self.num_reasoned += bool(reasoning)
+        self.num_reasoning += reasoning
+        self.num_characters += reasoning + len(outcome.message["content"])
 
 
 class TimeLimit:

@@ -47,7 +47,7 @@ def new_heads(configuration: TrainingConfiguration, states: BaseStates, training
     Raises:
         ValueError: the heads to start from have other options.
     """
-    heads = built_heads(MedusaHeads, configuration, states.base, training)
+    heads = built_heads(configuration, states.base, training)
     if configuration.heads.start_from is None:
         heads.initialise_from(output_embedding(states.base))
     if heads.reads_layers and not heads.fusion.weight.any():

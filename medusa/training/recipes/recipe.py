@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from medusa.base.causal_lm import CausalLM, logit_scale
 from medusa.checks import differences
 from medusa.heads.adapter import Adapter
-from medusa.heads.checkpoint import load_heads
-from medusa.heads.eagle3 import Eagle3Head, Heads
+from medusa.heads.ahead import Heads
+from medusa.heads.checkpoint import KINDS, load_heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
+from medusa.heads.mtp import MtpHead, own_head
 from medusa.training.config import TrainingConfiguration
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.fused import LossSums
 from medusa.training.losses.targets import teacher_of
 from medusa.training.states.feeds import BaseStates, Feed
-
-H = TypeVar("H", MedusaHeads, Eagle3Head)
 
 
 @dataclass
@@ -147,14 +146,12 @@ class Recipe:
         return None
 
 
-def built_heads(
-    kind: type[H], configuration: TrainingConfiguration, base: CausalLM, training: Documents
-) -> H:
-    """Heads on the base's device, in float32: with random weights or those of ``start_from``, and the most
-    frequent labels of ``training`` in their token map if any.
+def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Any:
+    """Heads on the base's device, in float32: with random weights, those that the base comes with or those of
+    ``start_from``, and the most frequent labels of ``training`` in their token map if any.
 
     Raises:
-        ValueError: the heads to start from have other options.
+        ValueError: the heads to start from have other options; or the base's files lack those it comes with.
     """
     config = configuration.heads_config(base)
     if isinstance(config, HeadsConfig):
@@ -165,9 +162,11 @@ def built_heads(
         token_map = torch.from_numpy(most_frequent)
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
-        heads = kind(config, token_map)  # type: ignore[arg-type]
+        heads: Any = KINDS[configuration.heads.head_kind][0](config, token_map)
     if configuration.heads.start_from is not None:
         start_from(heads, configuration.heads.start_from)
+    elif isinstance(heads, MtpHead):
+        heads.copy_weights(own_head(base))
     return heads.to(base.device).float().train()
 
 

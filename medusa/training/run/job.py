@@ -20,7 +20,7 @@ from medusa.progress import ProgressReporter, log_console
 from medusa.training.config import RunOptions, TrainingConfiguration
 from medusa.training.data.dataset import Dataset, read_dataset, trained_on
 from medusa.training.data.loading import LEGEND, coloured, load_data, tokenised
-from medusa.training.recipes.eagle3_head import Eagle3Recipe
+from medusa.training.recipes.ahead_head import AheadRecipe
 from medusa.training.recipes.joint import JointRecipe
 from medusa.training.recipes.medusa_heads import MedusaRecipe
 from medusa.training.run.metrics import calibrated_tree, draw_training, table
@@ -38,7 +38,7 @@ from medusa.training.states.base import (
 from medusa.training.states.feeds import BaseStates
 from medusa.training.states.stored import StoredStates
 
-RECIPES = {"medusa": MedusaRecipe, "eagle3": Eagle3Recipe, "joint": JointRecipe}
+RECIPES = {"medusa": MedusaRecipe, "eagle3": AheadRecipe, "mtp": AheadRecipe, "joint": JointRecipe}
 """Every kind of training by its name."""
 
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers.integrations import unset_hf_deepspeed_config
 
-from medusa.heads.eagle3 import Heads
+from medusa.heads.ahead import Heads
 from medusa.training.config import OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
 
@@ -257,7 +257,7 @@ def gathered_heads(accelerator: Accelerator, module: nn.Module, heads: Heads) ->
         return None
     names = accelerator.unwrap_model(module).named_modules()
     (prefix,) = (f"{name}." for name, each in names if each is heads)
-    whole = type(heads)(heads.config)  # type: ignore[arg-type]
+    whole = type(heads)(heads.config)
     whole.load_state_dict(
         {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
     )

@@ -22,8 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 from medusa.base.causal_lm import output_embedding, switch_length
+from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
-from medusa.heads.eagle3 import Heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
 from medusa.training.config import REMEDIES, OptimisationOptions, TrainingConfiguration
@@ -224,6 +224,7 @@ class Trainer:
             provenance(self.configuration, self.data.counts, self.state, metrics, is_finished),
             adapter=self.recipe.adapter(),
             fingerprint=BaseFingerprint.of(self.base),
+            template_options=self.data.template_options,
         )
         save_heads(checkpoint, directory, overwrite=True)
 

@@ -28,7 +28,7 @@ from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import Dataset, load_data
 from medusa.training.losses.fused import added
 from medusa.training.losses.targets import align
-from medusa.training.recipes.eagle3_head import Eagle3Loss
+from medusa.training.recipes.ahead_head import AheadLoss
 from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
 from medusa.training.states.feeds import BaseStates, Feed, StateBatch
@@ -63,7 +63,7 @@ class Problem:
     def fused(self, objective: str = "kl", **options: Any):
         teacher = options.pop("teacher", self.embedding)
         options = {"block_elements": 200, **options}
-        module = Eagle3Loss(self.head, LossOptions(objective, **options), self.table.__getitem__)
+        module = AheadLoss(self.head, LossOptions(objective, **options), self.table.__getitem__)
         alignment = align(self.tokens.flatten(), self.is_label.flatten(), self.positions.flatten(), DEPTH)
         batch = StateBatch(self.hidden, self.next_tokens, self.positions)
         return module(batch, alignment, self.embedding, self.num_scored, teacher)
@@ -228,7 +228,7 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=LAYERS[:1], max_depth=DEPTH))
     source = Feed(BaseStates.of(base), Documents.of([]), "training", DEPTH, layers=head.reads_layers)
-    module = Eagle3Loss(head, LossOptions("ce"), base.get_input_embeddings())
+    module = AheadLoss(head, LossOptions("ce"), base.get_input_embeddings())
     loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)
     loss.backward()
     assert float(loss.detach()) == 0 and int(sums.num_labels.sum()) == 0

@@ -1,4 +1,5 @@
-"""An EAGLE-3 head on a frozen base, unrolled as deep as it will draft (arXiv 2503.01840, training-time test).
+"""A head that runs ahead on a frozen base, unrolled as deep as it will draft (arXiv 2503.01840, training-time
+test): an EAGLE-3 head, or the layers for multi-token prediction that the base comes with.
 
     L = sum over depths d of (sum over targets of decay^d * loss_d) / num_scored_d
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from medusa.heads.eagle3 import Eagle3Head, drafted_states
+from medusa.heads.ahead import AheadHead, drafted_states
 from medusa.training.config import LossOptions, TrainingConfiguration
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.fused import FusedLoss, LossSums
@@ -23,19 +24,19 @@ from medusa.training.recipes.recipe import Recipe, built_heads
 from medusa.training.states.feeds import BaseStates, StateBatch
 
 
-class Eagle3Recipe(Recipe):
-    """An EAGLE-3 head alone."""
+class AheadRecipe(Recipe):
+    """Such a head alone."""
 
     def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
-        head = built_heads(Eagle3Head, configuration, states.base, training)
-        loss = Eagle3Loss(head, configuration.loss, states.base.get_input_embeddings())
+        head = built_heads(configuration, states.base, training)
+        loss = AheadLoss(head, configuration.loss, states.base.get_input_embeddings())
         super().__init__(configuration, states, head, loss)
 
 
-class Eagle3Loss(nn.Module):
+class AheadLoss(nn.Module):
     """The head and its loss."""
 
-    def __init__(self, head: Eagle3Head, options: LossOptions, embed: Callable[[Tensor], Tensor]):
+    def __init__(self, head: AheadHead, options: LossOptions, embed: Callable[[Tensor], Tensor]):
         """``embed``: tokens (B, T) long -> the base's own embeddings (B, T, D) of them."""
         super().__init__()
         self.head, self.options = head, options

@@ -1,0 +1,189 @@
+"""The layers for multi-token prediction that some bases come with, as heads that run ahead (DeepSeek-V3,
+arXiv 2412.19437, section 2.2).
+
+The modules are those of ``transformers``, which leaves their weights out when it loads a base: each is a
+layer as the base has them, over a projection of [embedding, feature]. Most bases have one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.checks import check_counts, is_count
+from medusa.heads.ahead import AheadHead, Drafted
+from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE
+from medusa.heads.medusa_heads import MAX_DEPTH
+
+NEEDED = f"transformers 5.23 or newer, got {transformers.__version__}; pip install --upgrade transformers"
+UNSAID = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
+"""How many layers come with bases of which ``transformers`` does not say it; mtp_num_hidden_layers may."""
+
+
+def num_mtp_layers(config: PreTrainedConfig) -> int:
+    """How many layers for multi-token prediction a base comes with, as far as its configuration says."""
+    text = config.get_text_config(decoder=True)
+    if text.model_type in UNSAID:
+        return getattr(text, "mtp_num_hidden_layers", UNSAID[text.model_type])
+    return getattr(text, "num_mtp_layers", None) or 0
+
+
+def missing_mtp(base: CausalLM) -> str | None:
+    """What is missing for the layers that come with ``base``; None where nothing is known to be."""
+    if not num_mtp_layers(base.config):
+        return (
+            f"a base that comes with layers for multi-token prediction, and {type(base).__name__} has none; "
+            "train heads for it"
+        )
+    if not base.name_or_path:
+        return "the files that the base was loaded from, and it was made in memory; save and load it first"
+    return None if _modules() else NEEDED
+
+
+def _modules() -> Any:
+    """``transformers``' own ``MtpModel``; None where it has none."""
+    return getattr(transformers.modeling_layers, "MtpModel", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """What defines the layers, apart from their weights."""
+
+    hidden_size: int
+    """D."""
+    vocab_size: int
+    """V of the base model's output embedding."""
+    base_config: Mapping[str, Any]
+    """The base's configuration, as in ``transformers``: the layers are of its classes and sizes."""
+    max_depth: int
+    """How far ahead they are made to draft."""
+    token_map_size: int | None = None
+    """V': tokens that they can draft; None for all."""
+
+    fused_layers: ClassVar[tuple[int, ...]] = ()
+    """They read the base's last states alone."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, MAX_SIZE, "hidden_size", "vocab_size")
+        check_counts(self, MAX_DEPTH, "max_depth")
+        if self.token_map_size is not None:
+            check_counts(self, self.vocab_size, "token_map_size")
+        try:
+            base = AutoConfig.for_model(**self.base_config)
+            counts = base.num_hidden_layers, num_mtp_layers(base)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"base_config must be a configuration of transformers: {error}") from error
+        if not all(is_count(count, MAX_LAYERS) for count in counts):
+            raise ValueError(f"base_config must say layers, 1 to {MAX_LAYERS} of either kind, got {counts}")
+
+    @classmethod
+    def of_base(cls, base: CausalLM, max_depth: int | None = None, **options: Any) -> Self:
+        """The layers that come with ``base``, drafting as deep as they are many, or ``max_depth``.
+
+        Raises:
+            ValueError: it comes with none, or with such that have other masks than those of full attention.
+        """
+        if missing := missing_mtp(base):
+            raise ValueError(f"multi-token prediction needs {missing}")
+        text = copy.deepcopy(base.config.get_text_config(decoder=True))
+        text.num_mtp_layers = num_layers = num_mtp_layers(text)
+        for name in ("layer_types", "mlp_layer_types"):  # one for each layer, where the base says any
+            if (kinds := getattr(text, name, None)) and getattr(text, f"mtp_{name}", None) is None:
+                kind = "full_attention" if name == "layer_types" else kinds[-1]
+                setattr(text, f"mtp_{name}", [kind] * num_layers)
+        if others := set(getattr(text, "mtp_layer_types", None) or ()) - {"full_attention"}:
+            raise ValueError(
+                f"the layers for multi-token prediction of {type(base).__name__} are of kind "
+                f"{', '.join(sorted(others))}, and medusa runs those with full attention; train heads for it"
+            )
+        return cls(
+            hidden_size=hidden_size(base),
+            vocab_size=vocab_size(base),
+            base_config=text.to_diff_dict(),
+            max_depth=max_depth or num_layers,
+            **options,
+        )
+
+
+class MtpHead(AheadHead):
+    """The layers, without the base's embeddings."""
+
+    def __init__(self, config: MtpConfig, token_map: Sequence[int] | Tensor | None = None):
+        super().__init__(config, token_map)
+        if (modules := _modules()) is None:
+            raise ValueError(f"heads of kind 'mtp' need {NEEDED}")
+        base = without_weights(config.base_config)
+        self.layers = modules(base, base.config.num_mtp_layers).layers
+        with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
+            self.rotary_emb = type(base.get_decoder().rotary_emb)(base.config)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def forward(
+        self,
+        features: Tensor,
+        next_embeddings: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        layer: int = 0,
+    ) -> Drafted:
+        run: Any = self.layers[layer]
+        if position_ids is None:
+            position_ids = torch.arange(features.shape[1], device=features.device)[None]
+        position_ids = position_ids + 1  # they stand where the token stands that is joined
+        features, embeddings = (each.to(run.eh_proj.weight.dtype) for each in (features, next_embeddings))
+        states = run(
+            embeddings,
+            features,
+            position_embeddings=self.rotary_emb(features, position_ids),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+        )
+        return Drafted(states, states)
+
+
+def own_head(
+    base: CausalLM, max_depth: int | None = None, *, source: str | Path | None = None, **options: Any
+) -> MtpHead:
+    """The layers that come with ``base``, in its type, with the weights of the files that it was loaded from,
+    or of those in ``source``.
+
+    Raises:
+        ValueError: as :meth:`MtpConfig.of_base`, or the files do not hold the weights.
+    """
+    with torch.device("meta"):
+        head = MtpHead(MtpConfig.of_base(base, max_depth, **options))
+    stored = without_weights(head.config.base_config)
+    stored.config.name_or_path, stored.config.dtype = str(source or base.name_or_path), base.dtype
+    # transformers knows the numbers of these layers for some bases only
+    first, known = stored.config.num_hidden_layers, stored._keys_to_ignore_on_load_unexpected or ()
+    numbered = [rf"(^|\.)layers\.{number}\." for number in range(first, first + head.num_layers)]
+    stored._keys_to_ignore_on_load_unexpected = [*known, *numbered]
+    try:
+        loaded = _modules().from_pretrained(stored)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"the files of {stored.config.name_or_path!r} do not hold the layers for multi-token prediction "
+            f"that the configuration speaks of; train heads for this base: {error}"
+        ) from error
+    head.layers.load_state_dict(loaded.layers.state_dict(), assign=True)
+    return head
+
+
+def without_weights(config: Mapping[str, Any]) -> Any:
+    """A model of the configuration without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
