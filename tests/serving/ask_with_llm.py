@@ -1,24 +1,22 @@
 """Run by a Python that has `llm`: what it gets from the server at argv[1], as JSON.
 
-Its models are named in a file, as its documentation has it: one asks for chats, the other for responses.
+Its models are named in a file, here of the working directory: one asks for chats, the other for responses.
 """
 
 import json
 import os
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
-home = tempfile.TemporaryDirectory()
-os.environ["LLM_USER_PATH"] = home.name
+os.environ["LLM_USER_PATH"] = os.getcwd()
 
 import llm
 
 can = {"supports_schema": True, "supports_tools": True}
 shared = {"model_name": "tiny", "api_base": sys.argv[1] + "/v1", **can}
 models = [{"model_id": "chat", **shared}, {"model_id": "response", "responses": True, **shared}]
-Path(home.name, "extra-openai-models.yaml").write_text(json.dumps(models))  # JSON is YAML
+Path("extra-openai-models.yaml").write_text(json.dumps(models))  # JSON is YAML
 TOOL = json.loads(sys.argv[2])["function"]
 OFFERED = llm.Tool(TOOL["name"], TOOL["description"], TOOL["parameters"], lambda warm: "")
 SCHEMA = {"type": "object", "properties": {"ok": {"enum": ["yes", "no"]}}, "required": ["ok"]}

@@ -61,7 +61,8 @@ def python_with(package: str, version: str) -> str:
         found = ran(python, "-c", VERSION, package)
         if found.returncode == 0 and found.stdout.startswith(version):
             return python
-    pytest.skip(f"no Python of CLIENT_PYTHONS has {package} {version}; the docstring says how to make one")
+    wanted = f"{package} {version}".strip()
+    pytest.skip(f"no Python of CLIENT_PYTHONS has {wanted}; the docstring says how to make one")
 
 
 CLIENTS = [("openai", "2."), ("openai", "3."), ("langchain-openai", ""), ("litellm", ""), ("llm", "")]
@@ -70,8 +71,9 @@ CLIENTS = [("openai", "2."), ("openai", "3."), ("langchain-openai", ""), ("litel
 @pytest.mark.slow
 @pytest.mark.parametrize(("package", "version"), CLIENTS, ids=[" ".join(each).strip() for each in CLIENTS])
 def test_a_client_gets_the_answer_of_generate_calls_and_forms_streamed_or_not(
-    server, answer, package, version
+    server, answer, package, version, tmp_path, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
     program = Path(__file__).with_name(f"ask_with_{package.partition('-')[0]}.py")
     asking = ran(python_with(package, version), str(program), server.url, json.dumps(TOOL))
     assert asking.returncode == 0, asking.stderr
