@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -198,14 +199,17 @@ class Replies:
 
 def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of the prompt, how many of these were not read again, tokens of all answers, and what guessing
-    did: ``accepted_per_depth`` counts from depth 1. Of a prediction, the tokens that appear in the answer are
+    did: ``drafted_per_depth`` and ``accepted_per_depth`` begin with depth 1. Of a prediction, the tokens that appear in the answer are
     accepted, and the others rejected, as OpenAI defines them."""
     num_tokens, num_steps = (
         sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
     )
     expected = [len(each.prediction) for each in answers]
     written = [common_subsequence_length(each.prediction, each.row.tokens) for each in answers]
-    deepest = max((depth for answer in answers for depth in answer.accepted), default=0)
+    drafted, accepted = (
+        sum((getattr(each, name) for each in answers), Counter[int]()) for name in ("drafted", "accepted")
+    )
+    depths = range(1, max(drafted, default=0) + 1)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
@@ -218,10 +222,8 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
         "medusa": {
             "num_steps": num_steps,
             "tokens_per_step": round(num_tokens / max(1, num_steps), 3),
-            "num_drafted": sum(answer.num_drafted for answer in answers),
-            "accepted_per_depth": [
-                sum(answer.accepted[depth] for answer in answers) for depth in range(1, deepest + 1)
-            ],
+            "drafted_per_depth": [drafted[depth] for depth in depths],
+            "accepted_per_depth": [accepted[depth] for depth in depths],
         },
     }
 

@@ -113,15 +113,18 @@ def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_mod
     caplog.set_level(logging.INFO, "medusa.serving")
     with running(tiny_chat_model, allows_race=True) as server:
         whole = client_of(server).chat.completions.create(**asked).usage
+        num_drafted = server.service.worker.batches[False].num_drafted
         plain = client_of(server).chat.completions.create(**asked, extra_body={"medusa_plain": True}).usage
     guessed, logged = whole.model_extra["medusa"], json.loads(caplog.messages[-2])
     assert logged["medusa"] == guessed and logged["completion_tokens"] == whole.completion_tokens
     accepted = sum(guessed["accepted_per_depth"])
-    assert 0 < accepted < guessed["num_drafted"]
+    drafted = guessed["drafted_per_depth"]
+    assert sum(drafted) == num_drafted and drafted[0] >= guessed["num_steps"] - 1  # the first only reads
+    assert 0 < accepted < num_drafted and len(drafted) == len(guessed["accepted_per_depth"])
     assert whole.completion_tokens == guessed["num_steps"] + accepted
     assert guessed["tokens_per_step"] == round(whole.completion_tokens / guessed["num_steps"], 3)
     assert guessed["accepted_per_depth"] == sorted(guessed["accepted_per_depth"], reverse=True)
-    num_tokens, nothing = plain.completion_tokens, {"num_drafted": 0, "accepted_per_depth": []}
+    num_tokens, nothing = plain.completion_tokens, {"drafted_per_depth": [], "accepted_per_depth": []}
     assert plain.model_extra["medusa"] == {"num_steps": num_tokens, "tokens_per_step": 1.0, **nothing}
 
 
