@@ -199,8 +199,8 @@ class Replies:
 
 def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of the prompt, how many of these were not read again, tokens of all answers, and what guessing
-    did: ``drafted_per_depth`` and ``accepted_per_depth`` begin with depth 1. Of a prediction, the tokens that appear in the answer are
-    accepted, and the others rejected, as OpenAI defines them."""
+    did, by depth from 1 on. Of a prediction, the tokens that appear in the answer are accepted, and the
+    others rejected, as OpenAI defines them."""
     num_tokens, num_steps = (
         sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
     )

@@ -385,19 +385,42 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class ChatRequest(SharedFields):
+class Rendering(Body):
+    """What a chat template is told beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    """Go on with the last message, where the model has begun it."""
+    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
+    enable_thinking: StrictBool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """By the names that templates know, and those of ``apply_chat_template``."""
+        begins = self.add_generation_prompt and not self.continue_final_message
+        arguments: dict[str, Any] = {"add_generation_prompt": begins}
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                arguments["enable_thinking"] = False
+        if self.enable_thinking is not None:
+            arguments["enable_thinking"] = self.enable_thinking
+        return arguments | (self.chat_template_kwargs or {})
+
+
+class ChatRequest(SharedFields, Rendering):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
-    enable_thinking: StrictBool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
     def _logprobs_go_together(self) -> ChatRequest:
@@ -432,19 +455,9 @@ class ChatRequest(SharedFields):
     def is_formed(self) -> bool:
         return super().is_formed or bool(self.must_call)
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools; templates know them by these names."""
-        arguments: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            arguments["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":
-                arguments["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            arguments["enable_thinking"] = self.enable_thinking
-        return arguments | (self.chat_template_kwargs or {})
-
     def refused(self) -> tuple[str, str] | None:
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            return "continue_final_message", "continue_final_message needs a last message of the assistant"
         if self.tool_choice not in (None, "none", "auto") and not self.must_call:
             return "tool_choice", "tool_choice must name one of tools, or tools must be given"
         return super().refused()
@@ -496,7 +509,7 @@ class CompletionRequest(SharedFields):
         return super().refused()
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Rendering):
     """``POST /tokenize``: of a text, or of a conversation as it would be rendered."""
 
     model: str | None = None
@@ -506,8 +519,6 @@ class TokenizeRequest(Body):
     messages: (
         Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE] | None
     ) = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> TokenizeRequest:
@@ -518,7 +529,7 @@ class TokenizeRequest(Body):
     @property
     def chat(self) -> ChatRequest:
         """The conversation, as it would be answered."""
-        names = {"messages", "tools", "chat_template_kwargs"}
+        names = {"messages", *Rendering.model_fields}
         return ChatRequest.model_validate(self.model_dump(include=names, exclude_unset=True))
 
 

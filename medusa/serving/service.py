@@ -228,7 +228,7 @@ class Service:
         self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
     ) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tools=[*tools] or None, add_generation_prompt=True, tokenize=False, **arguments
+            messages, tools=[*tools] or None, tokenize=False, **arguments
         )
 
     @functools.cached_property

@@ -270,6 +270,23 @@ def test_earlier_reasoning_reaches_the_template():
             assert "<|assistant|>Hm:Hi<|end|>" in TOKENIZER.decode(tokens)
 
 
+def test_the_last_message_is_gone_on_with_where_that_is_asked_for(server):
+    begun = [*HELLO, {"role": "assistant", "content": "Good d"}]
+    reply = ask(server, messages=begun, continue_final_message=True, add_generation_prompt=False)
+    prompt = "<|user|>Hello<|end|><|assistant|>Good d"
+    text = post(server, "/v1/completions", {**ASKED, "messages": None, "prompt": prompt}).json()
+    assert reply.json()["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+    assert "x-ignored-fields" not in reply.headers
+    refused = ask(server, continue_final_message=True)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "continue_final_message"
+    for more, rendered in (
+        ({"add_generation_prompt": False}, prompt + "<|end|>"),
+        ({}, prompt + "<|end|><|assistant|>"),
+    ):
+        tokens = post(server, "/tokenize", {"messages": begun, **more}).json()["tokens"]
+        assert TOKENIZER.decode(tokens) == rendered
+
+
 def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, monkeypatch):
     monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
     batch = server.service.worker.batches[False]

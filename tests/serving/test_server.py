@@ -324,9 +324,9 @@ def test_what_users_write_is_text_where_it_spells_control_tokens(template, role)
     body = {"messages": messages}
     if template == TOOL_TEMPLATE:
         body["tools"] = [{"type": "function", "function": {**WEATHER, "description": CONTROLS}}]
-    tokens = service.chat_prompt(ChatRequest.model_validate(body))
-    text = TOKENIZER.decode(tokens)
-    assert text == service._rendered(messages, body.get("tools", ()))
+    asked = ChatRequest.model_validate(body)
+    tokens = service.chat_prompt(asked)
+    assert TOKENIZER.decode(tokens) == service._rendered(messages, asked.offered, asked.template_arguments)
     plain = service.chat_prompt(ChatRequest.model_validate(json.loads(json.dumps(body).replace("|>", ""))))
     assert [token for token in tokens if token >= 256] == [token for token in plain if token >= 256]
 
