@@ -20,6 +20,8 @@ TOOLS = {
                 "city": {"type": "string"},
                 "days": {"type": "integer"},
                 "now": {"type": "boolean"},
+                "place": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "hour": {"type": ["integer", "string"]},
             },
             "required": ["city"],
             "additionalProperties": False,
@@ -90,6 +92,8 @@ WRITTEN = [
         [("weather", {"city": 'two\nlines "<b>" \\', "days": 5, "now": True})],
     ),
     (XML, xml("weather", days="many"), "", [("weather", {"days": "many"})]),
+    (XML, xml("weather", place="5", hour="5"), "", [("weather", {"place": "5", "hour": 5})]),
+    (XML, xml("weather", place="null", hour="[5]"), "", [("weather", {"place": None, "hour": "[5]"})]),
     (XML, xml("weather", city="Oslo").removeprefix("<tool_call>\n"), "", [OSLO]),
     (XML, xml("rm", path="/"), None, []),
     (XML, f"<tool_call>{CALL}</tool_call>", "", [OSLO]),
@@ -214,14 +218,23 @@ GIVEN = [
         {"properties": {"b": {"type": "array"}, "a": {"enum": ["x", "y"]}}, "required": ["b"]},
         {"b": [1, None], "a": "y"},
     ),
-    ({"properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}}, {"b": True}),
+    *[
+        ({"properties": {name: {"type": "boolean"} for name in "abcd"}}, dict.fromkeys(names, True))
+        for names in ("", "b", "ac", "bcd")
+    ],
+    ({"properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}, {"city": 'O"s\nlo'}),
+    ({"properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}, {"city": None}),
+    ({"properties": {"a": {"type": "string", "enum": ["x y", "z"]}}}, {"a": "x y"}),
     ({**REFERENCE, "additionalProperties": False}, {"kind": "x"}),
 ]
 
 
 def written(form: AnswerForm, name: str, given: dict) -> str:
     if form.call == "xml":  # only what the schema calls a string is written as it stands
-        return xml(name, **{key: each if key == "city" else json.dumps(each) for key, each in given.items()})
+        as_it_stands = [key for key, each in given.items() if (key == "city" and each) or each == "x y"]
+        return xml(
+            name, **{key: each if key in as_it_stands else json.dumps(each) for key, each in given.items()}
+        )
     if form.call == "python":
         return f"[{name}({', '.join(f'{key}={json.dumps(each)}' for key, each in given.items())})]"
     before, after = form._around_arguments(name)
