@@ -224,7 +224,10 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
     try:
         check_keepable(body, "the body", MAX_DEPTH)
-        return kind.model_validate(body)
+        asked = kind.model_validate(body)
+        if isinstance(asked, ResponsesRequest):
+            _ = asked.chat
+        return asked
     except ValidationError as error:
         wrong = telling(error.errors(include_url=False, include_context=False, include_input=False))
         name = field_of(wrong["loc"])

@@ -56,6 +56,17 @@ def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("properties must be an object, and required a list")
+    if not all(isinstance(name, str) for name in required):
+        raise ValueError("required must be a list of names")
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+"""The schema of what a function is given."""
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 """What a client tells the chat template by its own names."""
 Token = Annotated[int, Field(strict=True)]
@@ -360,7 +371,7 @@ class OfferedFunction(Body):
     hands_on = True
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
 
 
 class Tool(Body):

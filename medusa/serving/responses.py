@@ -24,6 +24,7 @@ from medusa.serving.requests import (
     CalledFunction,
     ChatRequest,
     JsonSchema,
+    Parameters,
     SharedFields,
     Whole,
 )
@@ -92,7 +93,7 @@ class OfferedTool(Body):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: StrictBool | None = None
 
 

@@ -346,6 +346,10 @@ def test_templates_that_read_control_tokens_in_messages_are_followed_or_the_mess
         service.chat_prompt(ChatRequest.model_validate({"messages": [{**said, "role": "user"}]}))
 
 
+def odd_tool(**parameters) -> list[dict]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
 WRONG = [
     ({"messages": HELLO, "temperature": 3}, "temperature"),
     ({"messages": HELLO, "temperature": "hot"}, "temperature"),
@@ -363,6 +367,9 @@ WRONG = [
     ({"messages": HELLO, "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"messages": HELLO, "logit_bias": {f"{key:09}": 1 for key in range(9999)}}, "logit_bias"),
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": HELLO, "tools": odd_tool(properties=5)}, "tools[0].function.parameters"),
+    ({"messages": HELLO, "tools": odd_tool(required=5)}, "tools[0].function.parameters"),
+    ({"messages": HELLO, "tools": odd_tool(required=[{}])}, "tools[0].function.parameters"),
     ({"messages": HELLO, "tools": TOOLS}, "tools"),
     ({"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages"),
     ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
