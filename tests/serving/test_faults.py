@@ -355,11 +355,21 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
+SCHEMAS = st.recursive(
+    JSON,
+    lambda inner: st.dictionaries(
+        st.sampled_from(["type", "properties", "required", "enum", "anyOf", "$ref", "$defs", "a"]),
+        inner | st.sampled_from(["string", "object", "#/$defs/a"]) | st.dictionaries(st.just("a"), inner),
+        max_size=4,
+    ),
+    max_leaves=6,
+)
 FIELDS = [
     "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
     "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain", "echo",
     "structured_outputs", "chat_template_kwargs", "reasoning_effort", "enable_thinking",
+    "continue_final_message", "add_generation_prompt",
     "input", "instructions", "max_output_tokens", "text", "reasoning", "previous_response_id", "metadata",
     "tokens", "add_special_tokens", "return_token_strs", "parallel_tool_calls", "unheard of",
 ]  # fmt: skip
@@ -396,6 +406,10 @@ def bodies(draw) -> bytes:
         for part in draw(st.lists(st.sampled_from(PARTS), max_size=2))
         for key, value in part.items()
     }
+    if draw(st.booleans()):
+        function = {"name": "f", "parameters": draw(SCHEMAS)}
+        tool = {"type": "function", "function": function, **function}  # for chats and for responses
+        right |= {"tools": [tool], "tool_choice": draw(st.sampled_from(["required", "auto"]))}
     body = json.dumps({**(WHOLE if draw(st.booleans()) else {}), **right, **fields}).encode()
     if kind == "cut":
         at, length = draw(st.integers(0, len(body))), draw(st.integers(0, 6))
@@ -408,7 +422,7 @@ class InProcess:
 
     def __init__(self) -> None:
         model = chat_model(context=2048)
-        model.tokenizer.chat_template = TOOL_TEMPLATE + "<think>"
+        model.tokenizer.chat_template = TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>"
         service = Service(model, ServiceSettings("tiny", allows_race=True, max_new_tokens=64))
         service.start()
         self.service, self.loop = service, asyncio.new_event_loop()
