@@ -28,7 +28,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import medusa
-from medusa.acceptance.grammar import Grammar
 from medusa.prompts import check_keepable
 from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, AccessSettings, Gate, answer_of
 from medusa.serving.replies import DONE, Replies, RequestError, usage_of
@@ -44,8 +43,6 @@ from medusa.serving.requests import (
 from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.worker import Answer, Update
-
-_Listener = Callable[[Update], None]
 
 log = logging.getLogger("medusa.serving")
 BODY_SECONDS = 30.0
@@ -267,10 +264,10 @@ async def _reply(
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
-    def listener_of(num_before: int, choice: int) -> _Listener:
+    def listener_of(number: int) -> Callable[[Update], None]:
         def listen(update: Update) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(queue.put_nowait, (num_before + choice, update))
+                loop.call_soon_threadsafe(queue.put_nowait, (number, update))
 
         return listen
 
@@ -279,7 +276,7 @@ async def _reply(
     if asked.is_formed:
         grammar = await compiling.run(service.grammar, asked, prompts[0])
     owner = request.scope["state"].get("owner")
-    answers = await run_in_threadpool(_answers, service, asked, prompts, listener_of, grammar, owner)
+    answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
     service.submit(answers)
     record = _Record(request, asked, answers, sum(map(len, prompts)), access)
 
@@ -309,7 +306,7 @@ def _replies(
     prompts: Sequence[Sequence[int]],
 ) -> Replies | ResponseReplies:
     """What makes answers of the kind that was asked for."""
-    name = asked.model or service.settings.model_name
+    name = asked.model or service.settings.names[0]
     if isinstance(given, ResponsesRequest):
         return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
     echoed: list[str] = []
@@ -319,22 +316,6 @@ def _replies(
             echoed = [text for text in texts for _ in range(asked.n)]
         return Replies(asked, name, service.tokenizer, echoed=echoed)
     return Replies(asked, name, service.tokenizer, partial(service.reader, asked, prompts[0]))
-
-
-def _answers(
-    service: Service,
-    asked: ChatRequest | CompletionRequest,
-    prompts: Sequence[Sequence[int]],
-    listener_of: Callable[[int, int], _Listener],
-    grammar: Grammar | None,
-    owner: int | None,
-) -> list[Answer]:
-    """The answers to all prompts, one after the other."""
-    answers: list[Answer] = []
-    for prompt in prompts:
-        numbered = partial(listener_of, len(answers))
-        answers += service.answers(asked, prompt, numbered, grammar, owner)
-    return answers
 
 
 class _EventStream(StreamingResponse):

@@ -19,21 +19,12 @@ DONE = "[DONE]"
 """The data of the last event of a stream, also of one that fails."""
 
 
-class Reading:
-    """The parts of one answer, as its updates come."""
-
-    def __init__(self, reader: AnswerReader):
-        self._reader = reader
-
-    def read(self, update: Update) -> tuple[list[Part], str | None]:
-        """What an update says, and how the answer ends, if it does."""
-        parts, reason = (
-            self._reader.feed("".join(piece.text for piece in update.pieces)),
-            update.finish_reason,
-        )
-        if reason is not None:
-            parts += self._reader.finish()
-        return parts, "tool_calls" if reason == "stop" and self._reader.num_calls else reason
+def read(reader: AnswerReader, update: Update) -> tuple[list[Part], str | None]:
+    """What an update says, and how the answer ends, if it does."""
+    parts, reason = reader.feed("".join(piece.text for piece in update.pieces)), update.finish_reason
+    if reason is not None:
+        parts += reader.finish()
+    return parts, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
 class Replies:
@@ -66,7 +57,7 @@ class Replies:
         }
         self._num_chars: dict[int, int] = {}
         self._reader_of, self._echoed = reader_of, echoed
-        self._readings: dict[int, Reading] = {}
+        self._readers: dict[int, AnswerReader] = {}
         self._num_calls: dict[int, int] = {}
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -136,9 +127,9 @@ class Replies:
         if self._reader_of is None:
             text = "".join(piece.text for piece in update.pieces)
             return ({"content": text} if text else {}), update.finish_reason
-        if index not in self._readings:
-            self._readings[index], self._num_calls[index] = Reading(self._reader_of()), 0
-        parts, reason = self._readings[index].read(update)
+        if index not in self._readers:
+            self._readers[index], self._num_calls[index] = self._reader_of(), 0
+        parts, reason = read(self._readers[index], update)
         said: dict[str, Any] = {}
         for part in parts:
             if part.kind == "text":

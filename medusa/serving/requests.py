@@ -116,11 +116,14 @@ class StreamOptions(Body):
     """Ours: ``medusa`` in each choice, the text in pieces with the depth of the guess behind each."""
 
 
+FormKind = Literal["json", "regex", "choice", "grammar"]
+
+
 @dataclass(frozen=True)
 class TextForm:
     """A form that a text must keep to."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: FormKind
     given: Any
     """The schema, the regular expression, the texts, or the grammar."""
     field: str
@@ -166,27 +169,28 @@ class StructuredOutputs(Body):
     )
     grammar: Annotated[str, Field(min_length=1)] | None = None
 
+    @property
+    def _given(self) -> list[TextForm]:
+        is_object = {"type": "object"} if self.json_object else None
+        named: list[tuple[FormKind, Any]] = [("json", self.json_), ("json", is_object)]
+        named += [("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar)]
+        return [TextForm(kind, each, "structured_outputs") for kind, each in named if each is not None]
+
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        given = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
-        if sum(each is not None for each in given) != 1:
+        if len(self._given) != 1:
             raise ValueError("must have one of json, json_object, regex, choice and grammar")
         return self
 
     @property
     def text_form(self) -> TextForm:
-        place = "structured_outputs"
-        if self.regex is not None:
-            return TextForm("regex", self.regex, place)
-        if self.choice is not None:
-            return TextForm("choice", self.choice, place)
-        if self.grammar is not None:
-            return TextForm("grammar", self.grammar, place)
-        return TextForm("json", {"type": "object"} if self.json_ is None else self.json_, place)
+        return self._given[0]
 
 
 class TextPart(Body):
     """A part of a message."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
 
     type: str
     text: str
@@ -194,11 +198,15 @@ class TextPart(Body):
     @field_validator("type")
     @classmethod
     def _is_text(cls, given: str) -> str:
-        if given != "text":
-            raise ValueError(
-                f"must be 'text', the only kind of part that this server reads, got {given[:40]!r}"
-            )
+        if given not in cls.kinds:
+            known = " or ".join(map(repr, cls.kinds))
+            raise ValueError(f"must be {known}: this server reads nothing but text, got {given[:40]!r}")
         return given
+
+
+def text_of(content: str | Sequence[TextPart] | None) -> str:
+    """All parts together."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class Prediction(Body):
@@ -206,11 +214,6 @@ class Prediction(Body):
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
-
-    @property
-    def text(self) -> str:
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class SharedFields(Body):
@@ -347,10 +350,8 @@ class ChatMessage(Body):
     @property
     def as_template(self) -> dict[str, Any]:
         """As a chat template reads it: arguments of calls as objects."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.name is not None:
             message["name"] = self.name
         if (thought := self.reasoning_content or self.reasoning) is not None:

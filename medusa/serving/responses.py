@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from medusa.serving.answer_reader import AnswerReader, Part
-from medusa.serving.replies import Reading, RequestError
+from medusa.serving.replies import RequestError, read
 from medusa.serving.requests import (
     FIRST_ALONE,
     MAX_MESSAGES,
@@ -26,7 +26,9 @@ from medusa.serving.requests import (
     JsonSchema,
     Parameters,
     SharedFields,
+    TextPart,
     Whole,
+    text_of,
 )
 from medusa.serving.worker import Update
 
@@ -37,21 +39,12 @@ IN_WORDS_OF_CHAT = {
     "messages": "input",
 }
 """Fields of a chat that have other names here."""
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class InputPart(Body):
+class InputPart(TextPart):
     """A part of an item."""
 
-    type: str
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, given: str) -> str:
-        if given not in TEXT_PARTS:
-            raise ValueError(f"must be 'input_text' or another kind of text, got {given[:40]!r}")
-        return given
+    kinds = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 Content = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
@@ -195,7 +188,7 @@ class ResponsesRequest(SharedFields):
         thought, names = None, dict[str, str]()
         for item in self.input:
             if item.type == "reasoning":
-                thought = _joined(item.content) or _joined(item.summary) or None
+                thought = text_of(item.content) or text_of(item.summary) or None
             elif item.type == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
                 call, names[item.call_id or ""] = {"id": item.call_id, "function": function}, item.name or ""
@@ -205,9 +198,9 @@ class ResponsesRequest(SharedFields):
                 messages[-1]["tool_calls"].append(call)
             elif item.type == "function_call_output":
                 named = {"tool_call_id": item.call_id, "name": names.get(item.call_id or "")}
-                messages.append({"role": "tool", "content": _joined(item.output), **named})
+                messages.append({"role": "tool", "content": text_of(item.output), **named})
             else:
-                said = {"role": item.role, "content": _joined(item.content)}
+                said = {"role": item.role, "content": text_of(item.content)}
                 if item.role == "assistant":
                     said["reasoning_content"], thought = thought, None
                 messages.append(said)
@@ -223,10 +216,6 @@ def in_words_of_responses(error: RequestError) -> RequestError:
     return RequestError(text, error.status, param, error.code, error.retry_after)
 
 
-def _joined(content: str | Sequence[InputPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
 class ResponseReplies:
     """One response under way: its items as parts come, and the events that tell of them.
 
@@ -237,7 +226,7 @@ class ResponseReplies:
     """
 
     def __init__(self, asked: ResponsesRequest, model_name: str, tokenizer: Any, reader: AnswerReader):
-        self._asked, self._tokenizer, self._reading = asked, tokenizer, Reading(reader)
+        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
         self._number = 0
         self._reason: str | None = None
         self._output: list[dict[str, Any]] = []
@@ -286,7 +275,7 @@ class ResponseReplies:
 
     def part(self, index: int, update: Update) -> list[Any]:
         """The events of an update."""
-        parts, self._reason = self._reading.read(update)
+        parts, self._reason = read(self._reader, update)
         return [event for part in parts for event in self._took(part)]
 
     def end(self, usage: dict[str, Any]) -> list[Any]:

@@ -51,6 +51,7 @@ class Answer:
         is_plain: bool = False,
         seconds: float = float("inf"),
         owner: Hashable = None,
+        prediction: Sequence[int] = (),
     ):
         self.row = Row(request, tag=self, owner=owner)
         self.text, self.listener, self.is_plain = text, listener, is_plain
@@ -59,7 +60,7 @@ class Answer:
         self.num_tokens = self.num_steps = 0
         self.drafted, self.accepted = Counter[int](), Counter[int]()
         """Guesses by their depth, and tokens by that of the guess behind them; 0 for the base model's own."""
-        self.prediction: Sequence[int] = ()
+        self.prediction = prediction
         """Tokens that the client expects."""
         self.finish_reason: str | None = None
         """That of the last update."""

@@ -423,7 +423,7 @@ class InProcess:
     def __init__(self) -> None:
         model = chat_model(context=2048)
         model.tokenizer.chat_template = TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>"
-        service = Service(model, ServiceSettings("tiny", allows_race=True, max_new_tokens=64))
+        service = Service(model, ServiceSettings(("tiny",), allows_race=True, max_new_tokens=64))
         service.start()
         self.service, self.loop = service, asyncio.new_event_loop()
         self.app = create_application(service, AccessSettings())

@@ -26,7 +26,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), other_names=("gpt-4o",)) as started:
+    with running(chat_model(), names=("tiny", "gpt-4o")) as started:
         yield started
 
 
