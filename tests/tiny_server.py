@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import openai
 import uvicorn
 from tiny_chat import chat_tokenizer
 
@@ -18,6 +19,7 @@ from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket
 from medusa.serving.service import Service, ServiceSettings
 
 TOKENIZER = chat_tokenizer()
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class Running:
@@ -30,6 +32,10 @@ class Running:
     @property
     def num_active(self) -> int:
         return self.service.worker.num_active
+
+
+def client_of(server: Running, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 @contextmanager

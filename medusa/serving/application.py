@@ -32,6 +32,7 @@ from medusa.prompts import check_keepable
 from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, AccessSettings, Gate, answer_of
 from medusa.serving.replies import DONE, Replies, RequestError, usage_of
 from medusa.serving.requests import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -40,7 +41,7 @@ from medusa.serving.requests import (
     message_of,
     telling,
 )
-from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses
+from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses, named
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.worker import Answer, Update
 
@@ -73,8 +74,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_refused)
 
-    most = service.settings.limits.max_rows + service.settings.limits.max_waiting
-    threads = _Threads(NUM_PREPARING, most), _Threads(1, most)
+    endpoints = _Endpoints(service, access)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
     if service.settings.allows_race:
@@ -117,24 +117,24 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
-        return await _computed(request, TokenizeRequest, service.tokens, threads[0])
+        return await endpoints.computed(request, TokenizeRequest, service.tokens)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Any:
-        return await _computed(request, DetokenizeRequest, service.text, threads[0])
+        return await endpoints.computed(request, DetokenizeRequest, service.text)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _reply(request, ChatRequest, service, threads, access)
+        return await endpoints.answered(request, ChatRequest)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _reply(request, CompletionRequest, service, threads, access)
+        return await endpoints.answered(request, CompletionRequest)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         try:
-            return await _reply(request, ResponsesRequest, service, threads, access)
+            return await endpoints.answered(request, ResponsesRequest)
         except RequestError as error:
             raise in_words_of_responses(error) from error
 
@@ -233,70 +233,74 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(str(error), code="invalid_json") from error
 
 
-async def _computed(
-    request: Request, kind: Any, work: Callable[[Any], dict[str, Any]], preparing: _Threads
-) -> dict[str, Any]:
-    """What ``work`` makes of a body of this kind."""
-    asked = await preparing.run(_checked, await _body(request), kind)
-    request.scope["state"]["unread"] = [*asked.unread()]
-    return await preparing.run(work, asked)
-
-
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-async def _reply(
-    request: Request,
-    kind: type[ChatRequest | CompletionRequest | ResponsesRequest],
-    service: Service,
-    threads: tuple[_Threads, _Threads],
-    access: AccessSettings,
-) -> Response:
-    """The answers to a request of this kind, whole or as a stream."""
-    preparing, compiling = threads
-    raw = await _body(request)
-    given = await preparing.run(_checked, raw, kind)
-    asked = given.chat if isinstance(given, ResponsesRequest) else given
-    unread = given.unread() if isinstance(given, ResponsesRequest) else {}
-    request.scope["state"]["unread"] = [*unread, *service.unread(asked)]
-    service.check(asked)
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+class _Endpoints:
+    """What is common to the endpoints that read a body."""
 
-    def listener_of(number: int) -> Callable[[Update], None]:
-        def listen(update: Update) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(queue.put_nowait, (number, update))
+    def __init__(self, service: Service, access: AccessSettings):
+        self.service, self.access = service, access
+        most = service.settings.limits.max_rows + service.settings.limits.max_waiting
+        self.preparing, self.compiling = _Threads(NUM_PREPARING, most), _Threads(1, most)
 
-        return listen
+    async def computed(
+        self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What ``work`` makes of a body of this kind."""
+        asked = await self.preparing.run(_checked, await _body(request), kind)
+        request.scope["state"]["unread"] = [*asked.unread()]
+        return await self.preparing.run(work, asked)
 
-    prompts = await preparing.run(service.prompts, asked)
-    grammar = None
-    if asked.is_formed:
-        grammar = await compiling.run(service.grammar, asked, prompts[0])
-    owner = request.scope["state"].get("owner")
-    answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
-    service.submit(answers)
-    record = _Record(request, asked, answers, sum(map(len, prompts)), access)
+    async def answered(
+        self, request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+    ) -> Response:
+        """The answers to a request of this kind, whole or as a stream."""
+        service = self.service
+        given = await self.preparing.run(_checked, await _body(request), kind)
+        asked = given.chat if isinstance(given, ResponsesRequest) else given
+        unread = service.unread(asked)
+        if isinstance(given, ResponsesRequest):
+            unread = [*dict.fromkeys([*given.unread(), *map(named, unread)])]
+        request.scope["state"]["unread"] = unread
+        service.check(asked)
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
-    def end() -> None:
-        service.worker.cancel(answers)
-        record.write()
+        def listener_of(number: int) -> Callable[[Update], None]:
+            def listen(update: Update) -> None:
+                with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                    loop.call_soon_threadsafe(queue.put_nowait, (number, update))
 
-    replies = _replies(service, given, asked, prompts)
-    if asked.stream:
-        return _EventStream(_events(asked, answers, queue, replies, record), end)
-    try:
-        updates = await _unless_disconnected(request, _collected(queue, len(answers)))
-    finally:
-        end()
-    if updates is None:
-        return Response(status_code=499)
-    for of_choice in updates:
-        if (failure := _failure(of_choice[-1].finish_reason)) is not None:
-            raise failure
-    return JSONResponse(replies.whole(updates, record.usage))
+            return listen
+
+        prompts = await self.preparing.run(service.prompts, asked)
+        grammar = None
+        if asked.is_formed:
+            grammar = await self.compiling.run(service.grammar, asked, prompts[0])
+        owner = request.scope["state"].get("owner")
+        answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
+        service.submit(answers)
+        record = _Record(request, asked, answers, sum(map(len, prompts)), self.access.logs_prompts)
+
+        def end() -> None:
+            service.worker.cancel(answers)
+            record.write()
+
+        replies = _replies(service, given, asked, prompts)
+        if asked.stream:
+            return _EventStream(_events(asked, answers, queue, replies, record), end)
+        try:
+            updates = await _unless_disconnected(request, _collected(queue, len(answers)))
+        finally:
+            end()
+        if updates is None:
+            return Response(status_code=499)
+        for of_choice in updates:
+            if (failure := _failure(of_choice[-1].finish_reason)) is not None:
+                raise failure
+        return JSONResponse(replies.whole(updates, record.usage))
 
 
 def _replies(
@@ -422,7 +426,7 @@ class _Record:
         asked: ChatRequest | CompletionRequest,
         answers: Sequence[Answer],
         num_prompt: int,
-        access: AccessSettings,
+        logs_prompts: bool,
     ):
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
         self.state = request.scope["state"]
@@ -432,7 +436,7 @@ class _Record:
         self.num_to_read = num_prompt * asked.n
         if unread := self.state["unread"]:
             self.said["ignored"] = unread[:MAX_TOLD]
-        if access.logs_prompts:
+        if logs_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
             self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 

@@ -212,8 +212,12 @@ def in_words_of_responses(error: RequestError) -> RequestError:
     text = str(error)
     for name, ours in IN_WORDS_OF_CHAT.items():
         text = text.replace(name, ours)
-    param = error.param and IN_WORDS_OF_CHAT.get(error.param, error.param)
-    return RequestError(text, error.status, param, error.code, error.retry_after)
+    return RequestError(text, error.status, error.param and named(error.param), error.code, error.retry_after)
+
+
+def named(field: str) -> str:
+    """The name that a field of a chat has here."""
+    return IN_WORDS_OF_CHAT.get(field, field)
 
 
 class ResponseReplies:

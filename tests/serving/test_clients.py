@@ -18,10 +18,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tiny_chat import TOOL_TEMPLATE, chat_model
-from tiny_server import expected, running, wait_until
+from tiny_chat import chat_model, tool_model
+from tiny_server import HELLO, expected, running, wait_until
 
-HELLO = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
 TOOL = {
     "type": "function",
@@ -36,9 +35,7 @@ TOOL = {
 @pytest.fixture(scope="module")
 def server():
     pytest.importorskip("llguidance")
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = TOOL_TEMPLATE
-    with running(model) as started:
+    with running(tool_model()) as started:
         yield started
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 from tiny_chat import chat_model
-from tiny_server import running
+from tiny_server import HELLO, client_of, running
 
 from medusa.engine.kernels import missing_kernels
 from medusa.serving.gate import AccessSettings
@@ -13,12 +13,7 @@ from medusa.serving.replies import common_subsequence_length
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
-HELLO = [{"role": "user", "content": "Hello"}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
-
-
-def client_of(server, key="none"):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture(scope="module")
