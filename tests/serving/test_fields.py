@@ -299,5 +299,6 @@ def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, m
     comments = [line for line in lines if line.startswith(": read ")]
     counts = [int(line.split()[2]) for line in comments]
     assert counts == sorted(counts) and len(set(counts)) > 2 and comments[0].endswith(" of 203")
+    assert " of 406\n" in ask(server, messages=long, stream=True, max_tokens=2, n=2).text
     stream = client_of(server).chat.completions.create(**{**ASKED, "messages": long}, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
