@@ -40,7 +40,9 @@ class Part:
 
     kind: Literal["reasoning", "text", "call", "arguments"]
     text: str
-    """What is said; of a call the name of the tool; of arguments more of the JSON of the last call."""
+    """What is said; of a call the name of the tool; of arguments more of the JSON of that call."""
+    number: int = 0
+    """Of the call, from 0."""
 
 
 Waiting = Generator[None, None, None]
@@ -117,7 +119,7 @@ class AnswerReader:
 
     def _add(self, kind: Literal["call", "arguments"], text: str) -> None:
         if text and (self._most is None or self.num_calls <= self._most):
-            self._parts.append(Part(kind, text))
+            self._parts.append(Part(kind, text, self.num_calls - 1))
 
     # How text is taken
 

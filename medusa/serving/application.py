@@ -223,7 +223,7 @@ def _checked(raw: bytes, kind: Any) -> Any:
         check_keepable(body, "the body", MAX_DEPTH)
         asked = kind.model_validate(body)
         if isinstance(asked, ResponsesRequest):
-            _ = asked.chat
+            _ = asked.chat  # what is wrong with it as a chat is told here
         return asked
     except ValidationError as error:
         wrong = telling(error.errors(include_url=False, include_context=False, include_input=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,9 +56,7 @@ class Replies:
             "model": model_name,
         }
         self._num_chars: dict[int, int] = {}
-        self._reader_of, self._echoed = reader_of, echoed
-        self._readers: dict[int, AnswerReader] = {}
-        self._num_calls: dict[int, int] = {}
+        self._echoed, self._readers = echoed, defaultdict[int, AnswerReader](reader_of)
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""
@@ -124,11 +122,9 @@ class Replies:
 
     def _said(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
         """What an update says, as a message or a part of one, and how the answer ends, if it does."""
-        if self._reader_of is None:
+        if not self.is_chat:
             text = "".join(piece.text for piece in update.pieces)
             return ({"content": text} if text else {}), update.finish_reason
-        if index not in self._readers:
-            self._readers[index], self._num_calls[index] = self._reader_of(), 0
         parts, reason = read(self._readers[index], update)
         said: dict[str, Any] = {}
         for part in parts:
@@ -137,19 +133,8 @@ class Replies:
             elif part.kind == "reasoning":
                 said["reasoning_content"] = said["reasoning"] = said.get("reasoning", "") + part.text
             else:
-                self._add_to_calls(said.setdefault("tool_calls", []), index, part)
+                _add_to_calls(said.setdefault("tool_calls", []), part)
         return said, reason
-
-    def _add_to_calls(self, calls: list[dict[str, Any]], index: int, part: Part) -> None:
-        if part.kind == "call":
-            function = {"name": part.text, "arguments": ""}
-            number, identity = self._num_calls[index], f"call_{uuid.uuid4().hex[:24]}"
-            calls.append({"index": number, "id": identity, "type": "function", "function": function})
-            self._num_calls[index] += 1
-        elif calls:
-            calls[-1]["function"]["arguments"] += part.text
-        else:
-            calls.append({"index": self._num_calls[index] - 1, "function": {"arguments": part.text}})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -186,6 +171,16 @@ class Replies:
 
     def _name(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _add_to_calls(calls: list[dict[str, Any]], part: Part) -> None:
+    if part.kind == "call":
+        function, identity = {"name": part.text, "arguments": ""}, f"call_{uuid.uuid4().hex[:24]}"
+        calls.append({"index": part.number, "id": identity, "type": "function", "function": function})
+    elif calls:
+        calls[-1]["function"]["arguments"] += part.text
+    else:
+        calls.append({"index": part.number, "function": {"arguments": part.text}})
 
 
 def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:

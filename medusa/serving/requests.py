@@ -204,6 +204,9 @@ class TextPart(Body):
         return given
 
 
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
+
+
 def text_of(content: str | Sequence[TextPart] | None) -> str:
     """All parts together."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
@@ -213,7 +216,7 @@ class Prediction(Body):
     """What a client expects the answer to be (OpenAI's predicted outputs): guesses are copied from it."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
+    content: Content
 
 
 class SharedFields(Body):
@@ -334,7 +337,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS), FIRST_ALONE] | None = None
     tool_call_id: str | None = None
