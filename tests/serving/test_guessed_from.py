@@ -59,10 +59,12 @@ def test_what_was_answered_to_one_key_drafts_for_another_only_where_that_was_ask
         first, other = client_of(server, "a"), client_of(server, "b")
         fresh = num_steps(first)
         again, of_other = num_steps(first), num_steps(other)
+        owned = {id(corpus): corpus.capacity for corpus in map(server.service.corpus_of, (0, 1))}
         texts = {each.chat.completions.create(**ASKED).choices[0].message.content for each in (first, other)}
     assert again < 0.7 * fresh
     assert (of_other < 0.7 * fresh) == together
     assert len(texts) == 1
+    assert [*owned.values()] == ([2**16] if together else [2**15] * 2)  # tokens, of 16 bytes each
 
 
 @pytest.mark.parametrize(
