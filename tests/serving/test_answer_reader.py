@@ -57,6 +57,7 @@ def read(form: AnswerForm, text: str, sizes: list[int], **options) -> tuple[str,
             calls.append([part.text, ""])
         elif part.kind == "arguments":
             calls[-1][1] += part.text
+        assert part.kind not in ("call", "arguments") or part.number == len(calls) - 1
     thought, said = (
         "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "text")
     )
@@ -263,4 +264,6 @@ def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema
         assert processor._matcher.is_accepting()
         found = read(form, text, [7], tools={"f": functions[1]}, is_thinking=bool(is_thinking))
         assert found == ("Hm." if is_thinking else "", "", [("f", arguments)])
-        assert not grammar.processor(0)._moved_to(tokenizer(text.replace("f", "g"))["input_ids"])
+        for right, wrong in (("f", "g"), ("x y", "y x")):  # another function, and none of the values
+            other = tokenizer(text.replace(right, wrong), add_special_tokens=False)["input_ids"]
+            assert right not in text or not grammar.processor(0)._moved_to(other)

@@ -35,6 +35,10 @@ def test_a_prediction_is_counted_and_never_changes_the_answer(server):
         if content == text:
             assert counted.accepted_prediction_tokens > 20  # random tokens: their text is cut otherwise
         assert (total > 0) == bool(content)
+        again = client.chat.completions.create(
+            **ASKED, prediction=expected, extra_body={"medusa_plain": True}
+        )
+        assert again.usage.model_extra["medusa"]["num_steps"] == again.usage.completion_tokens
 
 
 def test_a_prediction_that_is_none_is_refused_in_words(server):
