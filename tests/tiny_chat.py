@@ -82,6 +82,13 @@ def chat_model(seed: int = 0, context: int = 512) -> MedusaModel:
     return MedusaModel(chat_base(seed, context), chat_heads(), wide_tree(), chat_tokenizer())
 
 
+def tool_model(template: str = TOOL_TEMPLATE) -> MedusaModel:
+    """The same with room for tools, which its template shows."""
+    model = chat_model(context=2048)
+    model.tokenizer.chat_template = template
+    return model
+
+
 def save_chat_model(directory: Path) -> tuple[str, str]:
     """All of it on disk: the base's directory and the heads'."""
     base, heads = directory / "base", directory / "heads"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import openai
 import uvicorn
 from tiny_chat import chat_tokenizer
 
@@ -18,6 +19,7 @@ from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket
 from medusa.serving.service import Service, ServiceSettings
 
 TOKENIZER = chat_tokenizer()
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class Running:
@@ -32,12 +34,16 @@ class Running:
         return self.service.worker.num_active
 
 
+def client_of(server: Running, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
 @contextmanager
 def running(model: MedusaModel, access: AccessSettings | None = None, **options) -> Iterator[Running]:
     limits = options.pop("limits", BatchLimits(max_rows=4, chunk=32))
     protocol = bounded_protocol(options.pop("max_connections", MAX_CONNECTIONS))
     grace_seconds = options.pop("grace_seconds", 30.0)
-    service = Service(model, ServiceSettings("tiny", limits, **options))
+    service = Service(model, ServiceSettings(options.pop("names", ("tiny",)), limits, **options))
     listening = bound_socket("127.0.0.1", 0)
     app = create_application(service, access or AccessSettings())
     server = SignalledServer(uvicorn.Config(app, log_level="error", http=protocol), service, grace_seconds)

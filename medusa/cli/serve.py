@@ -58,13 +58,12 @@ def serve(options: ServeOptions) -> list[str]:
             prefix_bytes=load.prefix_mib * 2**20,
         )
         settings = ServiceSettings(
-            names[0],
+            names,
             limits,
             load.max_new_tokens,
             load.timeout,
             options.plain,
             options.race,
-            other_names=names[1:],
             takes_any_name=options.any_model_name,
             remember_bytes=options.remember * 2**20,
             num_owners=len(keys),

@@ -112,8 +112,8 @@ class Progress:
     """One for each token, where the request asked for them."""
     finish_reason: str | None = None
     """That of the row, where this is the last it gets."""
-    num_drafted: int = 0
-    """Guesses that the pass verified for it."""
+    drafted: list[int] = field(default_factory=list)
+    """The depth of each guess that the pass verified for it, as in :class:`medusa.decoding.step.Advance`."""
 
 
 @dataclass(frozen=True)
@@ -516,7 +516,8 @@ class Batch:
                 is_end = tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
             given = tokens, advance.depths[index], advance.logprobs.get(index)
-            progress.append(Progress(row, *given, row.finish_reason, advance.num_drafted))
+            drafted = advance.drafted[index] if advance.drafted else []
+            progress.append(Progress(row, *given, row.finish_reason, drafted))
         return progress
 
     def _make_room(self) -> None:

@@ -71,6 +71,8 @@ class Advance:
     """Tokens before the root that the base has read a second time, in the row that had most."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Row -> one entry for each of its tokens, where its request asked for them."""
+    drafted: list[list[int]] = field(default_factory=list)
+    """The depth of each guess, row by row; empty for steps of fixed shape, which do not read it back."""
 
 
 def advanced(
@@ -298,6 +300,7 @@ def _cut(
         draft.topology.num_nodes - 1,
         num_again,
         {row: each[: ends[row][0]] for row, each in logprobs.items()},
+        draft.topology.depths[:, 1:].expand(len(tokens), -1).tolist(),
     )
 
 

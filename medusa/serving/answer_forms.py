@@ -114,9 +114,24 @@ def form_of(template: str) -> AnswerForm:
     return AnswerForm(thoughts, "json", "parameters" if '"parameters": ' in template else "arguments")
 
 
-def is_text(schema: Any) -> bool:
-    """Whether a parameter of this schema, of a call without JSON, is written as it stands."""
-    return not schema or (isinstance(schema, Mapping) and schema.get("type") == "string")
+def types_of(schema: Any) -> set[str]:
+    """The types that a schema names; none where it names none."""
+    named = [each.get("type") for each in _alternatives(schema)]
+    flat = [name for each in named for name in (each if isinstance(each, list) else [each])]
+    return {name for name in flat if isinstance(name, str)}
+
+
+def _alternatives(schema: Any) -> list[Mapping[str, Any]]:
+    """The schemas one of which a value keeps to."""
+    if not isinstance(schema, Mapping):
+        return []
+    inner = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    return [leaf for each in inner for leaf in _alternatives(each)] or [schema]
+
+
+def _may_be_any_text(schema: Any) -> bool:
+    found = [each for each in _alternatives(schema) if "string" in types_of(each)]
+    return not schema or any("enum" not in each for each in found)
 
 
 def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], spelt: Spelt) -> list[str]:
@@ -130,9 +145,9 @@ def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], s
         value, place = properties[key], f"{index}_{number}"
         begin = f"<parameter={key}>\n" if kind == "xml" else f"{key}="
         rules.append(f"given_{place}: {json.dumps(begin)} value_{place}")
-        if kind == "xml" and is_text(value) and not (value or {}).get("enum"):
+        if kind == "xml" and _may_be_any_text(value):  # as it stands
             rules.append(f"value_{place}[suffix={end}]: /(?s:.*)/")
-        elif kind == "xml" and is_text(value):
+        elif kind == "xml" and types_of(value) == {"string"} and isinstance(value.get("enum"), list):
             rules.append(f"value_{place}: ({' | '.join(map(json.dumps, value['enum']))}) {end}")
         else:
             schema_of_value = {**definitions, **value} if isinstance(value, Mapping) else {"not": {}}
@@ -142,6 +157,8 @@ def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], s
     if kind == "xml":
         before, after = spelt(f"<tool_call>\n<function={name}>\n"), spelt("</function>\n</tool_call>")
         return [f"call_{index}: {' '.join([before, *first, *(f'{each}?' for each in rest), after])}", *rules]
-    given = ' ", " '.join(first) + "".join(f' (", " {each})?' for each in rest)
-    given = given if first or not rest else f"({' | '.join(rest)})?"
+    behind = [f'(", " {each})?' for each in rest]
+    given = " ".join([' ", " '.join(first), *behind])
+    if not first and rest:
+        given = f"({' | '.join(' '.join([each, *behind[at:]]) for at, each in enumerate(rest, 1))})?"
     return [f"call_{index}: {json.dumps(f'[{name}(')} {given} {json.dumps(')]')}", *rules]

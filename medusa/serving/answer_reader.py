@@ -13,13 +13,23 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from medusa.serving.answer_forms import AnswerForm, is_text
+from medusa.serving.answer_forms import AnswerForm, types_of
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write what a call is given."""
+TYPES: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
+"""What a schema calls the types of values."""
 TOO_MUCH = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What reading a text as JSON or Python may raise."""
 
@@ -30,7 +40,9 @@ class Part:
 
     kind: Literal["reasoning", "text", "call", "arguments"]
     text: str
-    """What is said; of a call the name of the tool; of arguments more of the JSON of the last call."""
+    """What is said; of a call the name of the tool; of arguments more of the JSON of that call."""
+    number: int = 0
+    """Of the call, from 0."""
 
 
 Waiting = Generator[None, None, None]
@@ -107,7 +119,7 @@ class AnswerReader:
 
     def _add(self, kind: Literal["call", "arguments"], text: str) -> None:
         if text and (self._most is None or self.num_calls <= self._most):
-            self._parts.append(Part(kind, text))
+            self._parts.append(Part(kind, text, self.num_calls - 1))
 
     # How text is taken
 
@@ -281,7 +293,7 @@ class AnswerReader:
             named = "".join(key).strip()
             self._argue(f"{joint}{_quoted(named)}: ")
             joint = ", "
-            yield from self._xml_value(is_text(properties.get(named)))
+            yield from self._xml_value(properties.get(named))
         if not self._is_whole or (yield from self._skip("</function>")):
             self._argue("{}" if joint == "{" else "}")
         for mark in ("</function>", "</tool_call>"):
@@ -289,18 +301,21 @@ class AnswerReader:
                 self._commit()
         return True
 
-    def _xml_value(self, is_plain: bool) -> Waiting:
+    def _xml_value(self, schema: Any) -> Waiting:
+        """A text as it stands, or what Python or JSON would write; both where ``schema`` leaves it open."""
         while not self._held and not self._is_whole:
             yield
         self._held = self._held.removeprefix("\n")
-        ends, value = ["\n</parameter>", "</parameter>"], list[str]()
-        if is_plain:
+        ends, value, types = ["\n</parameter>", "</parameter>"], list[str](), types_of(schema)
+        if not schema or types == {"string"}:
             self._argue('"')
             if (yield from self._until(ends, lambda text: self._argue(_quoted(text)[1:-1]))):
                 self._argue('"')
         elif (yield from self._until(ends, value.append)):
-            given = _python(f"(value={''.join(value)})")
-            self._argue(_quoted("".join(value) if given is None else given["value"]))
+            text = "".join(value)
+            given = (_python(f"(value={text})") or {}).get("value", text)
+            fits = "string" not in types or types & TYPES.get(type(given), set())
+            self._argue(_quoted(given if fits else text))
 
     def _python_calls(self) -> Asking:
         """Whether ``[name(key=value, ...), ...]`` came, as Llama 3.2 and 4 write; taken then."""

@@ -28,11 +28,11 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import medusa
-from medusa.acceptance.grammar import Grammar
 from medusa.prompts import check_keepable
 from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, AccessSettings, Gate, answer_of
 from medusa.serving.replies import DONE, Replies, RequestError, usage_of
 from medusa.serving.requests import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -41,11 +41,9 @@ from medusa.serving.requests import (
     message_of,
     telling,
 )
-from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses
+from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses, named
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.worker import Answer, Update
-
-_Listener = Callable[[Update], None]
 
 log = logging.getLogger("medusa.serving")
 BODY_SECONDS = 30.0
@@ -76,8 +74,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_refused)
 
-    most = service.settings.limits.max_rows + service.settings.limits.max_waiting
-    threads = _Threads(NUM_PREPARING, most), _Threads(1, most)
+    endpoints = _Endpoints(service, access)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
     if service.settings.allows_race:
@@ -120,24 +117,24 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
-        return await _computed(request, TokenizeRequest, service.tokens, threads[0])
+        return await endpoints.computed(request, TokenizeRequest, service.tokens)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Any:
-        return await _computed(request, DetokenizeRequest, service.text, threads[0])
+        return await endpoints.computed(request, DetokenizeRequest, service.text)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _reply(request, ChatRequest, service, threads, access)
+        return await endpoints.answered(request, ChatRequest)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _reply(request, CompletionRequest, service, threads, access)
+        return await endpoints.answered(request, CompletionRequest)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         try:
-            return await _reply(request, ResponsesRequest, service, threads, access)
+            return await endpoints.answered(request, ResponsesRequest)
         except RequestError as error:
             raise in_words_of_responses(error) from error
 
@@ -224,7 +221,10 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
     try:
         check_keepable(body, "the body", MAX_DEPTH)
-        return kind.model_validate(body)
+        asked = kind.model_validate(body)
+        if isinstance(asked, ResponsesRequest):
+            _ = asked.chat  # what is wrong with it as a chat is told here
+        return asked
     except ValidationError as error:
         wrong = telling(error.errors(include_url=False, include_context=False, include_input=False))
         name = field_of(wrong["loc"])
@@ -233,70 +233,74 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(str(error), code="invalid_json") from error
 
 
-async def _computed(
-    request: Request, kind: Any, work: Callable[[Any], dict[str, Any]], preparing: _Threads
-) -> dict[str, Any]:
-    """What ``work`` makes of a body of this kind."""
-    asked = await preparing.run(_checked, await _body(request), kind)
-    request.scope["state"]["unread"] = [*asked.unread()]
-    return await preparing.run(work, asked)
-
-
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-async def _reply(
-    request: Request,
-    kind: type[ChatRequest | CompletionRequest | ResponsesRequest],
-    service: Service,
-    threads: tuple[_Threads, _Threads],
-    access: AccessSettings,
-) -> Response:
-    """The answers to a request of this kind, whole or as a stream."""
-    preparing, compiling = threads
-    raw = await _body(request)
-    given = await preparing.run(_checked, raw, kind)
-    asked = given.chat if isinstance(given, ResponsesRequest) else given
-    unread = given.unread() if isinstance(given, ResponsesRequest) else {}
-    request.scope["state"]["unread"] = [*unread, *service.unread(asked)]
-    service.check(asked)
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+class _Endpoints:
+    """What is common to the endpoints that read a body."""
 
-    def listener_of(num_before: int, choice: int) -> _Listener:
-        def listen(update: Update) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(queue.put_nowait, (num_before + choice, update))
+    def __init__(self, service: Service, access: AccessSettings):
+        self.service, self.access = service, access
+        most = service.settings.limits.max_rows + service.settings.limits.max_waiting
+        self.preparing, self.compiling = _Threads(NUM_PREPARING, most), _Threads(1, most)
 
-        return listen
+    async def computed(
+        self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What ``work`` makes of a body of this kind."""
+        asked = await self.preparing.run(_checked, await _body(request), kind)
+        request.scope["state"]["unread"] = [*asked.unread()]
+        return await self.preparing.run(work, asked)
 
-    prompts = await preparing.run(service.prompts, asked)
-    grammar = None
-    if asked.is_formed:
-        grammar = await compiling.run(service.grammar, asked, prompts[0])
-    owner = request.scope["state"].get("owner")
-    answers = await run_in_threadpool(_answers, service, asked, prompts, listener_of, grammar, owner)
-    service.submit(answers)
-    record = _Record(request, asked, answers, sum(map(len, prompts)), access)
+    async def answered(
+        self, request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+    ) -> Response:
+        """The answers to a request of this kind, whole or as a stream."""
+        service = self.service
+        given = await self.preparing.run(_checked, await _body(request), kind)
+        asked = given.chat if isinstance(given, ResponsesRequest) else given
+        unread = service.unread(asked)
+        if isinstance(given, ResponsesRequest):
+            unread = [*dict.fromkeys([*given.unread(), *map(named, unread)])]
+        request.scope["state"]["unread"] = unread
+        service.check(asked)
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
-    def end() -> None:
-        service.worker.cancel(answers)
-        record.write()
+        def listener_of(number: int) -> Callable[[Update], None]:
+            def listen(update: Update) -> None:
+                with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                    loop.call_soon_threadsafe(queue.put_nowait, (number, update))
 
-    replies = _replies(service, given, asked, prompts)
-    if asked.stream:
-        return _EventStream(_events(asked, answers, queue, replies, record), end)
-    try:
-        updates = await _unless_disconnected(request, _collected(queue, len(answers)))
-    finally:
-        end()
-    if updates is None:
-        return Response(status_code=499)
-    for of_choice in updates:
-        if (failure := _failure(of_choice[-1].finish_reason)) is not None:
-            raise failure
-    return JSONResponse(replies.whole(updates, record.usage))
+            return listen
+
+        prompts = await self.preparing.run(service.prompts, asked)
+        grammar = None
+        if asked.is_formed:
+            grammar = await self.compiling.run(service.grammar, asked, prompts[0])
+        owner = request.scope["state"].get("owner")
+        answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
+        service.submit(answers)
+        record = _Record(request, asked, answers, sum(map(len, prompts)), self.access.logs_prompts)
+
+        def end() -> None:
+            service.worker.cancel(answers)
+            record.write()
+
+        replies = _replies(service, given, asked, prompts)
+        if asked.stream:
+            return _EventStream(_events(asked, answers, queue, replies, record), end)
+        try:
+            updates = await _unless_disconnected(request, _collected(queue, len(answers)))
+        finally:
+            end()
+        if updates is None:
+            return Response(status_code=499)
+        for of_choice in updates:
+            if (failure := _failure(of_choice[-1].finish_reason)) is not None:
+                raise failure
+        return JSONResponse(replies.whole(updates, record.usage))
 
 
 def _replies(
@@ -306,7 +310,7 @@ def _replies(
     prompts: Sequence[Sequence[int]],
 ) -> Replies | ResponseReplies:
     """What makes answers of the kind that was asked for."""
-    name = asked.model or service.settings.model_name
+    name = asked.model or service.settings.names[0]
     if isinstance(given, ResponsesRequest):
         return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
     echoed: list[str] = []
@@ -316,22 +320,6 @@ def _replies(
             echoed = [text for text in texts for _ in range(asked.n)]
         return Replies(asked, name, service.tokenizer, echoed=echoed)
     return Replies(asked, name, service.tokenizer, partial(service.reader, asked, prompts[0]))
-
-
-def _answers(
-    service: Service,
-    asked: ChatRequest | CompletionRequest,
-    prompts: Sequence[Sequence[int]],
-    listener_of: Callable[[int, int], _Listener],
-    grammar: Grammar | None,
-    owner: int | None,
-) -> list[Answer]:
-    """The answers to all prompts, one after the other."""
-    answers: list[Answer] = []
-    for prompt in prompts:
-        numbered = partial(listener_of, len(answers))
-        answers += service.answers(asked, prompt, numbered, grammar, owner)
-    return answers
 
 
 class _EventStream(StreamingResponse):
@@ -438,7 +426,7 @@ class _Record:
         asked: ChatRequest | CompletionRequest,
         answers: Sequence[Answer],
         num_prompt: int,
-        access: AccessSettings,
+        logs_prompts: bool,
     ):
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
         self.state = request.scope["state"]
@@ -448,7 +436,7 @@ class _Record:
         self.num_to_read = num_prompt * asked.n
         if unread := self.state["unread"]:
             self.said["ignored"] = unread[:MAX_TOLD]
-        if access.logs_prompts:
+        if logs_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
             self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,21 +19,12 @@ DONE = "[DONE]"
 """The data of the last event of a stream, also of one that fails."""
 
 
-class Reading:
-    """The parts of one answer, as its updates come."""
-
-    def __init__(self, reader: AnswerReader):
-        self._reader = reader
-
-    def read(self, update: Update) -> tuple[list[Part], str | None]:
-        """What an update says, and how the answer ends, if it does."""
-        parts, reason = (
-            self._reader.feed("".join(piece.text for piece in update.pieces)),
-            update.finish_reason,
-        )
-        if reason is not None:
-            parts += self._reader.finish()
-        return parts, "tool_calls" if reason == "stop" and self._reader.num_calls else reason
+def read(reader: AnswerReader, update: Update) -> tuple[list[Part], str | None]:
+    """What an update says, and how the answer ends, if it does."""
+    parts, reason = reader.feed("".join(piece.text for piece in update.pieces)), update.finish_reason
+    if reason is not None:
+        parts += reader.finish()
+    return parts, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
 class Replies:
@@ -64,9 +56,7 @@ class Replies:
             "model": model_name,
         }
         self._num_chars: dict[int, int] = {}
-        self._reader_of, self._echoed = reader_of, echoed
-        self._readings: dict[int, Reading] = {}
-        self._num_calls: dict[int, int] = {}
+        self._echoed, self._readers = echoed, defaultdict[int, AnswerReader](reader_of)
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""
@@ -132,12 +122,10 @@ class Replies:
 
     def _said(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
         """What an update says, as a message or a part of one, and how the answer ends, if it does."""
-        if self._reader_of is None:
+        if not self.is_chat:
             text = "".join(piece.text for piece in update.pieces)
             return ({"content": text} if text else {}), update.finish_reason
-        if index not in self._readings:
-            self._readings[index], self._num_calls[index] = Reading(self._reader_of()), 0
-        parts, reason = self._readings[index].read(update)
+        parts, reason = read(self._readers[index], update)
         said: dict[str, Any] = {}
         for part in parts:
             if part.kind == "text":
@@ -145,19 +133,8 @@ class Replies:
             elif part.kind == "reasoning":
                 said["reasoning_content"] = said["reasoning"] = said.get("reasoning", "") + part.text
             else:
-                self._add_to_calls(said.setdefault("tool_calls", []), index, part)
+                _add_to_calls(said.setdefault("tool_calls", []), part)
         return said, reason
-
-    def _add_to_calls(self, calls: list[dict[str, Any]], index: int, part: Part) -> None:
-        if part.kind == "call":
-            function = {"name": part.text, "arguments": ""}
-            number, identity = self._num_calls[index], f"call_{uuid.uuid4().hex[:24]}"
-            calls.append({"index": number, "id": identity, "type": "function", "function": function})
-            self._num_calls[index] += 1
-        elif calls:
-            calls[-1]["function"]["arguments"] += part.text
-        else:
-            calls.append({"index": self._num_calls[index] - 1, "function": {"arguments": part.text}})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -196,16 +173,29 @@ class Replies:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def _add_to_calls(calls: list[dict[str, Any]], part: Part) -> None:
+    if part.kind == "call":
+        function, identity = {"name": part.text, "arguments": ""}, f"call_{uuid.uuid4().hex[:24]}"
+        calls.append({"index": part.number, "id": identity, "type": "function", "function": function})
+    elif calls:
+        calls[-1]["function"]["arguments"] += part.text
+    else:
+        calls.append({"index": part.number, "function": {"arguments": part.text}})
+
+
 def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of the prompt, how many of these were not read again, tokens of all answers, and what guessing
-    did: ``accepted_per_depth`` counts from depth 1. Of a prediction, the tokens that appear in the answer are
-    accepted, and the others rejected, as OpenAI defines them."""
+    did, by depth from 1 on. Of a prediction, the tokens that appear in the answer are accepted, and the
+    others rejected, as OpenAI defines them."""
     num_tokens, num_steps = (
         sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
     )
     expected = [len(each.prediction) for each in answers]
     written = [common_subsequence_length(each.prediction, each.row.tokens) for each in answers]
-    deepest = max((depth for answer in answers for depth in answer.accepted), default=0)
+    drafted, accepted = (
+        sum((getattr(each, name) for each in answers), Counter[int]()) for name in ("drafted", "accepted")
+    )
+    depths = range(1, max(drafted, default=0) + 1)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
@@ -218,10 +208,8 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
         "medusa": {
             "num_steps": num_steps,
             "tokens_per_step": round(num_tokens / max(1, num_steps), 3),
-            "num_drafted": sum(answer.num_drafted for answer in answers),
-            "accepted_per_depth": [
-                sum(answer.accepted[depth] for answer in answers) for depth in range(1, deepest + 1)
-            ],
+            "drafted_per_depth": [drafted[depth] for depth in depths],
+            "accepted_per_depth": [accepted[depth] for depth in depths],
         },
     }
 

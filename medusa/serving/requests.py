@@ -56,6 +56,17 @@ def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("properties must be an object, and required a list")
+    if not all(isinstance(name, str) for name in required):
+        raise ValueError("required must be a list of names")
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+"""The schema of what a function is given."""
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 """What a client tells the chat template by its own names."""
 Token = Annotated[int, Field(strict=True)]
@@ -105,11 +116,14 @@ class StreamOptions(Body):
     """Ours: ``medusa`` in each choice, the text in pieces with the depth of the guess behind each."""
 
 
+FormKind = Literal["json", "regex", "choice", "grammar"]
+
+
 @dataclass(frozen=True)
 class TextForm:
     """A form that a text must keep to."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: FormKind
     given: Any
     """The schema, the regular expression, the texts, or the grammar."""
     field: str
@@ -155,27 +169,28 @@ class StructuredOutputs(Body):
     )
     grammar: Annotated[str, Field(min_length=1)] | None = None
 
+    @property
+    def _given(self) -> list[TextForm]:
+        is_object = {"type": "object"} if self.json_object else None
+        named: list[tuple[FormKind, Any]] = [("json", self.json_), ("json", is_object)]
+        named += [("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar)]
+        return [TextForm(kind, each, "structured_outputs") for kind, each in named if each is not None]
+
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        given = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
-        if sum(each is not None for each in given) != 1:
+        if len(self._given) != 1:
             raise ValueError("must have one of json, json_object, regex, choice and grammar")
         return self
 
     @property
     def text_form(self) -> TextForm:
-        place = "structured_outputs"
-        if self.regex is not None:
-            return TextForm("regex", self.regex, place)
-        if self.choice is not None:
-            return TextForm("choice", self.choice, place)
-        if self.grammar is not None:
-            return TextForm("grammar", self.grammar, place)
-        return TextForm("json", {"type": "object"} if self.json_ is None else self.json_, place)
+        return self._given[0]
 
 
 class TextPart(Body):
     """A part of a message."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
 
     type: str
     text: str
@@ -183,23 +198,25 @@ class TextPart(Body):
     @field_validator("type")
     @classmethod
     def _is_text(cls, given: str) -> str:
-        if given != "text":
-            raise ValueError(
-                f"must be 'text', the only kind of part that this server reads, got {given[:40]!r}"
-            )
+        if given not in cls.kinds:
+            known = " or ".join(map(repr, cls.kinds))
+            raise ValueError(f"must be {known}: this server reads nothing but text, got {given[:40]!r}")
         return given
+
+
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
+
+
+def text_of(content: str | Sequence[TextPart] | None) -> str:
+    """All parts together."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class Prediction(Body):
     """What a client expects the answer to be (OpenAI's predicted outputs): guesses are copied from it."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
-
-    @property
-    def text(self) -> str:
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    content: Content
 
 
 class SharedFields(Body):
@@ -320,7 +337,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS), FIRST_ALONE] | None = None
     tool_call_id: str | None = None
@@ -336,10 +353,8 @@ class ChatMessage(Body):
     @property
     def as_template(self) -> dict[str, Any]:
         """As a chat template reads it: arguments of calls as objects."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.name is not None:
             message["name"] = self.name
         if (thought := self.reasoning_content or self.reasoning) is not None:
@@ -360,7 +375,7 @@ class OfferedFunction(Body):
     hands_on = True
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
 
 
 class Tool(Body):
@@ -385,19 +400,42 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class ChatRequest(SharedFields):
+class Rendering(Body):
+    """What a chat template is told beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    """Go on with the last message, where the model has begun it."""
+    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
+    enable_thinking: StrictBool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """By the names that templates know, and those of ``apply_chat_template``."""
+        begins = self.add_generation_prompt and not self.continue_final_message
+        arguments: dict[str, Any] = {"add_generation_prompt": begins}
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                arguments["enable_thinking"] = False
+        if self.enable_thinking is not None:
+            arguments["enable_thinking"] = self.enable_thinking
+        return arguments | (self.chat_template_kwargs or {})
+
+
+class ChatRequest(SharedFields, Rendering):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
-    enable_thinking: StrictBool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
     def _logprobs_go_together(self) -> ChatRequest:
@@ -432,19 +470,9 @@ class ChatRequest(SharedFields):
     def is_formed(self) -> bool:
         return super().is_formed or bool(self.must_call)
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools; templates know them by these names."""
-        arguments: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            arguments["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":
-                arguments["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            arguments["enable_thinking"] = self.enable_thinking
-        return arguments | (self.chat_template_kwargs or {})
-
     def refused(self) -> tuple[str, str] | None:
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            return "continue_final_message", "continue_final_message needs a last message of the assistant"
         if self.tool_choice not in (None, "none", "auto") and not self.must_call:
             return "tool_choice", "tool_choice must name one of tools, or tools must be given"
         return super().refused()
@@ -496,7 +524,7 @@ class CompletionRequest(SharedFields):
         return super().refused()
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Rendering):
     """``POST /tokenize``: of a text, or of a conversation as it would be rendered."""
 
     model: str | None = None
@@ -506,8 +534,6 @@ class TokenizeRequest(Body):
     messages: (
         Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE] | None
     ) = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> TokenizeRequest:
@@ -518,7 +544,7 @@ class TokenizeRequest(Body):
     @property
     def chat(self) -> ChatRequest:
         """The conversation, as it would be answered."""
-        names = {"messages", "tools", "chat_template_kwargs"}
+        names = {"messages", *Rendering.model_fields}
         return ChatRequest.model_validate(self.model_dump(include=names, exclude_unset=True))
 
 

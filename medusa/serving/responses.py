@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from medusa.serving.answer_reader import AnswerReader, Part
-from medusa.serving.replies import Reading, RequestError
+from medusa.serving.replies import RequestError, read
 from medusa.serving.requests import (
     FIRST_ALONE,
     MAX_MESSAGES,
@@ -24,8 +24,11 @@ from medusa.serving.requests import (
     CalledFunction,
     ChatRequest,
     JsonSchema,
+    Parameters,
     SharedFields,
+    TextPart,
     Whole,
+    text_of,
 )
 from medusa.serving.worker import Update
 
@@ -36,21 +39,12 @@ IN_WORDS_OF_CHAT = {
     "messages": "input",
 }
 """Fields of a chat that have other names here."""
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class InputPart(Body):
+class InputPart(TextPart):
     """A part of an item."""
 
-    type: str
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, given: str) -> str:
-        if given not in TEXT_PARTS:
-            raise ValueError(f"must be 'input_text' or another kind of text, got {given[:40]!r}")
-        return given
+    kinds = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 Content = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
@@ -92,7 +86,7 @@ class OfferedTool(Body):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: StrictBool | None = None
 
 
@@ -194,7 +188,7 @@ class ResponsesRequest(SharedFields):
         thought, names = None, dict[str, str]()
         for item in self.input:
             if item.type == "reasoning":
-                thought = _joined(item.content) or _joined(item.summary) or None
+                thought = text_of(item.content) or text_of(item.summary) or None
             elif item.type == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
                 call, names[item.call_id or ""] = {"id": item.call_id, "function": function}, item.name or ""
@@ -204,9 +198,9 @@ class ResponsesRequest(SharedFields):
                 messages[-1]["tool_calls"].append(call)
             elif item.type == "function_call_output":
                 named = {"tool_call_id": item.call_id, "name": names.get(item.call_id or "")}
-                messages.append({"role": "tool", "content": _joined(item.output), **named})
+                messages.append({"role": "tool", "content": text_of(item.output), **named})
             else:
-                said = {"role": item.role, "content": _joined(item.content)}
+                said = {"role": item.role, "content": text_of(item.content)}
                 if item.role == "assistant":
                     said["reasoning_content"], thought = thought, None
                 messages.append(said)
@@ -218,12 +212,12 @@ def in_words_of_responses(error: RequestError) -> RequestError:
     text = str(error)
     for name, ours in IN_WORDS_OF_CHAT.items():
         text = text.replace(name, ours)
-    param = error.param and IN_WORDS_OF_CHAT.get(error.param, error.param)
-    return RequestError(text, error.status, param, error.code, error.retry_after)
+    return RequestError(text, error.status, error.param and named(error.param), error.code, error.retry_after)
 
 
-def _joined(content: str | Sequence[InputPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def named(field: str) -> str:
+    """The name that a field of a chat has here."""
+    return IN_WORDS_OF_CHAT.get(field, field)
 
 
 class ResponseReplies:
@@ -236,7 +230,7 @@ class ResponseReplies:
     """
 
     def __init__(self, asked: ResponsesRequest, model_name: str, tokenizer: Any, reader: AnswerReader):
-        self._asked, self._tokenizer, self._reading = asked, tokenizer, Reading(reader)
+        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
         self._number = 0
         self._reason: str | None = None
         self._output: list[dict[str, Any]] = []
@@ -285,7 +279,7 @@ class ResponseReplies:
 
     def part(self, index: int, update: Update) -> list[Any]:
         """The events of an update."""
-        parts, self._reason = self._reading.read(update)
+        parts, self._reason = read(self._reader, update)
         return [event for part in parts for event in self._took(part)]
 
     def end(self, usage: dict[str, Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.position_limits import common_context
 from medusa.decoding.batch import BatchLimits, QueueFull
+from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
 from medusa.prompts import is_thinking
@@ -41,6 +42,7 @@ from medusa.serving.requests import (
     SharedFields,
     TokenizeRequest,
     sampling_arguments,
+    text_of,
 )
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 
@@ -75,8 +77,8 @@ def shutting_down() -> RequestError:
 class ServiceSettings:
     """What a server allows."""
 
-    model_name: str
-    """As clients call it."""
+    names: tuple[str, ...]
+    """Under which clients may ask; the first is what the model is called."""
     limits: BatchLimits = field(default_factory=BatchLimits)
     max_new_tokens: int = 4096
     """Longest answer, also where the client says nothing."""
@@ -87,8 +89,6 @@ class ServiceSettings:
     allows_race: bool = False
     """Clients may ask for answers without guessing, for comparison. They have a batch of their own, of as
     much memory, and half of the time while both are busy."""
-    other_names: tuple[str, ...] = ()
-    """Names under which clients may ask too."""
     takes_any_name: bool = False
     """Whatever clients call the model is this one."""
 
@@ -100,10 +100,6 @@ class ServiceSettings:
     """Clients with a key of their own, among whom this memory is divided."""
     remembers_together: bool = False
     """Answers to one owner help to guess those of others, and the time to answer tells of them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.model_name, *self.other_names)
 
 
 class Service:
@@ -230,7 +226,7 @@ class Service:
         self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
     ) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tools=[*tools] or None, add_generation_prompt=True, tokenize=False, **arguments
+            messages, tools=[*tools] or None, tokenize=False, **arguments
         )
 
     @functools.cached_property
@@ -384,17 +380,43 @@ class Service:
     def answers(
         self,
         asked: SharedFields,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         listener_of: Callable[[int], Callable[[Update], None]],
         grammar: Grammar | None = None,
         owner: Hashable = None,
     ) -> list[Answer]:
-        """The ``n`` answers to ``prompt``, not yet under way; choice i draws from ``seed + i``. What is read
-        for them is read again for other owners.
+        """The ``n`` answers to each of ``prompts``, not yet under way; choice i draws from ``seed + i``, and
+        is told of by the listener of its number among all. What is read for them is read again for other
+        owners.
 
         Raises:
             RequestError: something asked for is not to be had here.
         """
+        expected = (
+            [] if asked.prediction is None else self._tokens_expected(text_of(asked.prediction.content))
+        )
+        marks = self._marks if isinstance(asked, ChatRequest) else None
+        told: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.settings.seconds}
+        told |= {"owner": owner, "prediction": expected}
+        requests = [
+            request
+            for prompt in prompts
+            for request in self._requests(asked, prompt, expected, grammar, owner)
+        ]
+        return [
+            Answer(request, AnswerText(self.tokenizer, asked.stops, marks), listener_of(number), **told)
+            for number, request in enumerate(requests)
+        ]
+
+    def _requests(
+        self,
+        asked: SharedFields,
+        prompt: Sequence[int],
+        expected: Sequence[int],
+        grammar: Grammar | None,
+        owner: Hashable,
+    ) -> Iterator[DecodeRequest]:
+        """What is decoded for each choice."""
         arguments: dict[str, Any] = {
             **sampling_arguments(asked),
             "max_new_tokens": self._longest(asked, len(prompt)),
@@ -409,9 +431,7 @@ class Service:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
         first = int(torch.randint(SEEDS, ())) if asked.seed is None else asked.seed % SEEDS
         ids = torch.tensor([list(prompt)], device=self.model.device)
-        expected = [] if asked.prediction is None else self._tokens_expected(asked.prediction.text)
         references = self.model.references(expected, self.corpus_of(owner), [ids[0]])
-        answers = []
         for choice in range(asked.n):
             kept = [] if grammar is None else [grammar.processor(len(prompt))]
             arguments["logits_processor"] = LogitsProcessorList([*processors, *kept])
@@ -426,17 +446,7 @@ class Service:
                 self.worker.batches[asked.medusa_plain].check(request)
             except ValueError as error:
                 raise RequestError(str(error)) from error
-            marks = self._marks if isinstance(asked, ChatRequest) else None
-            text = AnswerText(self.tokenizer, asked.stops, marks)
-            given: dict[str, Any] = {
-                "is_plain": asked.medusa_plain,
-                "seconds": self.settings.seconds,
-                "owner": owner,
-            }
-            answer = Answer(request, text, listener_of(choice), **given)
-            answer.prediction = expected
-            answers.append(answer)
-        return answers
+            yield request
 
     def corpus_of(self, owner: Hashable) -> SuffixCorpus | None:
         """What was answered to ``owner`` before; None where nothing is remembered.
@@ -534,7 +544,7 @@ class Service:
             "object": "model",
             "created": 0,
             "owned_by": "medusa",
-            "root": self.settings.model_name,
+            "root": self.settings.names[0],
             "max_model_len": self.context,
             "context_length": self.context,
         }

@@ -51,15 +51,16 @@ class Answer:
         is_plain: bool = False,
         seconds: float = float("inf"),
         owner: Hashable = None,
+        prediction: Sequence[int] = (),
     ):
         self.row = Row(request, tag=self, owner=owner)
         self.text, self.listener, self.is_plain = text, listener, is_plain
         self.arrived = self.last = time.monotonic()
         self.deadline = self.arrived + seconds
-        self.num_tokens = self.num_steps = self.num_drafted = 0
-        self.accepted = Counter[int]()
-        """Tokens by the depth of the guess behind them; 0 for the base model's own."""
-        self.prediction: Sequence[int] = ()
+        self.num_tokens = self.num_steps = 0
+        self.drafted, self.accepted = Counter[int](), Counter[int]()
+        """Guesses by their depth, and tokens by that of the guess behind them; 0 for the base model's own."""
+        self.prediction = prediction
         """Tokens that the client expects."""
         self.finish_reason: str | None = None
         """That of the last update."""
@@ -232,7 +233,7 @@ class Worker:
         num_new = num_fed if text.is_stopped else len(tokens)
         answer.num_steps += 1
         answer.num_tokens += num_new
-        answer.num_drafted += progress.num_drafted
+        answer.drafted.update(progress.drafted)
         answer.accepted.update(progress.depths[:num_new])
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)

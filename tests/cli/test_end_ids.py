@@ -43,9 +43,9 @@ def test_a_chat_a_server_and_a_distilled_answer_end_where_generate_ends(names):
     list(session.reply("why"))
     assert session.answers[0].ended_by == "end" and session.answers[0].statistics.num_tokens == len(expected)
     assert LocalAnswerer(model, 1, 12).stop_ids == ends
-    service = Service(model, ServiceSettings("tiny"))
+    service = Service(model, ServiceSettings(("tiny",)))
     asked = ChatRequest(messages=QUESTION, max_tokens=12, temperature=0)
-    (answer,) = service.answers(asked, [1, 2, 3], lambda choice: lambda update: None)
+    (answer,) = service.answers(asked, [[1, 2, 3]], lambda choice: lambda update: None)
     assert answer.row.request.eos_ids == ends
 
 

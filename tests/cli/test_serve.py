@@ -167,7 +167,7 @@ def test_clients_can_connect_from_the_moment_that_the_server_says_ready(monkeypa
         with server.bound_socket("127.0.0.1", 0) as bound:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(bound.getsockname(), timeout=5)
-            server.run_server(Service(chat_model(), ServiceSettings("tiny")), AccessSettings(), bound)
+            server.run_server(Service(chat_model(), ServiceSettings(("tiny",))), AccessSettings(), bound)
     finally:
         server.log.removeFilter(connect)
     assert connected
@@ -183,7 +183,7 @@ def served(monkeypatch, bound, tls=None):
         run(self, sockets)
 
     monkeypatch.setattr(server.SignalledServer, "run", noted)
-    service = Service(chat_model(), ServiceSettings("tiny"))
+    service = Service(chat_model(), ServiceSettings(("tiny",)))
     thread = threading.Thread(target=server.run_server, args=(service, AccessSettings(), bound, 1.0, tls))
     thread.start()
     try:

@@ -4,8 +4,16 @@ import asyncio
 import json
 import sys
 
+from langchain_core.messages import AIMessageChunk
 from langchain_openai import ChatOpenAI
 
+TOOL = json.loads(sys.argv[2])
+SCHEMA = {
+    "title": "answer",
+    "type": "object",
+    "properties": {"ok": {"enum": ["yes", "no"]}},
+    "required": ["ok"],
+}
 asked = {
     "base_url": sys.argv[1] + "/v1",
     "api_key": "none",
@@ -13,19 +21,25 @@ asked = {
     "temperature": 0,
     "max_retries": 0,
 }
-chat = ChatOpenAI(**asked, max_tokens=24)
-whole = chat.invoke("Hello")
-called = ChatOpenAI(**asked, max_tokens=90).bind_tools([json.loads(sys.argv[2])], tool_choice="required")
-schema = {"title": "answer", "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-formed = ChatOpenAI(**asked, max_tokens=60).with_structured_output(
-    {**schema, "additionalProperties": False}, method="json_schema"
-)
+chat, long = ChatOpenAI(**asked, max_tokens=24), ChatOpenAI(**asked, max_tokens=90)
+responses = ChatOpenAI(**asked, max_tokens=24, use_responses_api=True)
+calling = long.bind_tools([TOOL], tool_choice="required")
+formed = long.with_structured_output({**SCHEMA, "additionalProperties": False}, method="json_schema")
+whole, response = chat.invoke("Hello"), responses.invoke("Hello")
+streamed = sum(calling.stream("Hello"), AIMessageChunk(content=""))
 found = {
-    "whole": whole.content,
-    "tokens": whole.usage_metadata["output_tokens"],
-    "streamed": "".join(chunk.content for chunk in chat.stream("Hello")),
-    "async": asyncio.run(chat.ainvoke("Hello")).content,
-    "called": called.invoke("Hello").tool_calls[0]["name"],
-    "formed": sorted(formed.invoke("Hello")),
+    "texts": {
+        "whole": whole.content,
+        "streamed": "".join(chunk.content for chunk in chat.stream("Hello")),
+        "async": asyncio.run(chat.ainvoke("Hello")).content,
+        "response": response.text,
+        "response_streamed": "".join(chunk.text for chunk in responses.stream("Hello")),
+    },
+    "tokens": [each.usage_metadata["output_tokens"] for each in (whole, response)],
+    "calls": [
+        [call["name"], json.dumps(call["args"])]
+        for call in (*calling.invoke("Hello").tool_calls, *streamed.tool_calls)
+    ],
+    "formed": [json.dumps(formed.invoke("Hello")["ok"])],
 }
 print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Run by a Python that has only the `openai` package: what it gets from the server at argv[1], as JSON."""
+"""Run by a Python that has `openai`: what it gets from the server at argv[1], as JSON."""
 
 import asyncio
 import json
@@ -8,6 +8,11 @@ import openai
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
+SAME = {"model": "tiny", "input": HELLO, "max_output_tokens": 24, "temperature": 0}
+TOOL = json.loads(sys.argv[2])
+CALLING = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 90}
+FORM = {"name": "a", "schema": {"enum": ["yes", "no"]}}
+FORMED = {"response_format": {"type": "json_schema", "json_schema": FORM}}
 address = {"base_url": sys.argv[1] + "/v1", "api_key": "none", "max_retries": 0}
 
 
@@ -30,41 +35,62 @@ async def asynchronously() -> dict:
         waiting.cancel()
         try:
             await waiting
-            was_cancelled = False
         except asyncio.CancelledError:
-            was_cancelled = True
-    return {
-        "async": whole.choices[0].message.content,
-        "async_streamed": text_of(streamed),
-        "was_cancelled": was_cancelled,
-    }
+            return {"async": whole.choices[0].message.content, "async_streamed": text_of(streamed)}
+    raise AssertionError("the answer could not be cancelled")
 
 
 client = openai.OpenAI(**address)
-whole = client.chat.completions.create(**ASKED)
-chunks = list(client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True}))
-with client.chat.completions.create(**{**ASKED, "max_tokens": 400}, stream=True) as cut:
+chat = client.chat.completions
+whole = chat.create(**ASKED)
+chunks = list(chat.create(**ASKED, stream=True, stream_options={"include_usage": True}))
+response = client.responses.create(**SAME)
+events = list(client.responses.create(**SAME, stream=True))
+with chat.create(**{**ASKED, "max_tokens": 400}, stream=True) as cut:
     next(iter(cut))  # cancelled midway
+with chat.stream(**ASKED | CALLING) as stream:
+    called = stream.get_final_completion().choices[0].message.tool_calls[0].function
+calling = {"tools": [{"type": "function", **TOOL["function"]}], "tool_choice": "required"}
+with client.responses.stream(**SAME | calling | {"max_output_tokens": 90}) as stream:
+    (item,) = stream.get_final_response().output
+form = {"format": {"type": "json_schema", **FORM}}
 try:
-    client.chat.completions.create(**{**ASKED, "temperature": 9})
+    chat.create(**{**ASKED, "temperature": 9})
     refused = None
 except openai.BadRequestError as error:
     refused = error.param
 found = {
-    "version": openai.__version__,
+    "texts": {
+        "whole": whole.choices[0].message.content,
+        "streamed": text_of(chunks),
+        "response": response.output_text,
+        "response_streamed": "".join(
+            event.delta for event in events if event.type == "response.output_text.delta"
+        ),
+        **asyncio.run(asynchronously()),
+    },
+    "tokens": [
+        whole.usage.completion_tokens,
+        chunks[-1].usage.completion_tokens,
+        response.usage.output_tokens,
+        events[-1].response.usage.output_tokens,
+    ],
+    "calls": [
+        [call.name, call.arguments]
+        for call in (
+            chat.create(**ASKED | CALLING).choices[0].message.tool_calls[0].function,
+            called,
+            client.responses.create(**SAME | calling | {"max_output_tokens": 90}).output[0],
+            item,
+        )
+    ],
+    "formed": [
+        chat.create(**ASKED, **FORMED).choices[0].message.content,
+        text_of(chat.create(**ASKED, **FORMED, stream=True)),
+        client.responses.create(**SAME, text=form).output_text,
+    ],
     "models": [model.id for model in client.models.list()],
-    "whole": whole.choices[0].message.content,
-    "tokens": whole.usage.completion_tokens,
-    "streamed": text_of(chunks),
-    "streamed_tokens": chunks[-1].usage.completion_tokens,
     "completion": client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text,
     "refused": refused,
-    **asyncio.run(asynchronously()),
 }
-if len(sys.argv) > 2:
-    tools = [json.loads(sys.argv[2])]
-    called = client.chat.completions.create(**ASKED | {"max_tokens": 90}, tools=tools, tool_choice="required")
-    found["called"] = called.choices[0].message.tool_calls[0].function.name
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
-    found["formed"] = client.chat.completions.create(**ASKED, response_format=form).choices[0].message.content
 print(json.dumps(found))

@@ -20,6 +20,8 @@ TOOLS = {
                 "city": {"type": "string"},
                 "days": {"type": "integer"},
                 "now": {"type": "boolean"},
+                "place": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "hour": {"type": ["integer", "string"]},
             },
             "required": ["city"],
             "additionalProperties": False,
@@ -55,6 +57,7 @@ def read(form: AnswerForm, text: str, sizes: list[int], **options) -> tuple[str,
             calls.append([part.text, ""])
         elif part.kind == "arguments":
             calls[-1][1] += part.text
+        assert part.kind not in ("call", "arguments") or part.number == len(calls) - 1
     thought, said = (
         "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "text")
     )
@@ -90,6 +93,8 @@ WRITTEN = [
         [("weather", {"city": 'two\nlines "<b>" \\', "days": 5, "now": True})],
     ),
     (XML, xml("weather", days="many"), "", [("weather", {"days": "many"})]),
+    (XML, xml("weather", place="5", hour="5"), "", [("weather", {"place": "5", "hour": 5})]),
+    (XML, xml("weather", place="null", hour="[5]"), "", [("weather", {"place": None, "hour": "[5]"})]),
     (XML, xml("weather", city="Oslo").removeprefix("<tool_call>\n"), "", [OSLO]),
     (XML, xml("rm", path="/"), None, []),
     (XML, f"<tool_call>{CALL}</tool_call>", "", [OSLO]),
@@ -214,14 +219,23 @@ GIVEN = [
         {"properties": {"b": {"type": "array"}, "a": {"enum": ["x", "y"]}}, "required": ["b"]},
         {"b": [1, None], "a": "y"},
     ),
-    ({"properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}}, {"b": True}),
+    *[
+        ({"properties": {name: {"type": "boolean"} for name in "abcd"}}, dict.fromkeys(names, True))
+        for names in ("", "b", "ac", "bcd")
+    ],
+    ({"properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}, {"city": 'O"s\nlo'}),
+    ({"properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}, {"city": None}),
+    ({"properties": {"a": {"type": "string", "enum": ["x y", "z"]}}}, {"a": "x y"}),
     ({**REFERENCE, "additionalProperties": False}, {"kind": "x"}),
 ]
 
 
 def written(form: AnswerForm, name: str, given: dict) -> str:
     if form.call == "xml":  # only what the schema calls a string is written as it stands
-        return xml(name, **{key: each if key == "city" else json.dumps(each) for key, each in given.items()})
+        as_it_stands = [key for key, each in given.items() if (key == "city" and each) or each == "x y"]
+        return xml(
+            name, **{key: each if key in as_it_stands else json.dumps(each) for key, each in given.items()}
+        )
     if form.call == "python":
         return f"[{name}({', '.join(f'{key}={json.dumps(each)}' for key, each in given.items())})]"
     before, after = form._around_arguments(name)
@@ -250,4 +264,6 @@ def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema
         assert processor._matcher.is_accepting()
         found = read(form, text, [7], tools={"f": functions[1]}, is_thinking=bool(is_thinking))
         assert found == ("Hm." if is_thinking else "", "", [("f", arguments)])
-        assert not grammar.processor(0)._moved_to(tokenizer(text.replace("f", "g"))["input_ids"])
+        for right, wrong in (("f", "g"), ("x y", "y x")):  # another function, and none of the values
+            other = tokenizer(text.replace(right, wrong), add_special_tokens=False)["input_ids"]
+            assert right not in text or not grammar.processor(0)._moved_to(other)

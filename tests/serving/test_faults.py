@@ -25,8 +25,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tiny_chat import TOOL_TEMPLATE, chat_model, save_chat_model
-from tiny_server import Running, expected, running, wait_until
+from tiny_chat import TOOL_TEMPLATE, chat_model, save_chat_model, tool_model
+from tiny_server import HELLO, Running, client_of, expected, running, wait_until
 
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.decoding import batch as decoding_batch
@@ -38,7 +38,6 @@ from medusa.serving.gate import AccessSettings
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.service import Service, ServiceSettings
 
-HELLO = [{"role": "user", "content": "Hello"}]
 LONG = [{"role": "user", "content": "long " * 50}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
 TOOLS = [
@@ -55,10 +54,6 @@ def server():
 @pytest.fixture(scope="module")
 def text() -> str:
     return expected(chat_model(), HELLO, do_sample=False, max_new_tokens=60)[1]
-
-
-def client_of(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def whole(server: Running, **more) -> str:
@@ -216,9 +211,7 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
     chance, seen, num_asked = random.Random(0), [], 0
     limits = BatchLimits(max_rows=4, chunk=32, prefix_bytes=2**20)  # full within seconds
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = TOOL_TEMPLATE + "<think>"
-    with running(model, limits=limits, allows_race=True) as server:
+    with running(tool_model(TOOL_TEMPLATE + "<think>"), limits=limits, allows_race=True) as server:
 
         async def visit(client: httpx.AsyncClient) -> None:
             words = [{"role": "user", "content": "Hello " * chance.randint(1, 40)}]
@@ -355,11 +348,21 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
+SCHEMAS = st.recursive(
+    JSON,
+    lambda inner: st.dictionaries(
+        st.sampled_from(["type", "properties", "required", "enum", "anyOf", "$ref", "$defs", "a"]),
+        inner | st.sampled_from(["string", "object", "#/$defs/a"]) | st.dictionaries(st.just("a"), inner),
+        max_size=4,
+    ),
+    max_leaves=6,
+)
 FIELDS = [
     "messages", "prompt", "model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
     "top_k", "min_p", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "tools", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "medusa_plain", "echo",
     "structured_outputs", "chat_template_kwargs", "reasoning_effort", "enable_thinking",
+    "continue_final_message", "add_generation_prompt",
     "input", "instructions", "max_output_tokens", "text", "reasoning", "previous_response_id", "metadata",
     "tokens", "add_special_tokens", "return_token_strs", "parallel_tool_calls", "unheard of",
 ]  # fmt: skip
@@ -396,6 +399,10 @@ def bodies(draw) -> bytes:
         for part in draw(st.lists(st.sampled_from(PARTS), max_size=2))
         for key, value in part.items()
     }
+    if draw(st.booleans()):
+        function = {"name": "f", "parameters": draw(SCHEMAS)}
+        tool = {"type": "function", "function": function, **function}  # for chats and for responses
+        right |= {"tools": [tool], "tool_choice": draw(st.sampled_from(["required", "auto"]))}
     body = json.dumps({**(WHOLE if draw(st.booleans()) else {}), **right, **fields}).encode()
     if kind == "cut":
         at, length = draw(st.integers(0, len(body))), draw(st.integers(0, 6))
@@ -407,9 +414,8 @@ class InProcess:
     """The application without a socket."""
 
     def __init__(self) -> None:
-        model = chat_model(context=2048)
-        model.tokenizer.chat_template = TOOL_TEMPLATE + "<think>"
-        service = Service(model, ServiceSettings("tiny", allows_race=True, max_new_tokens=64))
+        model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
+        service = Service(model, ServiceSettings(("tiny",), allows_race=True, max_new_tokens=64))
         service.start()
         self.service, self.loop = service, asyncio.new_event_loop()
         self.app = create_application(service, AccessSettings())

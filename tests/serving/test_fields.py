@@ -6,17 +6,15 @@ import json
 import logging
 
 import httpx
-import openai
 import pytest
-from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_model
-from tiny_server import TOKENIZER, Running, running, wait_until
+from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_model, tool_model
+from tiny_server import HELLO, TOKENIZER, Running, client_of, running, wait_until
 from transformers import AddedToken
 
 import medusa
 from medusa.serving import application
 from medusa.serving.gate import AccessSettings, as_header
 
-HELLO = [{"role": "user", "content": "Hello"}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 0}
 THINKING = TOOL_TEMPLATE + (
     "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
@@ -26,15 +24,13 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), other_names=("gpt-4o",)) as started:
+    with running(chat_model(), names=("tiny", "gpt-4o")) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def thinker():
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = THINKING
-    with running(model) as started:
+    with running(tool_model(THINKING)) as started:
         yield started
 
 
@@ -205,7 +201,7 @@ def test_a_structure_that_cannot_be_kept_is_refused(server, form):
 
 def test_reasoning_is_told_apart_and_the_same_in_streams(thinker):
     pytest.importorskip("llguidance")
-    client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0)
+    client = client_of(thinker)
     tokens = post(thinker, "/tokenize", {"messages": HELLO}).json()["tokens"]
     asked = {**ASKED, "logit_bias": {str(TOKENIZER("<")["input_ids"][0]): -100}}
     alone = {**asked, "prompt": tokens, "messages": None}
@@ -238,8 +234,7 @@ def test_the_template_is_told_whether_and_how_much_to_think(thinker):
 @pytest.mark.parametrize("has_token", [False, True])
 def test_a_form_begins_behind_the_reasoning(has_token):
     pytest.importorskip("llguidance")
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = THINKING
+    model = tool_model(THINKING)
     if has_token:
         model.tokenizer.add_tokens([AddedToken("</think>", special=False)])
         model.base.resize_token_embeddings(len(model.tokenizer), mean_resizing=False)
@@ -270,6 +265,23 @@ def test_earlier_reasoning_reaches_the_template():
             assert "<|assistant|>Hm:Hi<|end|>" in TOKENIZER.decode(tokens)
 
 
+def test_the_last_message_is_gone_on_with_where_that_is_asked_for(server):
+    begun = [*HELLO, {"role": "assistant", "content": "Good d"}]
+    reply = ask(server, messages=begun, continue_final_message=True, add_generation_prompt=False)
+    prompt = "<|user|>Hello<|end|><|assistant|>Good d"
+    text = post(server, "/v1/completions", {**ASKED, "messages": None, "prompt": prompt}).json()
+    assert reply.json()["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+    assert "x-ignored-fields" not in reply.headers
+    refused = ask(server, continue_final_message=True)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "continue_final_message"
+    for more, rendered in (
+        ({"add_generation_prompt": False}, prompt + "<|end|>"),
+        ({}, prompt + "<|end|><|assistant|>"),
+    ):
+        tokens = post(server, "/tokenize", {"messages": begun, **more}).json()["tokens"]
+        assert TOKENIZER.decode(tokens) == rendered
+
+
 def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, monkeypatch):
     monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
     batch = server.service.worker.batches[False]
@@ -287,6 +299,6 @@ def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, m
     comments = [line for line in lines if line.startswith(": read ")]
     counts = [int(line.split()[2]) for line in comments]
     assert counts == sorted(counts) and len(set(counts)) > 2 and comments[0].endswith(" of 203")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    stream = client.chat.completions.create(**{**ASKED, "messages": long}, stream=True)
+    assert " of 406\n" in ask(server, messages=long, stream=True, max_tokens=2, n=2).text
+    stream = client_of(server).chat.completions.create(**{**ASKED, "messages": long}, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 from tiny_chat import chat_model
-from tiny_server import running
+from tiny_server import HELLO, client_of, running
 
 from medusa.engine.kernels import missing_kernels
 from medusa.serving.gate import AccessSettings
@@ -13,12 +13,7 @@ from medusa.serving.replies import common_subsequence_length
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
-HELLO = [{"role": "user", "content": "Hello"}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
-
-
-def client_of(server, key="none"):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +35,10 @@ def test_a_prediction_is_counted_and_never_changes_the_answer(server):
         if content == text:
             assert counted.accepted_prediction_tokens > 20  # random tokens: their text is cut otherwise
         assert (total > 0) == bool(content)
+        again = client.chat.completions.create(
+            **ASKED, prediction=expected, extra_body={"medusa_plain": True}
+        )
+        assert again.usage.model_extra["medusa"]["num_steps"] == again.usage.completion_tokens
 
 
 def test_a_prediction_that_is_none_is_refused_in_words(server):
@@ -64,10 +63,12 @@ def test_what_was_answered_to_one_key_drafts_for_another_only_where_that_was_ask
         first, other = client_of(server, "a"), client_of(server, "b")
         fresh = num_steps(first)
         again, of_other = num_steps(first), num_steps(other)
+        owned = {id(corpus): corpus.capacity for corpus in map(server.service.corpus_of, (0, 1))}
         texts = {each.chat.completions.create(**ASKED).choices[0].message.content for each in (first, other)}
     assert again < 0.7 * fresh
     assert (of_other < 0.7 * fresh) == together
     assert len(texts) == 1
+    assert [*owned.values()] == ([2**16] if together else [2**15] * 2)  # tokens, of 16 bytes each
 
 
 @pytest.mark.parametrize(

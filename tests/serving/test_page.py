@@ -12,6 +12,8 @@ from headless_browser import CHROMIUM, Browser
 from tiny_chat import chat_model
 from tiny_server import expected, running
 
+from medusa.serving import application
+
 SET = "document.title='broken'"
 HOSTILE = [
     f'<img src=x onerror="{SET}"><script>{SET}</script> [x](javascript:{SET}) **<b onclick=1>bold</b>**',
@@ -39,10 +41,13 @@ BY_HAND = """null; window.sent = []; stream = (body, signal, onChunk) => new Pro
   sent.push(body.messages.map(({ role, content }) => `${role}: ${content}`).join(', '));
   signal.addEventListener('abort', () => { window.stopped = true; fail(signal.reason); });
   const medusa = (text) => ({ pieces: [[text, 1]], num_tokens: 1, num_steps: 1 });
-  window.say = (text) => onChunk({ choices: [{ delta: { content: text }, medusa: medusa(text) }] });
+  const add = (delta, text) => onChunk({ choices: [{ delta, medusa: medusa(text) }] });
+  window.say = (text) => add({ content: text }, text);
+  window.think = (text) => add({ reasoning_content: text }, text);
   window.end = end; window.breakOff = (why) => fail(new Error(why));
 }); null"""
-"""The test answers: ``say`` is a chunk, ``end`` and ``breakOff`` end it; ``sent`` is what was asked."""
+"""The test answers: ``say`` and ``think`` are chunks, ``end`` and ``breakOff`` end it; ``sent`` is what was
+asked."""
 SHOWN = "document.querySelector('main').innerText"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
@@ -229,6 +234,49 @@ def test_who_scrolls_up_or_selects_is_left_alone_while_an_answer_comes(browser, 
     answered(browser, 1)
     assert browser.value("messages[1].content.endsWith('The last line.\\n\\nMore')")
     assert browser.value("[log.scrollTop, getSelection().toString().startsWith('A ')]") == [40, True]
+
+
+def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, server):
+    thoughts, box = (
+        "document.querySelector('.assistant details.thought')",
+        "document.querySelector('.assistant .body')",
+    )
+    browser.value(BY_HAND)
+    ask(browser, "Hello")
+    browser.value("think('Hm, <b>bold</b>')")
+    assert browser.value("$('status').textContent") == "thinking"
+    assert browser.value(f"[{thoughts}.open, {box}.innerText]") == [False, "Thoughts"]
+    browser.value(f"{thoughts}.firstChild.click(), new Promise(requestAnimationFrame).then(() => null)")
+    browser.value("think(' and so.'), say('Good **day**.')")
+    assert browser.value("$('status').textContent") == "answering"
+    shown = "Thoughts\nHm, <b>bold</b> and so.\nGood day."
+    assert browser.value(f"{thoughts}.open && {box}.innerText.replace(/\\n+/g, '\\n')") == shown
+    browser.value("end()")
+    answered(browser, 1)
+    assert browser.value("messages[1].content") == "Good **day**."
+    browser.visit(server.url)
+    assert browser.value(f"{thoughts}.open") is False and browser.value(f"{thoughts}.textContent").endswith(
+        "so."
+    )
+    browser.value(BY_HAND)
+    ask(browser, "Why?")
+    assert browser.value("sent") == ["user: Hello, assistant: Good **day**., user: Why?"]
+    browser.value("say('So.'), end()")
+    answered(browser, 2)
+    assert browser.value("document.querySelectorAll('.thought').length") == 1
+
+
+def test_while_a_long_prompt_is_read_the_page_says_how_far(browser, server, monkeypatch):
+    monkeypatch.setattr(application, "SHOWN_SECONDS", 0.05)
+    batch = server.service.worker.batches[False]
+    step = batch.step
+    monkeypatch.setattr(batch, "step", lambda: time.sleep(0.3) or step())
+    browser.value("longest.value = 20")
+    ask(browser, "long " * 40)
+    browser.until("/^reading: [1-9]\\d* of 202 tokens$/.test($('status').textContent)")
+    browser.until("$('status').textContent === 'answering' && messages[1]?.content")
+    browser.press(*ESCAPE)
+    browser.until("!running")
 
 
 @pytest.mark.parametrize("storage", ["full", "forbidden"])

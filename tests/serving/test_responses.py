@@ -7,8 +7,8 @@ import json
 import httpx
 import openai
 import pytest
-from tiny_chat import TOOL_TEMPLATE, chat_model
-from tiny_server import Running, running
+from tiny_chat import chat_model, tool_model
+from tiny_server import Running, client_of, running
 
 from medusa.serving.responses import ResponsesRequest
 from medusa.serving.worker import Worker
@@ -30,15 +30,13 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def server():
-    model = chat_model(context=2048)
-    model.tokenizer.chat_template = TOOL_TEMPLATE
-    with running(model) as started:
+    with running(tool_model()) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as opened:
+    with client_of(server) as opened:
         yield opened
 
 
@@ -126,8 +124,7 @@ def test_reasoning_is_an_item_of_its_own():
         assert [item["type"] for item in whole["output"]] == ["reasoning"]
         thought = whole["output"][0]["content"][0]["text"]
         assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        events = list(client.responses.create(**ASKED, stream=True))
+        events = list(client_of(server).responses.create(**ASKED, stream=True))
         deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
         assert "".join(deltas) == thought
 
@@ -167,6 +164,15 @@ def test_a_conversation_of_all_kinds_of_items_is_a_chat():
     assert set(asked.unread()) == {"store", "reasoning.summary"}
 
 
+def test_fields_that_are_not_read_are_told_in_the_header(server):
+    reply = post(server, store=True, reasoning={"summary": "auto", "effort": "low"})
+    assert set(reply.headers["x-ignored-fields"].split(", ")) == {
+        "store",
+        "reasoning.summary",
+        "reasoning.effort",
+    }
+
+
 WRONG = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers"),
     ({"background": True}, "background", "keeps no answers"),
@@ -185,7 +191,9 @@ WRONG = [
         "",
     ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
+    ({"tools": [{**WEATHER, "parameters": {"properties": 5}}]}, "tools[0].parameters", "must be an object"),
     ({"tool_choice": "required"}, "tool_choice", ""),
+    ({"input": [{"role": "user", "content": "a"}] * 2048, "instructions": "Be kind."}, "input", "2049"),
     ({"max_output_tokens": 0}, "max_output_tokens", ""),
     ({"max_output_tokens": 99999}, "max_output_tokens", "with max_output_tokens=99999"),
     ({"input": "x" * 5000}, "input", ""),
