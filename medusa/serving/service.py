@@ -439,8 +439,7 @@ class Service:
                 request = self.model.request(
                     ids, attention_mask=torch.ones_like(ids), seed=first + choice, **arguments
                 )
-                if not asked.medusa_plain and not self.settings.plain:
-                    request = replace(request, references=references)
+                request = replace(request, references=references)
                 if asked.ignore_eos:
                     request = replace(request, eos_ids=frozenset())
                 self.worker.batches[asked.medusa_plain].check(request)
