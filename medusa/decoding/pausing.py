@@ -54,6 +54,8 @@ NUM_NODE_COSTS, ENOUGH_NODE_COSTS = 31, 5
 """Costs of a node that are kept, and without which no node is left out, and nothing paused for it."""
 NODE_COST_INTERVAL = 64
 """Steps without a new cost of a node after which a whole draft is verified, to learn another."""
+LEARNING_PASS = 64
+"""Nodes of all rows together that are verified to learn what a node costs, at most."""
 SPARE_WORTH = 0.5
 """The probability from which spare nodes are verified: what a node costs is learnt from smaller passes."""
 MEMORY = 0.98
@@ -179,10 +181,11 @@ class Pausing:
         probabilities = [sum(map(math.exp, each)) / len(each) for each in zip(*worth.tolist(), strict=True)]
         num_likely = sum(each >= SPARE_WORTH for each in probabilities)
         self._is_learning = least_worth is None
+        tried = min(most, max(2, LEARNING_PASS // len(worth)))
         if least_worth is None:  # some of two sizes, to learn from
-            return most if self.cost.num_since_node % 2 else most // 2
+            return tried if self.cost.num_since_node % 2 else tried // 2
         if self.cost.num_since_node >= NODE_COST_INTERVAL:
-            return most
+            return tried
         num_paying = sum(each >= least_worth for each in probabilities)
         return max(1, min(num_paying, max(most, num_likely)))
 

@@ -108,15 +108,13 @@ def references_of(
     """
     if corpus is not None and not isinstance(corpus, SuffixCorpus):
         raise TypeError(f"corpus must be a medusa.SuffixCorpus, got {type(corpus).__name__}")
-    rows = _rows(prediction, len(prompts))
-    if corpus is None and all(row is None for row in rows):
-        return ()
     found = []
-    for row, prompt in zip(rows, prompts, strict=True):
+    for row, prompt in zip(_rows(prediction, len(prompts)), prompts, strict=True):
         ids = _ids(encode(row) if isinstance(row, str) else row, vocab_size).to(prompt.device)
         expected = torch.cat([prompt[-PROMPT_END:], ids]) if len(ids) else None
         found.append(References(expected, corpus))
-    return tuple(found)
+    is_nothing = corpus is None and all(each.prediction is None for each in found)
+    return () if is_nothing else tuple(found)
 
 
 def _rows(prediction: Any, num_rows: int) -> list[Any]:

@@ -179,6 +179,15 @@ def test_spare_nodes_are_verified_where_they_are_likely():
     assert verified(cost, draft_of(0.9, 0.4, 0.4, 0.4)) == 5
 
 
+def test_what_a_node_costs_is_learnt_from_passes_of_a_bounded_size():
+    deep = torch.cat([draft_of(*[0.5] * 16)] * 16)
+    assert verified(DraftCost(), deep) == 2
+    cost = DraftCost()
+    cost.count(1.0, 2)
+    assert verified(cost, deep) == 4
+    assert verified(cost, deep[:1]) == 17
+
+
 def test_a_step_that_also_compiled_teaches_nothing():
     cost = DraftCost()
     pausing = Pausing(cost)

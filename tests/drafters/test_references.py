@@ -271,6 +271,13 @@ def test_what_is_no_corpus_is_refused_in_words():
         references_of(None, [1], [torch.tensor([1])], 61, list)
 
 
+@pytest.mark.parametrize("expected", [None, [], "", [None, []]])
+def test_an_empty_prediction_is_none(expected):
+    """Rows that may copy are drafted for in batches where heads do not pay: nothing to copy is no reason."""
+    prompts = [torch.tensor([1]), torch.tensor([2])]
+    assert references_of(expected, None, prompts, 61, lambda text: [ord(letter) for letter in text]) == ()
+
+
 def test_steps_of_fixed_shape_refuse_what_they_would_have_to_read_on_the_host():
     with pytest.raises(ValueError, match="cannot work with prediction or corpus"):
         answers_of(MODELS["eager"], {"inputs": random_prompts(1, 5)}, step="static", prediction=[4, 5])
