@@ -294,7 +294,7 @@ def test_a_dictionary_is_returned_when_asked_for_with_the_statistics(model):
     assert torch.equal(out.sequences, model.generate(PROMPT, **GREEDY))
     assert out["sequences"] is out.sequences
     assert out.statistics.num_tokens == 14 and out.statistics.num_rows == 1
-    assert len(out.statistics.acceptance_rate) == model.tree.num_nodes - 1  # of a chain of so many nodes
+    assert 1 <= len(out.statistics.acceptance_rate) < model.tree.num_nodes  # as deep as drafts were
 
 
 def test_several_return_sequences_are_the_repeated_batch(model):

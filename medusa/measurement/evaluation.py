@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import medusa
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.heads.checkpoint import weights_digest
+from medusa.heads.checkpoint import OWN_HEADS, weights_digest
 from medusa.measurement.comparison import known_rates
 from medusa.measurement.report import Report
 from medusa.model import MedusaModel
@@ -70,7 +70,7 @@ def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict
         "date": datetime.now(UTC).date().isoformat(),
         "medusa_version": medusa.__version__,
         "heads": source,
-        "heads_sha256": weights_digest(source),
+        "heads_sha256": None if source == OWN_HEADS else weights_digest(source),  # the base's own files
         "base": model.base.name_or_path,
         "device": runtime.device,
         "dtype": runtime.dtype,

@@ -234,6 +234,19 @@ def test_info_says_that_a_base_has_them(bases, tmp_path, family, count):
     assert describe_base(bases(family, count).config)["mtp_layers"] == count
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
+def test_they_are_evaluated_as_any_heads_are(family, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = save_base(tmp_path / "base", family, vocab_size=258)
+    chat_tokenizer().save_pretrained(base)
+    data = write_rows(tmp_path / "data.jsonl", counting_rows(4))
+    words = ["--prompts", str(data), "--limit", "2", "--max-new-tokens", "8", "--json", "report.json"]
+    assert main(["evaluate", "--base", str(base), "--heads", "mtp", *words]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["head_accuracy"]["top1"]) == 1
+    assert report["made"]["heads"] == "mtp" and report["made"]["heads_sha256"] is None
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_moe_text"])
 def test_they_are_trained_further_and_written_as_the_base_had_them(family, tmp_path, capsys):
     base = save_base(tmp_path / "base", family, vocab_size=258)
