@@ -123,12 +123,14 @@ class UpcomingNoise:
     """
 
     def __init__(self, draw: Callable[[int, int], Tensor]):
-        self._draw, self._drawn = draw, draw(0, 0)
+        self._draw = draw
+        self._drawn: Tensor | None = None
 
     def until(self, depth: int) -> Tensor:
         """What chooses the tokens 1 .. ``depth`` positions after the root, (B, at least ``depth``, V)."""
-        first = self._drawn.shape[1]
-        if first < depth:
+        if self._drawn is None:
+            self._drawn = self._draw(0, depth)
+        elif (first := self._drawn.shape[1]) < depth:
             self._drawn = torch.cat([self._drawn, self._draw(first, depth)], dim=1)
         return self._drawn
 

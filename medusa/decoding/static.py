@@ -152,7 +152,7 @@ def static_step(base: CausalLM, drafter: StaticDrafter, state: StaticState, seen
 
     ``seen`` is that of :func:`medusa.base.causal_lm.seen_hidden`, which must be open on ``base``.
     """
-    context = replace(draft_context(state.rows, drafter, base), fixed_shape=True)
+    context = replace(draft_context(state.rows, base), fixed_shape=True)
     draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
     logits = base(**tree_inputs(base, draft.tokens, draft.topology, state.cache)).logits
     acceptance = acceptance_of(state.rows, draft, logits, context.noise)

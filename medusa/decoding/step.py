@@ -88,7 +88,7 @@ def advanced(
     ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
     """
     num_behind = state.cache.num_behind
-    context = draft_context(state, drafter, forward.base)
+    context = draft_context(state, forward.base)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if draft.worth is not None:
@@ -184,8 +184,8 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
     return kind
 
 
-def draft_context(state: DecodeState, drafter: Drafter, base: CausalLM) -> DraftContext:
-    """What ``drafter`` is told, with the noise that chooses after every depth."""
+def draft_context(state: DecodeState, base: CausalLM) -> DraftContext:
+    """What a drafter is told, with the noise that chooses after every depth."""
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
         hidden=state.hidden,
