@@ -220,7 +220,6 @@ def _merged(live: _Branches) -> _Branches:
 # --- by sampling ------------------------------------------------------------------------------------
 
 NoiseSource = Callable[[int], tuple[Tensor, VerificationNoise]]
-Tamper = Callable[[SampledDraft, VerificationNoise, Tensor, VerificationRule], VerificationNoise]
 
 
 def sampled_law(
@@ -231,18 +230,13 @@ def sampled_law(
     num_tokens: int,
     *,
     replacement: bool = True,
-    carry: bool = True,
     num_rows: int = 200_000,
     seed: int = 0,
-    ranked: bool = False,
     noise_source: NoiseSource | None = None,
-    tamper: Tamper | None = None,
 ) -> Tensor:
     """Counts of the first ``num_tokens`` tokens over ``num_rows`` texts, in float32, (V,) * num_tokens.
 
     ``noise_source(step)`` brings the draft's Gumbel noise (B, N, V) and the verifier's noise.
-    For mutants: ``ranked`` takes the most probable tokens instead of drawing, ``carry=False`` drops the
-    state, ``tamper(draft, noise, draft_gumbel, rule)`` replaces the verifier's noise.
     """
     topology = tree.topology()
     V, N, B = target.table.shape[-1], tree.num_nodes, num_rows
@@ -265,15 +259,11 @@ def sampled_law(
             return node_distributions(drafter, before, tokens, topology)[:, nodes]
 
         draft_gumbel, noise = (noise_source or random_noise)(step)
-        if ranked:
-            draft_gumbel = torch.zeros(B, N, V)
         tokens, proposal = draw_tree(
             tree, _last(live, 0), proposal_after, draft_gumbel, replacement=replacement
         )
         draft = SampledDraft(tokens, topology, node_distributions(target, before, tokens, topology), proposal)
-        if tamper is not None:
-            noise = tamper(draft, noise, draft_gumbel, rule)
-        verdict = rule.verify(draft, noise, live.state if carry else None)
+        verdict = rule.verify(draft, noise, live.state)
         live = _emit(live, draft, verdict.best, verdict.num_accepted, verdict.next_token)
         live = replace(live, state=verdict.state)
     places = V ** torch.arange(num_tokens - 1, -1, -1)
