@@ -7,6 +7,7 @@
 #   make format   rewrite files the way `make check` wants them
 #   make docs     the documentation with the API reference, into site/; a broken link is an error
 #   make bench    heads against plain decoding and transformers' own modes, on the demo's heads; minutes
+#   make measure  the experiments behind MEASUREMENTS.md whose code has changed; ONLY=NAME is one of them
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -17,7 +18,7 @@ TEST_PROCESSES ?= 2
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format docs bench setup models
+.PHONY: help demo test check format docs bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,9 @@ $(DEMO)/.tuned: | $(DEMO)/evaluation.json
 
 bench: | $(DEMO)/.tuned
 	$(BIN)/medusa benchmark $(HELD_OUT) --limit 12 --max-minutes 6 --plot $(DEMO)/benchmark.png
+
+measure: .venv/.installed | $(BASE)/config.json
+	$(BIN)/python scripts/measure.py $(if $(ONLY),--only $(ONLY))
 
 # ---------------------------------------------------------------- checks
 

@@ -2,7 +2,7 @@
 
     python scripts/measure_copying.py edits.jsonl --limit 24
 
-Each row of the file has a ``prompt`` and may have a ``prediction``, the expected answer. Four ways take
+The file is a prompt file; each row may have a ``prediction`` too, the expected answer. Four ways take
 turns on each prompt: the default; the same with the prediction; with a corpus of the other prompts' answers
 (``others``); and with a corpus that holds the answer to this prompt, asked in slightly other words
 (``asked before``). The answers are the same, or the program ends with an error.
@@ -21,7 +21,7 @@ import tyro
 
 from medusa import MedusaModel, SuffixCorpus
 from medusa.choices import Engine, StepKind
-from medusa.prompts import encode_messages
+from medusa.prompts import encode_messages, read_prompts
 
 
 def main(
@@ -37,24 +37,27 @@ def main(
 ) -> None:
     """Time four ways to answer; ``fill`` puts so many random tokens into each corpus first."""
     model = MedusaModel.from_pretrained(base, heads=heads, engine=engine, step=step)
-    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()[:limit]]
+    asked = [list(each.messages) for each in read_prompts(prompts, limit)]
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    questions = list(zip(asked, [row.get("prediction") for row in rows], strict=False))
     corpora = [SuffixCorpus(max(2**24, 24 * fill)) for _ in range(2)]
     noise = torch.randint(model.base.config.vocab_size, (fill,), generator=torch.Generator().manual_seed(0))
     for corpus in corpora:
         for text in noise.split(512):
             corpus.add(text)
     measured: dict[str, list[dict[str, float]]] = {}
-    for number, row in enumerate([*rows[:3], *rows]):  # the first three warm up
+    for number, (messages, prediction) in enumerate([*questions[:3], *questions]):  # three warm up
         greedy = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
-        texts = row["prompt"], row["prompt"] + " Thank you!"
-        asked = [[{"role": "user", "content": text}] for text in texts]
-        call, other = ({**encode_messages(model.tokenizer, each, model.device), **greedy} for each in asked)
+        thanks = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + " Thank you!"}]
+        call, other = (
+            {**encode_messages(model.tokenizer, each, model.device), **greedy} for each in (messages, thanks)
+        )
         answer = model.generate(**call).sequences[0]
         corpora[1].add(model.generate(**other).sequences[0])
         ways: dict[str, dict[str, Any]] = {"default": {}, "others": {"corpus": corpora[0]}}
         ways["asked before"] = {"corpus": corpora[1]}
-        if "prediction" in row:
-            ways["prediction"] = {"prediction": row["prediction"]}
+        if prediction is not None:
+            ways["prediction"] = {"prediction": prediction}
         names = [*ways]
         for name in names[number % len(names) :] + names[: number % len(names)]:
             began = time.perf_counter()

@@ -1,0 +1,295 @@
+"""Run the experiments behind MEASUREMENTS.md and the README, and write both from what they found.
+
+    make measure                       # those that were not run with today's code
+    make measure ONLY=speed-float32    # this one, run or not
+    python scripts/measure.py --write  # the pages alone, from what was found before
+
+The experiments stand in ``measurements/experiments.yaml``: what each asks, its command, and the parts of the
+code that its answer depends on. Each leaves ``measurements/NAME.json``, so that an interrupted run goes on
+where it stopped. One runs at a time; leave the machine alone meanwhile.
+
+``mt_bench.jsonl`` must lie in the folder of ``--prompts``: MEASUREMENTS.md tells where it comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jinja2
+import torch
+import transformers
+
+import medusa
+from medusa.cli.main import exit_status
+from medusa.cli.options import parse
+from medusa.files import read_json, read_yaml, replaced_file, write_json
+from medusa.hardware import device_name
+from medusa.plots import BLUE, FAINT, INK, ORANGE
+from medusa.progress import ProgressReporter, log_console
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "measurements"
+OLDER = ", **older than the code**"
+"""Marks an experiment whose code has changed since it ran."""
+START, END = "<!-- measured: see measurements/ -->", "<!-- end of what is measured -->"
+"""What README.md has between these is written by this program."""
+SECONDS_TO_START = 600
+"""For a server, compiling included."""
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """The options of this program."""
+
+    only: tuple[str, ...] = ()
+    """Names of experiments to run, whether they were run before or not; none are those that are due."""
+    write: bool = False
+    """Run nothing, and write the pages from what was found."""
+    prompts: Path = ROOT / "runs" / "prompts"
+    """The folder that holds mt_bench.jsonl."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is measured, and how."""
+
+    name: str
+    asks: str
+    command: str
+    """Ends with one JSON object on standard output."""
+    code: tuple[str, ...]
+    """Folders that the answer depends on."""
+    minutes: float
+    """About what it takes on two cores."""
+    servers: Mapping[str, str] = field(default_factory=dict)
+    """Commands of servers that run meanwhile, by name; the command gets ``--servers NAME=URL ...``."""
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.json"
+
+    def record(self) -> dict[str, Any] | None:
+        """What was found, with where and when; None before it ran."""
+        return read_json(self.path) if self.path.exists() else None
+
+    def digest(self) -> str:
+        """Changes with the code that the answer depends on."""
+        digest = hashlib.sha256()
+        for part in map(ROOT.joinpath, self.code):
+            for file in sorted(each for each in part.rglob("*") if each.is_file() and each.suffix != ".pyc"):
+                digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def is_due(self) -> bool:
+        record = self.record()
+        return record is None or record["code"] != self.digest()
+
+
+def experiments() -> dict[str, Experiment]:
+    """All of them, by name, in the order in which they run."""
+    listed = read_yaml(FOLDER / "experiments.yaml")
+    return {name: Experiment(name, **{**each, "code": tuple(each["code"])}) for name, each in listed.items()}
+
+
+def words_of(command: str) -> list[str]:
+    """The command of a document as this Python runs it."""
+    program, *rest = shlex.split(command)
+    return [sys.executable, *(["-m", "medusa"] if program == "medusa" else []), *rest]
+
+
+@contextlib.contextmanager
+def served(commands: Mapping[str, str]) -> Iterator[list[str]]:
+    """Servers by those commands, ready; NAME=URL of each."""
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    urls = []
+    try:
+        for name, command in commands.items():
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            running[name] = subprocess.Popen([*words_of(command), "--port", str(port)], cwd=ROOT)
+            urls.append(f"{name}=http://127.0.0.1:{port}")
+            give_up = time.monotonic() + SECONDS_TO_START
+            while not is_ready(f"http://127.0.0.1:{port}/health"):
+                if running[name].poll() is not None or time.monotonic() > give_up:
+                    raise ValueError(f"the server {name!r} did not start: {command}")
+                time.sleep(1)
+        yield urls
+    finally:
+        for server in running.values():
+            server.terminate()
+            server.wait()
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url).status_code == 200
+    return False
+
+
+def run(experiment: Experiment, prompts: Path) -> None:
+    """Run it and keep what it found.
+
+    Raises:
+        ValueError: it failed; what it said stands above.
+    """
+    began, digest = time.monotonic(), experiment.digest()
+    with served(experiment.servers) as urls:
+        words = words_of(experiment.command.format(prompts=prompts))
+        words += ["--servers", *urls] if urls else []
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"{experiment.name} failed; the others are kept: {shlex.join(words)}")
+    versions = {each.__name__: each.__version__ for each in (medusa, torch, transformers)}
+    record = {
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": {**versions, "python": platform.python_version()},
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "code": digest,
+        "found": json.loads(done.stdout.splitlines()[-1]),
+    }
+    write_json(experiment.path, record)
+
+
+def commit() -> str:
+    """Of the checkout, with a "+" where files differ from it."""
+    git = ("git", "-C", str(ROOT))
+    head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    changed = subprocess.check_output([*git, "status", "--porcelain", "--", "medusa"], text=True)
+    return head + ("+" if changed.strip() else "")
+
+
+def pages() -> dict[Path, str]:
+    """MEASUREMENTS.md and README.md as the records have them; every experiment must have one."""
+    known = experiments()
+    records = {name: each.record() for name, each in known.items()}
+
+    def measured(name: str) -> str:
+        """Which experiment, when, and whether it still stands."""
+        experiment, record = known[name], records[name]
+        assert record is not None, "asked for where all have run"
+        mark = OLDER if record["code"] != experiment.digest() else ""
+        return f"`make measure ONLY={name}`, {record['date']}, commit {record['commit']}{mark}"
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    newest = max(filter(None, records.values()), key=lambda record: record["date"])
+    environment.globals |= {
+        "device": newest["device"],
+        "versions": newest["versions"],
+        "measured": measured,
+        "command": lambda name: known[name].command.replace("{prompts}/", ""),
+        "minutes": sum(each.minutes for each in known.values()),
+        "found": {name: record["found"] for name, record in records.items() if record is not None},
+    }
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, rest = readme.partition(START)
+    _, _, after = rest.partition(END)
+    table = environment.get_template("readme.md.j2").render()
+    return {
+        ROOT / "MEASUREMENTS.md": environment.get_template("measurements.md.j2").render(),
+        ROOT / "README.md": f"{before}{START}\n{table}{END}{after}",
+    }
+
+
+def draw_speed(path: Path) -> None:
+    """The picture of README.md: how long a token takes, in float32 and in 8 bits."""
+    import matplotlib.pyplot as plt
+
+    names = {
+        "default": "medusa",
+        "plain": "medusa, plain decoding",
+        "llama.cpp-f32": "llama.cpp",
+        "llama.cpp-q8_0": "llama.cpp",
+        "transformers": "transformers",
+    }
+    colors = {"default": ORANGE, "plain": BLUE}
+    shown = {"float32": ("speed-float32", "llama.cpp-q8_0"), "8 bits": ("speed-int8", "llama.cpp-q4_0")}
+    figure, axes = plt.subplots(2, 1, figsize=(6, 3.4), sharex=True, height_ratios=[4, 3])
+    for ax, (title, (name, left_out)) in zip(axes, shown.items(), strict=True):
+        record = experiments()[name].record()
+        assert record is not None, "drawn from what was found"
+        taken = record["found"]["by_setting"][0]["milliseconds_per_token"]
+        bars = sorted(((each, ms) for each, ms in taken.items() if each != left_out), key=lambda bar: bar[1])
+        labels = [names[each] for each, _ in bars]
+        places = ax.barh(labels, [ms for _, ms in bars], color=[colors.get(each, FAINT) for each, _ in bars])
+        ax.bar_label(places, fmt="%.1f", padding=4, color=INK)
+        ax.set_title(title, loc="left", color=INK)
+        ax.invert_yaxis()
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xlabel("milliseconds per token, two CPU cores, SmolLM2-135M-Instruct")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def write() -> None:
+    """Write the pages and the picture, if every experiment has run."""
+    if missing := [name for name, each in experiments().items() if each.record() is None]:
+        log_console().print(f"the pages wait for {', '.join(missing)}")
+        return
+    draw_speed(ROOT / "docs" / "images" / "speed.png")
+    for path, text in pages().items():
+        with replaced_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+        log_console().print(f"wrote {path}", soft_wrap=True)
+
+
+def prepare(prompts: Path) -> None:
+    """Every fifth question of MT-bench beside all of them.
+
+    Raises:
+        FileNotFoundError: they are not there.
+    """
+    source = prompts / "mt_bench.jsonl"
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source} is missing: MEASUREMENTS.md tells where it comes from, then run again"
+        )
+    rows = source.read_text(encoding="utf-8").splitlines(keepends=True)
+    (prompts / "mt_bench_16.jsonl").write_text("".join(rows[::5]), encoding="utf-8")
+
+
+def measure(options: MeasureOptions) -> None:
+    """Run what is asked for or due, and write the pages."""
+    known = experiments()
+    if unknown := sorted({*options.only} - known.keys()):
+        raise ValueError(f"only must name experiments ({', '.join(known)}), got {', '.join(unknown)}")
+    due = [each for each in known.values() if (each.name in options.only if options.only else each.is_due)]
+    due = [] if options.write else due
+    if due:
+        prepare(options.prompts)
+    with ProgressReporter("measuring") as progress:
+        total, done = sum(each.minutes for each in due), 0.0
+        for each in due:
+            progress.say(f"{each.name}: {each.asks} About {each.minutes:g} minutes.")
+            run(each, options.prompts)
+            done += each.minutes
+            progress.show(done / total, each.name)
+    write()
+
+
+if __name__ == "__main__":
+    given = parse(MeasureOptions, description=__doc__)
+    sys.exit(exit_status(lambda: measure(given), False))
