@@ -264,9 +264,7 @@ def prepare(prompts: Path) -> None:
     """
     source = prompts / "mt_bench.jsonl"
     if not source.exists():
-        raise FileNotFoundError(
-            f"{source} is missing: MEASUREMENTS.md tells where it comes from, then run again"
-        )
+        raise FileNotFoundError(f"{source} is missing; MEASUREMENTS.md tells where it comes from")
     rows = source.read_text(encoding="utf-8").splitlines(keepends=True)
     (prompts / "mt_bench_16.jsonl").write_text("".join(rows[::5]), encoding="utf-8")
 

@@ -1,0 +1,99 @@
+"""``make measure``: experiments that are due run once, and the pages say what they found."""
+
+from __future__ import annotations
+
+import json
+
+import conftest
+import pytest
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """The program in a checkout of its own: two experiments, and the code that the first depends on."""
+    program = conftest.program("scripts/measure.py")
+    folder = tmp_path / "measurements"
+    folder.mkdir()
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "code.py").write_text("one = 1")
+    (tmp_path / "mt_bench.jsonl").write_text("".join(f"{number}\n" for number in range(10)))
+    (tmp_path / "count.py").write_text(
+        "import json, sys\n"
+        "open('runs', 'a').write(sys.argv[1])\n"
+        "assert sys.argv[1] != 'b' or open('runs').read().count('b') > 1, 'fails the first time'\n"
+        "print('a table')\n"
+        "print(json.dumps({'rows': len(open(sys.argv[2]).readlines()), 'words': sys.argv[3:]}))\n"
+    )
+    (tmp_path / "server.py").write_text(SERVER)
+    (folder / "experiments.yaml").write_text(
+        "a: {asks: 'A?', command: 'python count.py a {prompts}/mt_bench_16.jsonl', code: [library], "
+        "minutes: 1}\n"
+        "b: {asks: 'B?', command: 'python count.py b {prompts}/mt_bench.jsonl', code: [measurements/none], "
+        "minutes: 1, servers: {one: python server.py}}\n"
+    )
+    (folder / "measurements.md.j2").write_text("{{ found.a.rows }} ({{ measured('a') }})\n")
+    (folder / "readme.md.j2").write_text("{{ found.b.rows }} rows\n")
+    (tmp_path / "README.md").write_text(f"# Read\n{program.START}\nold\n{program.END}\nmore\n")
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "FOLDER", folder)
+    monkeypatch.setattr(program, "commit", lambda: "abc1234")
+    monkeypatch.setattr(program, "draw_speed", lambda path: None)
+    return program
+
+
+def test_what_is_due_runs_once_an_interrupted_run_goes_on_and_the_pages_follow(measure, tmp_path):
+    options = measure.MeasureOptions(prompts=tmp_path)
+    with pytest.raises(ValueError, match=r"b failed; the others are kept: .*count.py b"):
+        measure.measure(options)
+    assert not (tmp_path / "MEASUREMENTS.md").exists()
+    measure.measure(options)
+    measure.measure(options)
+    assert (tmp_path / "runs").read_text() == "abb", "what was found is not looked for again"
+    assert (tmp_path / "MEASUREMENTS.md").read_text().startswith("2 (`make measure ONLY=a`, 20")
+    assert (tmp_path / "README.md").read_text() == (
+        f"# Read\n{measure.START}\n10 rows\n{measure.END}\nmore\n"
+    )
+    found = json.loads((tmp_path / "measurements" / "b.json").read_text())["found"]
+    assert found["words"][0] == "--servers" and found["words"][1].startswith("one=http://127.0.0.1:")
+
+
+def test_an_experiment_is_older_than_the_code_when_that_has_changed_and_then_due(measure, tmp_path):
+    for _ in range(2):  # the second begins with what fails the first time
+        try:
+            measure.measure(measure.MeasureOptions(prompts=tmp_path))
+        except ValueError:
+            continue
+    page = tmp_path / "MEASUREMENTS.md"
+    assert "abc1234)" in page.read_text()
+    (tmp_path / "library" / "code.py").write_text("one = 2")
+    measure.measure(measure.MeasureOptions(write=True))
+    assert "abc1234, **older than the code**)" in page.read_text()
+    measure.measure(measure.MeasureOptions(prompts=tmp_path))
+    assert (tmp_path / "runs").read_text() == "abba" and "abc1234)" in page.read_text()
+
+
+def test_names_and_prompts_that_are_not_there_are_refused(measure, tmp_path):
+    with pytest.raises(ValueError, match=r"only must name experiments \(a, b\), got c"):
+        measure.measure(measure.MeasureOptions(only=("c",), prompts=tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"mt_bench\.jsonl is missing; MEASUREMENTS.md tells where"):
+        measure.measure(measure.MeasureOptions(prompts=tmp_path / "elsewhere"))
+
+
+def test_the_pages_are_what_the_experiments_found():
+    """But for the marks of experiments whose code has changed since: ``make measure`` sets them."""
+    program = conftest.program("scripts/measure.py")
+    for path, text in program.pages().items():
+        written = path.read_text(encoding="utf-8")
+        assert written.replace(program.OLDER, "") == text.replace(program.OLDER, ""), path
