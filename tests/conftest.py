@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import importlib.util
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -46,8 +45,8 @@ from medusa.decoding.steps import Steps
 from medusa.drafters.protocol import Draft, DraftContext, PlainDrafter, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
 
-_cache = tempfile.TemporaryDirectory(prefix="medusa-cache-")
-os.environ["MEDUSA_CACHE"] = _cache.name  # what the user has compiled takes no part
+CHECKOUT = Path(__file__).parent.parent
+os.environ["MEDUSA_CACHE"] = str(CHECKOUT / ".pytest_cache" / "compiled")  # of tests alone, kept for the next
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):  # the same examples every time: a red run can be repeated
     settings.load_profile("ci")
@@ -58,7 +57,6 @@ SLIDING_WINDOW = 32
 SWITCH = 24
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [3.0, 5.0, 9.0, 17.0]}
 """Of LongRoPE."""
-CHECKOUT = Path(__file__).parent.parent
 REAL_BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 
 SIZES = {
