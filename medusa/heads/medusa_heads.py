@@ -212,7 +212,7 @@ class MedusaHeads(TokenMapped):
         """What each head's unembedding reads: hidden (..., D) -> (..., K, D).
 
         ``path_rows`` (..., K, D) are those of the K tokens after the hidden state's own (see
-        :meth:`rows_of_path`), for heads that read their path.
+        :meth:`_rows_of_path`), for heads that read their path.
         """
         seen = [None if path_rows is None else path_rows[..., : k + 1, :] for k in range(self.num_heads)]
         return torch.stack([self._features_of(k, hidden, rows) for k, rows in enumerate(seen)], dim=-2)
@@ -225,7 +225,7 @@ class MedusaHeads(TokenMapped):
         Logits are multiplied by ``logit_scale``, so that they are of the base's own size. Soft-capping that
         an architecture adds after its output embedding is left out: it does not change the order of guesses.
         """
-        rows = self.rows_of_path(path, output_embedding)
+        rows = self._rows_of_path(path, output_embedding)
         return self.project(self.features(hidden, rows), output_embedding)
 
     def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
@@ -244,7 +244,7 @@ class MedusaHeads(TokenMapped):
         Reads the parameters of that head and of no other, so training can go head by head and never
         hold the logits of all.
         """
-        features = self._features_of(index, hidden, self.rows_of_path(path, output_embedding))
+        features = self._features_of(index, hidden, self._rows_of_path(path, output_embedding))
         if self.config.unembedding == "full":
             return self._scaled(F.linear(features, self.unembed[index]))
         return self._scaled(self.unembedded(features, output_embedding))
@@ -252,7 +252,7 @@ class MedusaHeads(TokenMapped):
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
+    def _rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
         """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).
 
         None when these heads read no path.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,8 +44,8 @@ class ExportedFiles:
 
     config: dict[str, Any]
     """config.json."""
-    weights_file: str
     weights: dict[str, Tensor]
+    """Of model.safetensors; floats are written in the type asked for."""
     changes: tuple[str, ...]
     """What became of parts of the heads that the format has no place for, as sentences."""
 
@@ -143,12 +143,6 @@ def check_fits(where: Path | str, size: int, vocabulary: int | None, base: Causa
                 f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
                 "give the base that they were trained on: --base"
             )
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """The first names of many."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 def check_belongs(request: ToExport) -> None:

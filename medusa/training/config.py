@@ -95,10 +95,10 @@ class MedusaOptions:
 
     def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
         """The heads for ``base``."""
-        config = self.heads_of_size(heads, hidden_size(base), vocab_size(base))
+        config = self._heads_of_size(heads, hidden_size(base), vocab_size(base))
         return replace(config, context=LayerConfig.of_base(base)) if self.context_layers else config
 
-    def heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
+    def _heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """The heads on a base of these sizes."""
         return HeadsConfig(
             hidden_size,
@@ -367,7 +367,7 @@ class TrainingConfiguration:
 
     def __post_init__(self) -> None:
         if self.heads.head_kind == "medusa":  # refuses heads that no base could have
-            self.medusa.heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
+            self.medusa._heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
         if not self.data.data:
             raise ValueError("data must name at least one file or hub id; pass --data FILE")
         joint, base_placement = self.joint.joint, self.base.base_placement
@@ -461,7 +461,7 @@ REMEDIES = (
     "base_placement",
 )
 """Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
-FREE_TO_CHANGE = frozenset(
+_FREE_TO_CHANGE = frozenset(
     (
         "num_epochs",
         "max_steps",
@@ -478,7 +478,7 @@ FREE_TO_CHANGE = frozenset(
 def changed_keys(earlier: Mapping[str, Any], now: TrainingConfiguration) -> list[str]:
     """``key was X and is Y`` for every key that differs from the ``earlier`` run's and may not."""
     both = (earlier, now.as_dict())
-    before, after = ({key: each[key] for key in each if key not in FREE_TO_CHANGE} for each in both)
+    before, after = ({key: each[key] for key in each if key not in _FREE_TO_CHANGE} for each in both)
     return differences(before, after)
 
 

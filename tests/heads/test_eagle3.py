@@ -149,7 +149,7 @@ def test_what_is_saved_is_what_is_loaded(saved):
         ({"rope_parameters": {"rope_type": "default"}}, "rope_theta must be a number above 0, got None"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number between 0 and 1"),
         ({"fc_norm": 1}, "fc_norm must be true or false, got 1"),
-        ({"fc_norm": True}, r"missing \['fc_norm.0.weight', 'fc_norm.1.weight'\], extra \[\]"),
+        ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, of"),
         ({"max_depth": 10**9}, "config.json: max_depth must be an int from 1 to 256, got 1000000000"),
         ({"intermediate_size": 10**12}, "intermediate_size must be an int from 1 to 16777216"),
         ({"intermediate_size": 2**24}, r"must have shape \(16777216, 32\), got"),
@@ -168,7 +168,7 @@ def test_missing_and_left_over_tensors_are_named(saved):
     weights = load_file(saved / "model.safetensors")
     weights["fcs.weight"] = weights.pop("fc.weight")
     save_file(weights, saved / "model.safetensors")
-    message = r"tensors of an 'eagle3' head: missing \['fc.weight'\], extra \['fcs.weight'\]"
+    message = "lacks fc.weight, of an 'eagle3' head"
     with pytest.raises(ValueError, match=message):
         load_heads(saved)
 

@@ -233,12 +233,15 @@ BAD_HEADS = {
     "a missing bias": (changed(**{"2.0.linear.bias": None}), f"{PICKLE} lacks 2.0.linear.bias"),
     "missing rows": (changed(**{"0.1.weight": None}), f"{PICKLE} lacks 0.1.weight"),
     "an extra tensor": (changed(fc=torch.zeros(2)), f"{PICKLE} holds tensors that are no part .*: fc;"),
-    "another depth": (changed(**{"0.2.weight": torch.zeros(2, 2)}), "holds heads of 1 and 2 layers"),
+    "another depth": (
+        changed(**{"0.2.weight": torch.zeros(2, 2)}),
+        "lacks 1.2.weight, 2.2.weight, of 3 heads with 2 layers",
+    ),
     "a million heads": (changed(**{"999999.0.linear.bias": torch.zeros(32)}), "holds 1000000 Medusa heads"),
-    "a million layers": (changed(**{"0.999999.linear.bias": torch.zeros(32)}), "speaks of layer 999999"),
+    "a million layers": (changed(**{"0.999999.linear.bias": torch.zeros(32)}), "speaks of 1000000 layers"),
     "a block too many": (
         changed(**{"0.1.linear.weight": torch.zeros(32, 32)}),
-        "holds a block at layer 1, where the rows of the vocabulary say that heads have 1 layers",
+        "no part of 3 heads with 1 layers: 0.1.linear.weight",
     ),
     "a wrong shape": (
         changed(**{"1.0.linear.bias": torch.zeros(31)}),

@@ -22,9 +22,9 @@ from medusa.training.data.dataset import Documents
 from medusa.training.losses.targets import Alignment, align
 
 MicroBatch = list[list[int]]
-POOL = 64
+_POOL = 64
 """Micro-batches whose documents are sorted together: enough to pad little, few enough to stay random."""
-OPEN_ROWS = 32
+_OPEN_ROWS = 32
 """Rows that packing keeps open: a document goes to the fullest one that still takes it."""
 
 
@@ -44,7 +44,7 @@ def plan_epoch(
         rows_per_batch = max(1, options.tokens_per_batch // options.max_length)
         return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
     plan: list[MicroBatch] = []
-    number = np.cumsum(lengths[order]) // max(1, POOL * options.tokens_per_batch)
+    number = np.cumsum(lengths[order]) // max(1, _POOL * options.tokens_per_batch)
     for pool in np.split(order, np.flatnonzero(np.diff(number)) + 1):
         by_length = pool[np.argsort(lengths[pool], kind="stable")]
         plan += _alike_in_length(by_length, lengths, options.tokens_per_batch, switch)
@@ -133,7 +133,7 @@ def _packed_rows(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[
             rows[chosen].append(int(index))
             filled[chosen] += length
             continue
-        if len(rows) == OPEN_ROWS:
+        if len(rows) == _OPEN_ROWS:
             fullest = max(range(len(rows)), key=lambda row: filled[row])
             closed.append(rows.pop(fullest))
             filled.pop(fullest)

@@ -30,7 +30,7 @@ from medusa.training.data.dataset import (
 from medusa.training.data.reading import Example, read_examples
 from medusa.training.data.rendering import RenderedText, Renderer, tokenise
 
-LOOP_NGRAM = 8
+_LOOP_NGRAM = 8
 """Tokens that have to repeat before a repetition counts as a loop; prose rarely repeats so many."""
 SHINGLE, NUM_HASHES, NUM_BANDS, MIN_NEAR_DUPLICATE = 5, 64, 16, 32
 
@@ -71,7 +71,7 @@ def _reason_to_drop(
     return None
 
 
-def repeated_fraction(tokens: np.ndarray, length: int = LOOP_NGRAM) -> float:
+def repeated_fraction(tokens: np.ndarray, length: int = _LOOP_NGRAM) -> float:
     """The part of the n-grams of tokens (T,) that occurred before in it; 0 for text shorter than one."""
     if len(tokens) < length:
         return 0.0

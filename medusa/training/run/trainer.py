@@ -53,7 +53,7 @@ Position = tuple[list[MicroBatch], int, int]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class _Schedule:
     """A run ends at the first of its limits; the learning rate follows the one that is nearest."""
 
     total_steps: int | None
@@ -64,7 +64,7 @@ class Schedule:
     """Where the cosine ends, as a fraction of the peak."""
 
     @classmethod
-    def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> Schedule:
+    def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> _Schedule:
         """What ``options`` ask for, given how many steps each epoch, from 0, has."""
         limits = [] if options.max_steps is None else [options.max_steps]
         if options.num_epochs is not None:
@@ -119,7 +119,7 @@ class Trainer:
         )
         self.module, self.optimiser = prepare(accelerator, self.loss, optimiser, options.max_grad_norm)
         self.num_scored = recipe.count_targets(self.training)  # (n, K)
-        self.schedule = Schedule.of(options, lambda epoch: len(self._plan(epoch)))
+        self.schedule = _Schedule.of(options, lambda epoch: len(self._plan(epoch)))
         self.window = recipe.no_sums(accelerator.device)
         self.watch = _FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)

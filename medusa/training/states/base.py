@@ -19,7 +19,7 @@ from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate, one_token
 from medusa.training.data.dataset import Document, Documents
 
-NUM_PACKED = 3
+_NUM_PACKED = 3
 """Documents of the row on which packing is tried."""
 MOST_TOKENS = 512
 """Of each of them; a leak from one document into the next shows in its first tokens."""
@@ -41,7 +41,7 @@ class LiveStates:
         """Take part in what the other processes compute until none has a micro-batch left."""
 
 
-class SharedLiveStates(LiveStates):
+class _SharedLiveStates(LiveStates):
     """The states of a base whose weights are split among all processes of the launch.
 
     All of them must call it, equally often, or :meth:`finish` before they do something else.
@@ -104,7 +104,7 @@ def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float
     base.requires_grad_(False).eval()
     live = LiveStates(base)
     if options.is_shared:
-        live = SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
+        live = _SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
     check_causal(live, options.base)
     return live
 
@@ -243,7 +243,7 @@ def check_packing(live: LiveStates, documents: Documents, options: DataOptions) 
             "the base reads all documents of a batch with other rotary frequencies (LongRoPE); pass "
             f"--packing false, or --max_length {switch}"
         )
-    chosen = (documents[index] for index in documents.spread(NUM_PACKED))
+    chosen = (documents[index] for index in documents.spread(_NUM_PACKED))
     some = Documents.of(Document(each.tokens[:MOST_TOKENS], each.is_label[:MOST_TOKENS]) for each in chosen)
     with torch.no_grad():
         packed = live(collate(some, [list(range(len(some)))]))[0]

@@ -43,7 +43,7 @@ from medusa.training.states.format import (
     write_documents,
 )
 
-STATES_LAYOUT = Layout(
+_STATES_LAYOUT = Layout(
     "stored states",
     (MANIFEST, ROOM, "*.safetensors", ".*.partial-*"),
     lambda directory: (directory / DOCUMENTS_FILE).exists(),
@@ -106,7 +106,7 @@ class StoredStates(StatesDirectory):
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
                     "--overwrite or --cache_hidden_states false"
                 )
-            files = replaceable_files(self.directory, STATES_LAYOUT)
+            files = replaceable_files(self.directory, _STATES_LAYOUT)
             line.say(f"replacing {len(files)} files of other states")
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def final_norm(base: CausalLM) -> Callable[[Tensor], Tensor]:
     return copy.deepcopy(module).to("cpu", torch.float32)
 
 
-NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
+_NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
 """Keys of a configuration that say nothing of what the model computes."""
 
 
@@ -249,7 +249,7 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     in memory its output embedding is known. The configuration includes rotary settings, windows and scales.
     """
     config, directory = base.config.to_dict(), Path(base.name_or_path)
-    said = {key: each for key, each in config.items() if key not in NOT_THE_MODEL and key[:1] != "_"}
+    said = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
     weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
     if (commit := getattr(base.config, "_commit_hash", None)) is not None:
         weights = f"commit {commit}"
