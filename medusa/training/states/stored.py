@@ -35,7 +35,6 @@ from medusa.training.states.base import LiveStates
 from medusa.training.states.format import (
     DOCUMENTS_FILE,
     MANIFEST,
-    ROOM,
     StatesDirectory,
     digest_of_documents,
     digest_of_weights,
@@ -45,7 +44,7 @@ from medusa.training.states.format import (
 
 _STATES_LAYOUT = Layout(
     "stored states",
-    (MANIFEST, ROOM, "*.safetensors", ".*.partial-*"),
+    (MANIFEST, "*.safetensors", ".*.partial-*"),
     lambda directory: (directory / DOCUMENTS_FILE).exists(),
 )
 
@@ -125,12 +124,7 @@ class StoredStates(StatesDirectory):
             line.say(f"hidden states in {self.directory} are those of this run")
             return missing
         size = sum(self.num_states(shard) for shard in missing) * self.size * self.dtype.itemsize
-        (self.directory / ROOM).unlink(missing_ok=True)  # of a run that died
         room = shutil.disk_usage(self.directory).free
-        try:
-            is_kept = size <= room and self.reserve(size)
-        except OSError:
-            is_kept, room = False, min(room, size - 1)
         if size > room:
             raise OSError(
                 f"cache_hidden_states needs {size / 2**30:.1f} GiB in {self.directory}, which has "
@@ -139,8 +133,7 @@ class StoredStates(StatesDirectory):
             )
         line.say(
             f"hidden states of {len(self.documents)} documents: {size / 2**20:.0f} MiB to write in "
-            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB were free, "
-            f"{'and the room is kept' if is_kept else 'and this file system keeps no room'}"
+            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB are free"
         )
         return missing
 
