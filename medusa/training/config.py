@@ -162,8 +162,6 @@ class DataOptions(TemplateOptions):
     sensible."""
     drop_duplicates: bool = False
     """Drop documents that are equal to an earlier one, token for token."""
-    near_duplicate_similarity: float | None = None
-    """Drop answers at least this similar (Jaccard, 0 to 1) to an earlier one; 0.8 is sensible."""
     held_out_fraction: float = 0.05
     """Fraction of the prompts to measure on instead of training."""
     max_held_out: int = 256
@@ -177,7 +175,7 @@ class DataOptions(TemplateOptions):
         check_at_least(self, 1, "tokens_per_batch")
         check_at_least(self, 0, "max_held_out", "seed")
         check_within(self, "[0, 1)", "held_out_fraction")
-        check_within(self, "(0, 1]", "max_repeated_fraction", "near_duplicate_similarity")
+        check_within(self, "(0, 1]", "max_repeated_fraction")
 
 
 @dataclass(frozen=True)
