@@ -330,15 +330,13 @@ class RunOptions:
     """Directory of tokenised documents, for runs that share them; by default output_dir/documents."""
     timeout_minutes: float = 60.0
     """How long a process waits for the others before it gives up."""
-    loader_workers: int = 2
-    """Threads of each process that read micro-batches ahead of the loop; 0 reads them in the loop."""
     tree_nodes: int = 16
     """Nodes of the candidate tree that is calibrated on held-out documents at the end."""
 
     def __post_init__(self) -> None:
         steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
         check_at_least(self, 1, *steps, "keep_checkpoints", "tree_nodes")
-        check_at_least(self, 0, "replayed_documents", "loader_workers")
+        check_at_least(self, 0, "replayed_documents")
         check_above(self, 0, "checkpoint_minutes", "timeout_minutes")
         if self.overwrite and self.resume != "never":
             raise ValueError("overwrite and resume exclude each other, got both")

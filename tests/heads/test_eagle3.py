@@ -115,17 +115,10 @@ def test_counted_ranks_are_those_of_the_true_token_among_the_drafts_guesses():
                 assert order[ranks[position, depth - 1]] == ids[0, root + depth]
 
 
-def test_what_is_saved_is_what_is_loaded(saved):
-    loaded, head = load_heads(saved), new_head()
-    assert json.loads((saved / "config.json").read_text())["kind"] == "eagle3"
-    assert loaded.heads.config == head.config
-    assert loaded.tree == TREE and loaded.base_model == "some/base" and loaded.provenance == {"loss": 1.5}
-    assert list(loaded.heads.state_dict()) == list(head.state_dict())
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(loaded.heads.state_dict()[name], tensor), name
-    described = describe_heads(loaded)
+def test_info_describes_the_head(saved):
+    described = describe_heads(load_heads(saved))
     assert described["kind"] == "eagle3" and described["max_depth"] == DEPTH
-    assert described["num_parameters"] == sum(each.numel() for each in head.parameters())
+    assert described["num_parameters"] == sum(each.numel() for each in new_head().parameters())
 
 
 @pytest.mark.parametrize(

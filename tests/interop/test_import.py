@@ -11,6 +11,8 @@ import torch
 from conftest import BUSHY, left_padded
 from foreign_heads import (
     Unwelcome,
+    changed,
+    config_says,
     edit_config,
     reference_heads,
     reference_logits,
@@ -193,20 +195,6 @@ def cut_short(name):
     return cut
 
 
-def changed(**tensors):
-    """Tensors replaced, or taken out where the value is None."""
-
-    def change(directory):
-        held = torch.load(directory / PICKLE) | tensors
-        torch.save({name: each for name, each in held.items() if each is not None}, directory / PICKLE)
-
-    return change
-
-
-def config_says(**keys):
-    return lambda directory: edit_config(directory, **keys)
-
-
 def written(value, name=PICKLE):
     def write(directory):
         if isinstance(value, (str, bytes)):
@@ -227,36 +215,45 @@ BAD_HEADS = {
     "a nested state": (written({"state_dict": {}}), "must hold tensors by name, got dict at 'state_dict'"),
     "no tensors": (written({}), f"{PICKLE} holds no Medusa heads, .* such as 0.0.linear.weight"),
     "a missing block": (
-        changed(**{"1.0.linear.weight": None}),
+        changed(PICKLE, {"1.0.linear.weight": None}),
         f"{PICKLE} lacks 1.0.linear.weight, of 3 heads",
     ),
-    "a missing bias": (changed(**{"2.0.linear.bias": None}), f"{PICKLE} lacks 2.0.linear.bias"),
-    "missing rows": (changed(**{"0.1.weight": None}), f"{PICKLE} lacks 0.1.weight"),
-    "an extra tensor": (changed(fc=torch.zeros(2)), f"{PICKLE} holds tensors that are no part .*: fc;"),
+    "a missing bias": (changed(PICKLE, {"2.0.linear.bias": None}), f"{PICKLE} lacks 2.0.linear.bias"),
+    "missing rows": (changed(PICKLE, {"0.1.weight": None}), f"{PICKLE} lacks 0.1.weight"),
+    "an extra tensor": (
+        changed(PICKLE, {"fc": torch.zeros(2)}),
+        f"{PICKLE} holds tensors that are no part .*: fc;",
+    ),
     "another depth": (
-        changed(**{"0.2.weight": torch.zeros(2, 2)}),
+        changed(PICKLE, {"0.2.weight": torch.zeros(2, 2)}),
         "lacks 1.2.weight, 2.2.weight, of 3 heads with 2 layers",
     ),
-    "a million heads": (changed(**{"999999.0.linear.bias": torch.zeros(32)}), "holds 1000000 Medusa heads"),
-    "a million layers": (changed(**{"0.999999.linear.bias": torch.zeros(32)}), "speaks of 1000000 layers"),
+    "a million heads": (
+        changed(PICKLE, {"999999.0.linear.bias": torch.zeros(32)}),
+        "holds 1000000 Medusa heads",
+    ),
+    "a million layers": (
+        changed(PICKLE, {"0.999999.linear.bias": torch.zeros(32)}),
+        "speaks of 1000000 layers",
+    ),
     "a block too many": (
-        changed(**{"0.1.linear.weight": torch.zeros(32, 32)}),
+        changed(PICKLE, {"0.1.linear.weight": torch.zeros(32, 32)}),
         "no part of 3 heads with 1 layers: 0.1.linear.weight",
     ),
     "a wrong shape": (
-        changed(**{"1.0.linear.bias": torch.zeros(31)}),
+        changed(PICKLE, {"1.0.linear.bias": torch.zeros(31)}),
         r"tensor '1.0.linear.bias' must have shape \(32,\).* got \(31,\)",
     ),
     "a number for a matrix": (
-        changed(**{"0.0.linear.weight": torch.zeros(())}),
+        changed(PICKLE, {"0.0.linear.weight": torch.zeros(())}),
         "tensor '0.0.linear.weight' must have 2 dimensions",
     ),
     "whole numbers": (
-        changed(**{"1.0.linear.bias": torch.zeros(32).int()}),
+        changed(PICKLE, {"1.0.linear.bias": torch.zeros(32).int()}),
         "tensor '1.0.linear.bias' must hold floats, got torch.int32",
     ),
     "not a number": (
-        changed(**{"1.0.linear.bias": torch.full((32,), torch.nan)}),
+        changed(PICKLE, {"1.0.linear.bias": torch.full((32,), torch.nan)}),
         "tensor '1.0.linear.bias' must hold finite numbers",
     ),
     "no config": (lambda directory: (directory / "config.json").unlink(), "config.json does not exist"),

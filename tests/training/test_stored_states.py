@@ -141,12 +141,6 @@ def test_stored_features_are_those_of_the_base(tmp_path, batch):
         torch.testing.assert_close(found[0][row, : len(needed)][needed], live[0][row, : len(needed)][needed])
 
 
-def test_an_empty_batch_has_no_targets(tmp_path):
-    states, alignment = fill(tmp_path, documents_of())([])
-    assert states.hidden.shape == (1, 1, 32)
-    assert alignment.sources.shape == (NUM_HEADS + 1, 0)
-
-
 @pytest.fixture
 def small_shards(monkeypatch):
     """Shards of about one document."""

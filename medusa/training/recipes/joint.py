@@ -31,7 +31,7 @@ from medusa.base.causal_lm import CausalLM, decoder_layers, hidden_states, outpu
 from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config import JointOptions, TrainingConfiguration
-from medusa.training.data.batching import MicroBatch, PaddedBatch
+from medusa.training.data.batching import MicroBatch, PaddedBatch, collate
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.fused import FusedLoss, LossSums, TargetBlock, added
 from medusa.training.losses.targets import Alignment, Teacher, expected, teacher_of
@@ -242,15 +242,10 @@ class _JointBatch(NamedTuple):
 class _JointFeed(Feed):
     """Gives micro-batches as :class:`_JointLoss` reads them, which runs the base itself."""
 
-    def collate(self, batch: MicroBatch) -> tuple[PaddedBatch, Alignment, Alignment]:
-        padded, _, alignment = super().collate(batch)
-        return padded, padded.aligned(num_heads=0), alignment  # the base has a column for every token
-
-    def complete(
-        self, padded: PaddedBatch, own: Alignment, alignment: Alignment
-    ) -> tuple[_JointBatch, Alignment]:
-        device = self.states.base.device
-        return _JointBatch(padded.to(device), own.to(device)), alignment.to(device)
+    def __call__(self, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
+        padded, device = collate(self.documents, batch), self.states.base.device
+        own = padded.aligned(num_heads=0)  # the base has a column for every token
+        return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
 
 
 class _JointLoss(nn.Module):

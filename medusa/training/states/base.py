@@ -16,7 +16,7 @@ from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import CausalLM, context_length, hidden_states, switch_length
 from medusa.base.recurrent import keeps_state
 from medusa.training.config import BaseOptions, DataOptions
-from medusa.training.data.batching import PaddedBatch, collate, one_token
+from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
 
 _NUM_PACKED = 3
@@ -74,7 +74,8 @@ class _SharedLiveStates(LiveStates):
         if all(each is None for each in given):
             return None, True
         if not self._reads_alike:
-            return super().__call__(one_token() if padded is None else padded, layers), False
+            nothing = collate(Documents.of([]), [])
+            return super().__call__(nothing if padded is None else padded, layers), False
         mine = None
         for rank, each in enumerate(given):
             if each is not None:
