@@ -291,12 +291,7 @@ def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[
 
 
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
-    """The module that ``raw``, the config.json, describes, with the weights of the directory.
-
-    Raises:
-        ValueError: the two contradict each other or themselves; the message names the file and the key or
-            tensor.
-    """
+    """The module that ``raw``, the config.json, describes, with the weights of the directory."""
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
     if kind not in list(KINDS):  # what a file says may not be hashable

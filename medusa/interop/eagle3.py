@@ -39,8 +39,8 @@ from medusa.heads.fingerprint import TOLERANCE, relative_distance
 from medusa.heads.medusa_heads import MAX_DEPTH
 from medusa.heads.tensor_files import check_tensors, matrix_shape, read_model_tensors
 from medusa.heads.token_map import checked_token_map
-from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.protocol import (
+    CONFIG_FILE,
     ExportedFiles,
     ForeignFormat,
     ForeignHeads,
@@ -50,7 +50,9 @@ from medusa.interop.protocol import (
     check_belongs,
     check_fits,
     checked_against_config,
+    config_in,
     megabytes,
+    named_base,
     tree_changes,
     vllm_command,
 )
@@ -138,11 +140,7 @@ def _export_speculators(request: ToExport) -> ExportedFiles:
 
 
 def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[str, ...]]:
-    """The head, its tensors under the plain layout's names, and what becomes of the rest.
-
-    Raises:
-        ValueError: it is no EAGLE-3 head, or was trained with an adapter or for another base.
-    """
+    """The head, its tensors under the plain layout's names, and what becomes of the rest."""
     head = request.checkpoint.heads
     if not isinstance(head, Eagle3Head):
         raise ValueError(
@@ -220,12 +218,7 @@ def _serve_speculators(directory: str, base: str, num_heads: int) -> str:
 
 
 def _read_plain(request: ReadRequest) -> ForeignHeads:
-    """The head in a directory of the plain layout.
-
-    Raises:
-        FileNotFoundError: config.json or the weights are missing.
-        ValueError: an engine would not load it, or would load something else than the file holds.
-    """
+    """The head in a directory of the plain layout."""
     path = request.directory / CONFIG_FILE
     config = read_json(path)
     said = config.get("architectures", [_ARCHITECTURE])
@@ -234,24 +227,18 @@ def _read_plain(request: ReadRequest) -> ForeignHeads:
             f"{path} says architectures={said!r}, and EAGLE-3 heads of a Llama layer say "
             f"[{_ARCHITECTURE!r}]; other architectures are not read: use the engine that this one is for"
         )
-    flags = {name: config.get(name, False) for name in _FLAGS}
-    said, notes = config.get(_DEPTH_KEY), []
-    if said is None and request.max_depth is None:
-        said = _DEFAULT_DEPTH
+    notes = []
+    if config.get(_DEPTH_KEY) is None and request.max_depth is None:
+        config[_DEPTH_KEY] = _DEFAULT_DEPTH
         notes.append(
             f"{path.name} does not say how deep the head drafts: {_DEFAULT_DEPTH} is taken; another depth: "
             "--max-depth"
         )
-    return _head_of(request, config, config, flags, (_DEPTH_KEY, said), notes)
+    return _head_of(request, config, notes)
 
 
 def _read_speculators(request: ReadRequest) -> ForeignHeads:
-    """The head in a directory of the speculators layout, as vLLM reads it.
-
-    Raises:
-        FileNotFoundError: config.json or the weights are missing.
-        ValueError: vLLM would not load it, or would load something else than the file holds.
-    """
+    """The head in a directory of the speculators layout, as vLLM reads it."""
     path = request.directory / CONFIG_FILE
     config = read_json(path)
     layer = config.get(_SPECULATORS_LAYER)
@@ -260,15 +247,6 @@ def _read_speculators(request: ReadRequest) -> ForeignHeads:
             f"{path} must say {_SPECULATORS_TYPE}='eagle3' and hold {_SPECULATORS_LAYER}, an object; got "
             f"{config.get(_SPECULATORS_TYPE)!r} and {type(layer).__name__}; mend it, or get it again"
         )
-    notes: list[str] = []
-    if "norm_before_residual" not in config:
-        notes.append(f"{path} leaves out norm_before_residual, which vLLM then takes for true")
-    flags = {name: config.get(name, name == "norm_before_residual") for name in _FLAGS}
-    depth = "speculative_tokens", _speculative_tokens(config, path)
-    return _head_of(request, config, layer, flags, depth, notes)
-
-
-def _speculative_tokens(config: Mapping[str, Any], path: Path) -> Any:
     try:
         depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         config["speculators_config"]["verifier"]["name_or_path"]
@@ -277,34 +255,26 @@ def _speculative_tokens(config: Mapping[str, Any], path: Path) -> Any:
             f"{path} must hold speculators_config with proposal_methods, the first of them with "
             "speculative_tokens, and verifier with name_or_path, or vLLM does not start; mend it"
         ) from error
-    return depth
+    notes = []
+    if "norm_before_residual" not in config:
+        notes.append(f"{path} leaves out norm_before_residual, which vLLM then takes for true")
+    of_layer = {"model_type": "llama", **layer, _DEPTH_KEY: depth}
+    return _head_of(request, {"norm_before_residual": True, **config, **of_layer}, notes)
 
 
-def _checked_depth(given: int | None, said: tuple[str, Any], path: Path) -> int:
-    """How deep the head drafts: as given, else as config.json says at a key."""
-    key, depth = said if given is None else ("--max-depth", given)
-    if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
-        raise ValueError(
-            f"{path}: {key} must be an int from 1 to {MAX_DEPTH}, got {depth!r:.100}; mend it, or give the "
-            "depth: --max-depth"
-        )
-    return depth
-
-
-def _head_of(
-    request: ReadRequest,
-    config: Mapping[str, Any],
-    layer: Mapping[str, Any],
-    flags: Mapping[str, Any],
-    depth: tuple[str, Any],
-    notes: Sequence[str],
-) -> ForeignHeads:
-    """The head of a directory; ``layer`` is the part of ``config`` that speaks of its layer, ``depth`` the
-    key of its depth and what it says."""
+def _head_of(request: ReadRequest, config: Mapping[str, Any], notes: Sequence[str]) -> ForeignHeads:
+    """The head of a directory; ``config`` is its config.json in the plain layout."""
     base, path = request.base, request.directory / CONFIG_FILE
-    max_depth = _checked_depth(request.max_depth, depth, path)
+    key, max_depth = _DEPTH_KEY, config.get(_DEPTH_KEY)
+    if request.max_depth is not None:
+        key, max_depth = "--max-depth", request.max_depth
+    if type(max_depth) is not int or not 1 <= max_depth <= MAX_DEPTH:
+        raise ValueError(
+            f"{path}: {key} must be an int from 1 to {MAX_DEPTH}, got {max_depth!r:.100}; mend it, or give "
+            "the depth: --max-depth"
+        )
     tensors, where, layer_name = _tensors(request)
-    _check_layer(layer, path)
+    _check_layer(config, path)
     nested = config.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
     if nested.get("use_aux_hidden_state", True) is not True:
@@ -312,7 +282,8 @@ def _head_of(
             f"{path} says use_aux_hidden_state={nested['use_aux_hidden_state']!r}: such a head reads the "
             "last state alone and is no EAGLE-3 head; use the engine that it is for"
         )
-    flags = {**flags, "norm_before_fc": bool(nested.get("norm_before_fc", flags["norm_before_fc"]))}
+    flags = {name: config.get(name, False) for name in _FLAGS}
+    flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
     layers, more = _layers_of(request, config, nested, path)
     size = matrix_shape(tensors, "fc.weight", where)[0]
     vocabulary = len(tensors["t2d"]) if "t2d" in tensors else vocab_size(base)
@@ -325,8 +296,7 @@ def _head_of(
         "draft_vocab_size": len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None,
         "target_hidden_size": size,
     }
-    merged = {**config, **layer}
-    more += checked_against_config(merged, held, path, where, request.trust_tensors)
+    more += checked_against_config(config, held, path, where, request.trust_tensors)
     for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         if name in tensors and not flags[flag]:
             raise ValueError(
@@ -339,13 +309,13 @@ def _head_of(
             hidden_size=size,
             vocab_size=vocabulary,
             fused_layers=layers,
-            num_attention_heads=layer.get("num_attention_heads", 32),
-            num_key_value_heads=layer.get("num_key_value_heads") or layer.get("num_attention_heads", 32),
-            head_dim=layer.get("head_dim") or size // layer.get("num_attention_heads", 32),
+            num_attention_heads=config.get("num_attention_heads", 32),
+            num_key_value_heads=config.get("num_key_value_heads") or config.get("num_attention_heads", 32),
+            head_dim=config.get("head_dim") or size // config.get("num_attention_heads", 32),
             intermediate_size=wide,
-            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            rope_parameters=_rope(layer),
-            max_position_embeddings=layer.get("max_position_embeddings", 2048),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_parameters=_rope(config),
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
             max_depth=max_depth,
             token_map_size=None if token_map is None else len(token_map),
             own_lm_head=_has_own_rows(tensors, token_map, base),
@@ -376,14 +346,14 @@ def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
     return tensors, where, layer
 
 
-def _check_layer(layer: Mapping[str, Any], path: Path) -> None:
+def _check_layer(config: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError where the layer computes something that this head does not."""
     for key, values in _REFUSED.items():
-        if layer.get(key, values[0]) not in (*values, None):
+        if config.get(key, values[0]) not in (*values, None):
             allowed = " or ".join(map(repr, values))
             raise ValueError(
-                f"{path} says {key}={layer[key]!r}, and EAGLE-3 heads that are read here have {allowed}; use "
-                "the engine that it was trained for"
+                f"{path} says {key}={config[key]!r}, and EAGLE-3 heads read here have {allowed}; use the "
+                "engine that it was trained for"
             )
 
 
@@ -419,12 +389,12 @@ def _layers_of(
     return tuple(sorted(said)), notes  # vLLM sorts them
 
 
-def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"rope_scaling must be an object, got {given!r:.100}")
     rest = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
-    theta = given.get("rope_theta", layer.get("rope_theta", DEFAULT_THETA))
+    theta = given.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
     kind = given.get("rope_type", given.get("type", "default"))
     return {"rope_type": kind, "rope_theta": theta, **rest}
 
@@ -514,10 +484,7 @@ def _loaded(
 
 def _is_plain_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it holds an EAGLE-3 head in the plain layout."""
-    path = directory / CONFIG_FILE
-    if not path.exists():
-        return False
-    config = read_json(path)
+    config = config_in(directory)
     named = config.get("architectures")
     is_named = isinstance(named, list) and named[:1] in ([_ARCHITECTURE], ["Eagle3LlamaForCausalLM"])
     return is_named or ("draft_vocab_size" in config and _SPECULATORS_TYPE not in config)
@@ -525,8 +492,7 @@ def _is_plain_directory(directory: Path) -> bool:
 
 def _is_speculators_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it is in the layout of speculators."""
-    path = directory / CONFIG_FILE
-    return path.exists() and _SPECULATORS_TYPE in read_json(path)
+    return _SPECULATORS_TYPE in config_in(directory)
 
 
 def _verifier_of(directory: Path) -> str | None:

@@ -20,9 +20,15 @@ from medusa.files import read_json
 from medusa.heads.fingerprint import TOLERANCE, relative_distance
 from medusa.heads.tensor_files import model_files, names_in, read_model_tensors, read_tensors
 from medusa.interop.plain_heads import TensorNames, as_medusa_heads, read_plain_heads
-from medusa.interop.protocol import ForeignFormat, ForeignHeads, ReadRequest, checked_against_config
+from medusa.interop.protocol import (
+    CONFIG_FILE,
+    ForeignFormat,
+    ForeignHeads,
+    ReadRequest,
+    checked_against_config,
+    named_base,
+)
 
-CONFIG_FILE = "config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NAMES = TensorNames("{head}.{layer}.linear.{part}", "{head}.{layer}.weight")
 _PREFIX, _LM_HEAD = "medusa_head.", "lm_head.weight"
@@ -36,11 +42,7 @@ def _read_heads(request: ReadRequest) -> ForeignHeads:
 
 
 def _heads_file(directory: Path) -> Path:
-    """The file of the heads; safetensors where there are both.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The file of the heads; safetensors where there are both."""
     for name in HEADS_FILES:
         if (directory / name).exists():
             return directory / name
@@ -65,18 +67,8 @@ def _heads_of_tensors(
     return ForeignHeads(heads, plain.dtype, plain.notes + more)
 
 
-def named_base(directory: Path) -> str | None:
-    """The base that the config.json of a directory names."""
-    name = read_json(directory / CONFIG_FILE).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
-
-
 def _read_whole_model(request: ReadRequest) -> ForeignHeads:
-    """The heads in a Medusa-2 model; they belong to the base beside them.
-
-    Raises:
-        ValueError: as :func:`_read_heads`, or the base asked for is another than the one beside them.
-    """
+    """The heads in a Medusa-2 model; they belong to the base beside them."""
     found = read_model_tensors(request.directory, lambda name: name.startswith(_PREFIX) or name == _LM_HEAD)
     path, rows = found.pop(_LM_HEAD, (request.directory, None))
     if rows is not None:

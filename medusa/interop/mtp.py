@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa.files import read_json
 from medusa.heads.mtp import UNSAID, MtpHead, own_head, without_weights
 from medusa.interop.protocol import (
     ExportedFiles,
@@ -21,6 +20,7 @@ from medusa.interop.protocol import (
     ReadRequest,
     ToExport,
     check_belongs,
+    named_base,
     tree_changes,
     vllm_command,
 )
@@ -86,7 +86,7 @@ MTP = ForeignFormat(
     "mtp",
     "whatever reads the base's own files",
     read=_read,
-    base_of=lambda directory: read_json(directory / "config.json").get("base_model_name_or_path"),
+    base_of=named_base,
     export=_export,
     serve=_serve,
 )

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.files import read_json
 from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint
+
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,18 @@ class ForeignFormat:
     """Whether the same files are the base too."""
     holds_eagle3: bool = False
     """Whether the heads are an EAGLE-3 head, whose layers and depth can be given."""
+
+
+def config_in(directory: Path) -> dict[str, Any]:
+    """What config.json in a directory says; nothing where there is none."""
+    path = directory / CONFIG_FILE
+    return read_json(path) if path.exists() else {}
+
+
+def named_base(directory: Path) -> str | None:
+    """The base that the config.json of a directory names."""
+    name = read_json(directory / CONFIG_FILE).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def checked_against_config(

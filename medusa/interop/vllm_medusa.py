@@ -24,7 +24,6 @@ from medusa.files import read_json
 from medusa.heads.checkpoint import kind_of
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.tensor_files import names_in, read_tensors
-from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
 from medusa.interop.plain_heads import (
     PlainHeads,
@@ -36,6 +35,7 @@ from medusa.interop.plain_heads import (
     stored_plain_heads,
 )
 from medusa.interop.protocol import (
+    CONFIG_FILE,
     ExportedFiles,
     ForeignFormat,
     ForeignHeads,
@@ -44,7 +44,9 @@ from medusa.interop.protocol import (
     base_rows,
     check_belongs,
     checked_against_config,
+    config_in,
     megabytes,
+    named_base,
     tree_changes,
     vllm_command,
 )
@@ -130,12 +132,7 @@ def _row_changes(request: ToExport, heads: MedusaHeads) -> list[str]:
 
 
 def _read(request: ReadRequest) -> ForeignHeads:
-    """The heads that vLLM makes of a directory.
-
-    Raises:
-        FileNotFoundError: config.json or the weights are missing.
-        ValueError: vLLM would not load them, or would load something else than the file holds.
-    """
+    """The heads that vLLM makes of a directory."""
     config_path = request.directory / CONFIG_FILE
     config = read_json(config_path)
     _check_architecture(config, config_path)
@@ -166,10 +163,7 @@ def _read(request: ReadRequest) -> ForeignHeads:
 
 def _is_vllm_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it is for vLLM."""
-    path = directory / CONFIG_FILE
-    if not path.exists():
-        return False
-    config = read_json(path)
+    config = config_in(directory)
     return config.get("model_type") == "medusa" or config.get("architectures") == [_ARCHITECTURE]
 
 

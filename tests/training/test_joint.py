@@ -391,25 +391,9 @@ def test_perplexity_before_and_after_is_that_of_transformers_own_loss(tmp_path, 
     assert last["held_out/base_perplexity"] == metrics["held_out/base_perplexity"]
 
 
-def test_self_distillation_keeps_the_base_closer_than_the_text_does(tmp_path, rows):
-    options = {"joint_warmup_fraction": 0, "max_steps": 15, "learning_rate": 2e-2}
-    moved = {}
-    for objective in ("kl", "ce"):
-        trainer = new_trainer(tmp_path / objective, rows, base_objective=objective, **options)
-        moved[objective] = trainer.train()["held_out/base_divergence"]
-    assert moved["kl"] < 0.2 * moved["ce"]
-
-
 def test_without_held_out_documents_nothing_is_claimed_of_the_base(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, held_out_fraction=0)
     assert "was not measured" in trainer.recipe.closing_report({})
-
-
-def test_joint_training_lowers_the_heads_loss_further_than_its_first_stage(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, max_steps=30, evaluation_steps=1, heads_weight=1)
-    metrics, evaluated = trainer.train(), history(trainer, "held_out")
-    assert metrics["held_out/loss"] < evaluated[15]["held_out/loss"] - 0.1
-    assert evaluated[15]["held_out/loss"] < evaluated[1]["held_out/loss"] - 0.3
 
 
 # Bad input.

@@ -108,14 +108,6 @@ def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, l
     torch.testing.assert_close(found, live, rtol=tolerance, atol=tolerance)
 
 
-def test_only_states_that_predict_a_label_are_stored(tmp_path):
-    documents = documents_of()
-    states = stored(tmp_path, documents)
-    assert states.num_bytes < documents.num_tokens * 32 * 4
-    size = sum(states.path(shard).stat().st_size for shard in range(len(states.ends)))
-    assert states.num_bytes < size < states.num_bytes + 400 * len(states.ends)
-
-
 def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
     documents = documents_of()
     states = stored(tmp_path, documents)

@@ -170,12 +170,7 @@ class RunDirectory:
         return removed
 
     def _earlier_run(self, configuration: TrainingConfiguration) -> list[Path]:
-        """What ``overwrite`` removes of an earlier run.
-
-        Raises:
-            FileExistsError: something of these names is not a run's.
-            ValueError: this run reads something of it.
-        """
+        """What ``overwrite`` removes of an earlier run."""
         sources = (configuration.base.base, configuration.heads.start_from, *configuration.data.data)
         layouts = {self.heads: HEADS_LAYOUT, self.best: HEADS_LAYOUT, self.checkpoints: _CHECKPOINTS_LAYOUT}
         for directory, layout in layouts.items():

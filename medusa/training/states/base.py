@@ -168,11 +168,7 @@ def _attention(options: BaseOptions) -> dict[str, Any]:
 
 
 def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` that put weights where they belong as they are read.
-
-    Raises:
-        ValueError: the launch has too many processes for that, or too few.
-    """
+    """The arguments of ``from_pretrained`` that put weights where they belong as they are read."""
     is_launched, placement = torch.distributed.is_initialized(), options.base_placement
     num_processes = torch.distributed.get_world_size() if is_launched else 1
     if placement == "each":
