@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_chat import chat_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -75,6 +76,22 @@ def edit_config(directory: Path, drop: str = "", **changes) -> None:
     config = json.loads((directory / "config.json").read_text())
     config.pop(drop, None)
     write_json(directory / "config.json", {**config, **changes})
+
+
+def config_says(drop: str = "", **keys) -> Callable[[Path], None]:
+    """A change of config.json."""
+    return lambda directory: edit_config(directory, drop, **keys)
+
+
+def changed(file: str, tensors: dict[str, Tensor | None]) -> Callable[[Path], None]:
+    """A change of a file of tensors: some replaced, or taken out where the value is None."""
+
+    def change(directory: Path) -> None:
+        read = load_file if file.endswith("safetensors") else torch.load
+        held = read(directory / file) | tensors
+        write_tensors(directory / file, {name: each for name, each in held.items() if each is not None})
+
+    return change
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -202,6 +202,19 @@ def history(trainer: Trainer, name: str = "train") -> dict[int, dict[str, float]
     }
 
 
+JOINT = {
+    "joint": True,
+    "joint_warmup_fraction": 0.5,
+    "lora_rank": 4,
+    "max_steps": 8,
+    "learning_rate": 2e-3,
+    "warmup_steps": 2,
+}
+"""Options of a short run that trains an adapter with the heads."""
+EAGLE3 = {"head_kind": "eagle3", "fused_layers": [1], "objective": "kl"}
+"""Options of a run that trains an EAGLE-3 head on the tiny base."""
+
+
 class Stopped(Exception):
     """What a test raises to end a run early."""
 

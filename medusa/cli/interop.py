@@ -56,7 +56,7 @@ def export(options: ExportOptions) -> list[str]:
     request = ToExport(options.heads, checkpoint, load, split_revision(name)[0], dtype)
     files = export_heads(request, options.to, options.output, options.overwrite)
     size = sum(path.stat().st_size for path in options.output.iterdir())
-    log.print(f"{options.output}: {files.weights_file} and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
+    log.print(f"{options.output}: model.safetensors and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
     changes = list(files.changes)
     if (revision := split_revision(name)[1]) is not None:
         changes.append(f"the base is named without its revision {revision!r}: tell {foreign.consumer} of it")

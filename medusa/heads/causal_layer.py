@@ -16,9 +16,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 from medusa.base.causal_lm import CausalLM, hidden_size
 from medusa.checks import check_counts, is_count
@@ -28,11 +27,11 @@ MAX_SIZE = 2**24
 before memory is asked for."""
 MAX_LAYERS = 4096
 """Largest number of layers, of a head or of a base."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that a layer takes over from its base; those that change with the length of the text it
 does not."""
 DEFAULT_THETA = 10000.0
-DEFAULT_ROPE = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class LayerConfig:
     intermediate_size: int
     """Size of the feed-forward part."""
     rms_norm_eps: float = 1e-5
-    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
-    """Of the rotary embedding, as in ``transformers``; rope_type is one of :data:`ROPE_TYPES`."""
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_DEFAULT_ROPE))
+    """Of the rotary embedding, as in ``transformers``; rope_type is one of :data:`_ROPE_TYPES`."""
     max_position_embeddings: int = 2048
     """Positions that the base was made for."""
 
@@ -105,8 +104,8 @@ def _check_rope(parameters: Any) -> None:
     if not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters must be an object, got {parameters!r:.200}")
     theta, kind = parameters.get("rope_theta"), parameters.get("rope_type")
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.100}")
+    if kind not in _ROPE_TYPES:
+        raise ValueError(f"rope_type must be one of {', '.join(_ROPE_TYPES)}, got {kind!r:.100}")
     if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not theta > 0:
         raise ValueError(f"rope_theta must be a number above 0, got {theta!r:.100}")
 
@@ -116,7 +115,7 @@ def _rope_of(text: Any) -> dict[str, Any]:
     given = getattr(text, "rope_parameters", None) or {}
     given = given.get("full_attention", given)
     theta = given.get("rope_theta", DEFAULT_THETA)
-    if given.get("rope_type", "default") not in ROPE_TYPES[1:]:
+    if given.get("rope_type", "default") not in _ROPE_TYPES[1:]:
         return {"rope_type": "default", "rope_theta": theta}
     return {"rope_theta": theta, **{key: value for key, value in given.items() if value is not None}}
 
@@ -128,11 +127,28 @@ class CausalLayer(nn.Module):
         """``norm_before_residual``: the residual is the normed feature, and not the feature."""
         super().__init__()
         size, self.norm_before_residual = config.hidden_size, norm_before_residual
+        llama = LlamaConfig(
+            hidden_size=size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        llama._attn_implementation = "sdpa"
         self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.self_attn = _CausalAttention(config)
+        self.self_attn = LlamaAttention(llama, layer_idx=0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, width, bias=False))
         self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.mlp = _GatedMlp(size, config.intermediate_size)
+        self.mlp = LlamaMLP(llama)
+        with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
+            self.rotary_emb = LlamaRotaryEmbedding(llama)
 
     def forward(
         self,
@@ -153,61 +169,9 @@ class CausalLayer(nn.Module):
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
         joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # (B, E, 2 * D)
-        residual = residual + self.self_attn(joined, mask, position_ids, cache)
+        attended, _ = self.self_attn(joined, self.rotary_emb(joined, position_ids), mask, cache)
+        residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
-
-
-class _CausalAttention(nn.Module):
-    """Grouped-query attention with rotary positions over inputs of twice the hidden size."""
-
-    def __init__(self, config: LayerConfig):
-        super().__init__()
-        size, self.head_dim = config.hidden_size, config.head_dim
-        width, key_width = (
-            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        self.q_proj = nn.Linear(2 * size, width, bias=False)
-        self.k_proj = nn.Linear(2 * size, key_width, bias=False)
-        self.v_proj = nn.Linear(2 * size, key_width, bias=False)
-        self.o_proj = nn.Linear(width, size, bias=False)
-        rope = LlamaConfig(
-            hidden_size=size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
-            self.rotary_emb = LlamaRotaryEmbedding(rope)
-
-    def forward(self, joined: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any) -> Tensor:
-        """(B, E, D) of joined (B, E, 2 * D)."""
-        queries, keys, values = (
-            each(joined).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
-        )  # (B, heads, E, head_dim)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *self.rotary_emb(queries, position_ids))
-        if cache is not None:
-            keys, values = cache.update(keys, values, 0)
-        seen = F.scaled_dot_product_attention(
-            queries, keys, values, mask, is_causal=mask is None, enable_gqa=queries.shape[1] != keys.shape[1]
-        )
-        return self.o_proj(seen.transpose(1, 2).flatten(2))
-
-
-class _GatedMlp(nn.Module):
-    """Llama's feed-forward part."""
-
-    def __init__(self, size: int, wide: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(size, wide, bias=False)
-        self.up_proj = nn.Linear(size, wide, bias=False)
-        self.down_proj = nn.Linear(wide, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def document_pairs(positions: Tensor) -> tuple[Tensor, Tensor]:

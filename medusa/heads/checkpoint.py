@@ -36,30 +36,30 @@ from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpConfig, MtpHead, own_head
-from medusa.heads.tensor_files import check_finite, read_tensors
+from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
 from medusa.pretrained import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 
-FORMAT_VERSION = 2
+_FORMAT_VERSION = 2
 CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
     "config.json",
     "model.safetensors",
     "tree.json",
     "provenance.json",
 )
-ADAPTER = "adapter"
-ADAPTER_CONFIG_FILE = f"{ADAPTER}/adapter_config.json"
-ADAPTER_WEIGHTS_FILE = f"{ADAPTER}/adapter_model.safetensors"
+_ADAPTER = "adapter"
+ADAPTER_CONFIG_FILE = f"{_ADAPTER}/adapter_config.json"
+_ADAPTER_WEIGHTS_FILE = f"{_ADAPTER}/adapter_model.safetensors"
 HEADS_FILES = (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TREE_FILE,
     PROVENANCE_FILE,
     ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
+    _ADAPTER_WEIGHTS_FILE,
 )
 """All files of a heads directory."""
 FINGERPRINT, TEMPLATE = "base_fingerprint", "template_options"
@@ -76,9 +76,9 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 """Every kind of heads, with its configuration."""
 OWN_HEADS = "mtp"
 """Names the heads that the base comes with."""
-HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, ADAPTER)
+_HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, _ADAPTER)
 """Keys of config.json that are no part of a module's configuration."""
-BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
+_BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 
 
 @dataclass
@@ -146,7 +146,7 @@ def save_heads(
     check_finite(state, "the heads to save")
     with replaced_directory(directory, overwrite) as partial:
         config = {
-            "format_version": FORMAT_VERSION,
+            "format_version": _FORMAT_VERSION,
             "kind": kind_of(checkpoint.heads),
             "base_model": checkpoint.base_model,
             **asdict(checkpoint.heads.config),
@@ -156,7 +156,7 @@ def save_heads(
         if checkpoint.template_options:
             config[TEMPLATE] = list(checkpoint.template_options)
         if checkpoint.adapter is not None:
-            config[ADAPTER] = {"type": "lora"}
+            config[_ADAPTER] = {"type": "lora"}
             _write_adapter(partial, checkpoint.adapter)
         write_json(partial / CONFIG_FILE, config)
         save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -270,10 +270,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """config.json, of a format that this version reads."""
     path = directory / CONFIG_FILE
     raw = read_json(path)
-    if raw.get("format_version") != FORMAT_VERSION:
+    if raw.get("format_version") != _FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version={reprlib.repr(raw.get('format_version'))}, this version of medusa "
-            f"reads {FORMAT_VERSION}; is it a heads directory written by `medusa train`?"
+            f"reads {_FORMAT_VERSION}; is it a heads directory written by `medusa train`?"
         )
     if not isinstance(raw.get("base_model", ""), str):
         raise ValueError(f"{path}: base_model must be text, got {reprlib.repr(raw['base_model'])}")
@@ -291,12 +291,7 @@ def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[
 
 
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
-    """The module that ``raw``, the config.json, describes, with the weights of the directory.
-
-    Raises:
-        ValueError: the two contradict each other or themselves; the message names the file and the key or
-            tensor.
-    """
+    """The module that ``raw``, the config.json, describes, with the weights of the directory."""
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
     if kind not in list(KINDS):  # what a file says may not be hashable
@@ -314,10 +309,10 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     with torch.device("meta"):
         heads = module(config)
     what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
-    _check_tensors(weights, heads.state_dict(), what, path)
-    if config.token_map_size is not None:
+    check_tensors(weights, {name: each.shape for name, each in heads.state_dict().items()}, what, path)
+    if (size := config.token_map_size) is not None:
         try:
-            checked_token_map(config.vocab_size, config.token_map_size, weights["token_map"])
+            weights["token_map"] = checked_token_map(config.vocab_size, size, weights["token_map"])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     heads.load_state_dict(weights, assign=True)
@@ -327,7 +322,7 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
 def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -> Any:
     """The module's configuration in a config.json."""
     known = {f.name for f in fields(config_type)}
-    values = {key: value for key, value in raw.items() if key not in HEADER_KEYS}
+    values = {key: value for key, value in raw.items() if key not in _HEADER_KEYS}
     for key in values:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -344,7 +339,7 @@ def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -
 
 def _check_num_blocks(config: HeadsConfig, weights: Mapping[str, Tensor], config_path: Path) -> None:
     """Head and layer counts are read from the tensors; a config that says others is refused."""
-    blocks = [match for match in map(BLOCK_TENSOR.match, weights) if match]
+    blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
     for name, key in (("num_heads", "head"), ("num_layers", "layer")):
         count = len({block[key] for block in blocks})
         if getattr(config, name) != count:
@@ -354,21 +349,6 @@ def _check_num_blocks(config: HeadsConfig, weights: Mapping[str, Tensor], config
             )
 
 
-def _check_tensors(
-    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, path: Path
-) -> None:
-    """Raise ValueError unless ``weights`` are the tensors ``expected`` and no others."""
-    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
-    if missing or extra:
-        raise ValueError(f"{path} does not hold the tensors of {what}: missing {missing}, extra {extra}")
-    for name, tensor in expected.items():
-        for quality in ("shape", "dtype"):
-            ours, theirs = getattr(tensor, quality), getattr(weights[name], quality)
-            if ours != theirs:
-                ours, theirs = (tuple(each) if quality == "shape" else each for each in (ours, theirs))
-                raise ValueError(f"{path}: tensor {name!r} must have {quality} {ours}, got {theirs}")
-
-
 def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprint | None:
     """The fingerprint of the base in ``raw``, the config.json; None where it holds none."""
     said, path = raw.get(FINGERPRINT), directory / CONFIG_FILE
@@ -376,25 +356,25 @@ def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprin
 
 
 def _write_adapter(directory: Path, adapter: Adapter) -> None:
-    (directory / ADAPTER).mkdir()
+    (directory / _ADAPTER).mkdir()
     write_json(directory / ADAPTER_CONFIG_FILE, adapter.config)
     weights = {name: each.detach().cpu().contiguous() for name, each in adapter.weights.items()}
-    save_file(weights, directory / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(weights, directory / _ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapter | None:
     """The adapter that ``raw``, the config.json, speaks of; the two must agree whether there is one."""
-    said, is_there = raw.get(ADAPTER), (directory / ADAPTER).is_dir()
+    said, is_there = raw.get(_ADAPTER), (directory / _ADAPTER).is_dir()
     if said is None and is_there:
         raise ValueError(
-            f"{directory / ADAPTER} holds an adapter that {CONFIG_FILE} does not speak of; the files do not "
+            f"{directory / _ADAPTER} holds an adapter that {CONFIG_FILE} does not speak of; the files do not "
             "belong together"
         )
     if said is None:
         return None
     if not isinstance(said, dict) or said.get("type") != "lora":
         raise ValueError(
-            f"{directory / CONFIG_FILE} says {ADAPTER}={reprlib.repr(said)}, this version of medusa reads "
+            f"{directory / CONFIG_FILE} says {_ADAPTER}={reprlib.repr(said)}, this version of medusa reads "
             "type 'lora'"
         )
     config = read_json(directory / ADAPTER_CONFIG_FILE)
@@ -402,7 +382,7 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
         raise ValueError(
             f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
         )
-    weights = read_tensors(directory / ADAPTER_WEIGHTS_FILE)
+    weights = read_tensors(directory / _ADAPTER_WEIGHTS_FILE)
     on_device = {name: each.to(device) for name, each in weights.items()}
     return Adapter(config, on_device, _read_fingerprint(directory, raw))
 

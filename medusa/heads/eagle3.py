@@ -22,7 +22,7 @@ from medusa.heads.ahead import AheadHead, Drafted
 from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers
 from medusa.heads.medusa_heads import MAX_DEPTH
 
-MIN_LAYERS_OF_DEFAULT = 7
+_MIN_LAYERS_OF_DEFAULT = 7
 """Bases with fewer layers have no three different ones at :func:`default_layers`."""
 
 
@@ -96,10 +96,10 @@ def default_layers(base: CausalLM) -> tuple[int, int, int]:
         ValueError: these are no three different layers of ``base``.
     """
     count = base.config.get_text_config(decoder=True).num_hidden_layers
-    if count < MIN_LAYERS_OF_DEFAULT:
+    if count < _MIN_LAYERS_OF_DEFAULT:
         raise ValueError(
             f"base model {base.name_or_path!r} has {count} layers, and the default of EAGLE-3 (2, L // 2, "
-            f"L - 3) needs at least {MIN_LAYERS_OF_DEFAULT}; name the layers: fused_layers"
+            f"L - 3) needs at least {_MIN_LAYERS_OF_DEFAULT}; name the layers: fused_layers"
         )
     return 2, count // 2, count - 3
 

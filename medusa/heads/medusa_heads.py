@@ -93,7 +93,7 @@ class HeadsConfig:
             check_counts(self, self.vocab_size, "token_map_size")
 
 
-class ResidualBlock(nn.Module):
+class _ResidualBlock(nn.Module):
     """x + SiLU(Linear(x)), zero-initialised: untrained, it is the identity (arXiv 2401.10774, eq. 1)."""
 
     def __init__(self, hidden_size: int):
@@ -119,7 +119,7 @@ class MedusaHeads(TokenMapped):
         super().__init__(config.vocab_size, config.token_map_size, token_map)
         self.config = config
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+            nn.Sequential(*(_ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)
         )
         if config.unembedding == "full":
@@ -208,15 +208,6 @@ class MedusaHeads(TokenMapped):
         rows = self._unit_rows(next_tokens, output_embedding)
         return self.context(self._typed(fused), rows, attention_mask, position_ids, cache)
 
-    def features(self, hidden: Tensor, path_rows: Tensor | None = None) -> Tensor:
-        """What each head's unembedding reads: hidden (..., D) -> (..., K, D).
-
-        ``path_rows`` (..., K, D) are those of the K tokens after the hidden state's own (see
-        :meth:`rows_of_path`), for heads that read their path.
-        """
-        seen = [None if path_rows is None else path_rows[..., : k + 1, :] for k in range(self.num_heads)]
-        return torch.stack([self._features_of(k, hidden, rows) for k, rows in enumerate(seen)], dim=-2)
-
     def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').
 
@@ -225,15 +216,13 @@ class MedusaHeads(TokenMapped):
         Logits are multiplied by ``logit_scale``, so that they are of the base's own size. Soft-capping that
         an architecture adds after its output embedding is left out: it does not change the order of guesses.
         """
-        rows = self.rows_of_path(path, output_embedding)
-        return self.project(self.features(hidden, rows), output_embedding)
-
-    def project(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
-        """The unembedding alone: features (..., K, D) -> logits (..., K, V')."""
+        rows = self._rows_of_path(path, output_embedding)
+        seen = [None if rows is None else rows[..., : k + 1, :] for k in range(self.num_heads)]
+        features = [self._features_of(k, hidden, each) for k, each in enumerate(seen)]
         if self.config.unembedding == "full":
-            per_head = [F.linear(features[..., k, :], rows) for k, rows in enumerate(self.unembed)]
+            per_head = [F.linear(*each) for each in zip(features, self.unembed, strict=True)]
             return self._scaled(torch.stack(per_head, dim=-2))
-        return self._scaled(self.unembedded(features, output_embedding))
+        return self._scaled(self.unembedded(torch.stack(features, dim=-2), output_embedding))
 
     def logits_of(
         self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
@@ -244,7 +233,7 @@ class MedusaHeads(TokenMapped):
         Reads the parameters of that head and of no other, so training can go head by head and never
         hold the logits of all.
         """
-        features = self._features_of(index, hidden, self.rows_of_path(path, output_embedding))
+        features = self._features_of(index, hidden, self._rows_of_path(path, output_embedding))
         if self.config.unembedding == "full":
             return self._scaled(F.linear(features, self.unembed[index]))
         return self._scaled(self.unembedded(features, output_embedding))
@@ -252,13 +241,10 @@ class MedusaHeads(TokenMapped):
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
+    def _rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
         """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).
 
         None when these heads read no path.
-
-        Raises:
-            ValueError: they do, and ``path`` is None; or the rows cannot be read, being quantised.
         """
         if not self.config.reads_path:
             return None

@@ -24,7 +24,7 @@ from medusa.heads.ahead import AheadHead, Drafted
 from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
 
-NEEDED = f"transformers 5.23 or newer, got {transformers.__version__}; pip install --upgrade transformers"
+_NEEDED = f"transformers 5.23 or newer, got {transformers.__version__}; pip install --upgrade transformers"
 UNSAID = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
 """How many layers come with bases of which ``transformers`` does not say it; mtp_num_hidden_layers may."""
 
@@ -46,7 +46,7 @@ def missing_mtp(base: CausalLM) -> str | None:
         )
     if not base.name_or_path:
         return "the files that the base was loaded from, and it was made in memory; save and load it first"
-    return None if _modules() else NEEDED
+    return None if _modules() else _NEEDED
 
 
 def _modules() -> Any:
@@ -120,7 +120,7 @@ class MtpHead(AheadHead):
     def __init__(self, config: MtpConfig, token_map: Sequence[int] | Tensor | None = None):
         super().__init__(config, token_map)
         if (modules := _modules()) is None:
-            raise ValueError(f"heads of kind 'mtp' need {NEEDED}")
+            raise ValueError(f"heads of kind 'mtp' need {_NEEDED}")
         base = without_weights(config.base_config)
         self.layers = modules(base, base.config.num_mtp_layers).layers
         with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too

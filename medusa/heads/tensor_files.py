@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from medusa.files import read_json
 from medusa.heads.fingerprint import READABLE_TYPES
 
-Wanted = Callable[[str], bool]
+_Wanted = Callable[[str], bool]
 """Whether the tensor of a name is to be read."""
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-UNPICKLING_ERRORS = (
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_UNPICKLING_ERRORS = (
     AssertionError,
     AttributeError,
     EOFError,
@@ -34,11 +34,11 @@ UNPICKLING_ERRORS = (
     struct.error,
 )
 """What ``torch.load`` raises on bytes that are no pickle, or half of one, depending on the bytes."""
-WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
+_WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def read_tensors(
-    path: Path, wanted: Wanted = lambda name: True, integers: Container[str] = ()
+    path: Path, wanted: _Wanted = lambda name: True, integers: Container[str] = ()
 ) -> dict[str, Tensor]:
     """The tensors of a file whose names are ``wanted``, on the CPU.
 
@@ -74,6 +74,53 @@ def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
             )
 
 
+def check_tensors(
+    held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]], what: str, where: Path
+) -> None:
+    """Raise ValueError unless ``held`` has the tensors of these ``shapes`` and no others.
+
+    ``what`` the tensors are of, and ``where`` they stand, is for the message, which names the first that is
+    wrong.
+    """
+    if missing := [name for name in shapes if name not in held]:
+        raise ValueError(f"{where} lacks {_listed(missing)}, of {what}; the file is incomplete, get it again")
+    if extra := [name for name in held if name not in shapes]:
+        raise ValueError(
+            f"{where} holds tensors that are no part of {what}: {_listed(extra)}; they would be left "
+            "out. Get the file of such heads"
+        )
+    for name, shape in shapes.items():
+        if tuple(held[name].shape) != tuple(shape):
+            raise ValueError(
+                f"{where}: tensor {name!r} must have shape {tuple(shape)}, got {tuple(held[name].shape)}; "
+                "the files are damaged or do not belong together, get them again"
+            )
+
+
+def matrix_shape(tensors: Mapping[str, Tensor], name: str, where: Path) -> tuple[int, int]:
+    """The shape of the tensor of this name.
+
+    Raises:
+        ValueError: there is none, or it is no matrix.
+    """
+    if name not in tensors:
+        raise ValueError(
+            f"{where} lacks {name}; it holds {_listed(sorted(tensors)) or 'nothing'}. Get it again"
+        )
+    rows, *columns = tensors[name].shape or (0,)
+    if len(columns) != 1:
+        raise ValueError(
+            f"{where}: tensor {name!r} must have 2 dimensions, got {tuple(tensors[name].shape)}; get it again"
+        )
+    return rows, columns[0]
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    """The first names of many."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
 def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
     """Raise ValueError unless ``tensor`` is numbers one behind the other, as many as the file holds of it."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
@@ -90,7 +137,7 @@ def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def read_model_tensors(
-    directory: Path, wanted: Wanted, integers: Container[str] = ()
+    directory: Path, wanted: _Wanted, integers: Container[str] = ()
 ) -> dict[str, tuple[Path, Tensor]]:
     """The tensors of a model directory, in one file or in shards, whose names are ``wanted``; the file of
     each. Those called as in ``integers`` need not hold floats.
@@ -119,14 +166,14 @@ def model_files(directory: Path) -> dict[Path, list[str] | None]:
         FileNotFoundError: there are none.
         ValueError: the index cannot be read.
     """
-    for name in INDEXES:
+    for name in _INDEXES:
         if (index := directory / name).exists():
             return _indexed_files(index)
-    for name in WHOLE_FILES:
+    for name in _WHOLE_FILES:
         if (directory / name).exists():
             return {directory / name: None}
     raise FileNotFoundError(
-        f"{directory} holds none of {', '.join((*INDEXES, *WHOLE_FILES))}; download it again"
+        f"{directory} holds none of {', '.join((*_INDEXES, *_WHOLE_FILES))}; download it again"
     )
 
 
@@ -157,7 +204,7 @@ def names_in(path: Path) -> list[str]:
         raise _damaged(path, error) from error
 
 
-def _read_safetensors(path: Path, wanted: Wanted) -> dict[str, Tensor]:
+def _read_safetensors(path: Path, wanted: _Wanted) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
@@ -165,7 +212,7 @@ def _read_safetensors(path: Path, wanted: Wanted) -> dict[str, Tensor]:
         raise _damaged(path, error) from error
 
 
-def _read_pickle(path: Path, wanted: Wanted) -> dict[str, Tensor]:
+def _read_pickle(path: Path, wanted: _Wanted) -> dict[str, Tensor]:
     _check_not_packed(path)
     try:
         held: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -176,7 +223,7 @@ def _read_pickle(path: Path, wanted: Wanted) -> dict[str, Tensor]:
                 "read; they are not. Write its tensors to a safetensors file where you trust it"
             ) from error
         raise _damaged(path, error) from error
-    except UNPICKLING_ERRORS as error:
+    except _UNPICKLING_ERRORS as error:
         raise _damaged(path, error) from error
     if not isinstance(held, Mapping):
         raise ValueError(

@@ -22,13 +22,13 @@ from medusa.base.causal_lm import CausalLM
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.files import Layout, check_writable_target, read_json, replaced_directory, write_json
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
-from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
+from medusa.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.tensor_files import check_finite
 from medusa.hub import hub_directory
 from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
-from medusa.interop.medusa_reference import CONFIG_FILE, MEDUSA, MEDUSA_FULL
+from medusa.interop.medusa_reference import MEDUSA, MEDUSA_FULL
 from medusa.interop.mtp import MTP
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.vllm_medusa import VLLM_MEDUSA
@@ -75,7 +75,7 @@ def format_of(directory: Path) -> ForeignFormat:
     )
 
 
-DOWNLOADED = (
+_DOWNLOADED = (
     CONFIG_FILE,
     "medusa_lm_head.*",
     "model*.safetensors",
@@ -102,10 +102,17 @@ def export_heads(request: ToExport, to: str, output: str | Path, overwrite: bool
     if not overwrite:
         check_writable_target(output)
     files = export(request)
-    check_finite(files.weights, f"the heads in {request.dtype}")
+    weights = {
+        name: each.detach()
+        .cpu()
+        .to(request.dtype if each.is_floating_point() else each.dtype, copy=True)
+        .contiguous()
+        for name, each in files.weights.items()
+    }
+    check_finite(weights, f"the heads in {request.dtype}")
     with replaced_directory(output, overwrite) as partial:
         write_json(partial / CONFIG_FILE, files.config)
-        save_file(files.weights, partial / files.weights_file, metadata={"format": "pt"})
+        save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
     return files
 
 
@@ -153,7 +160,7 @@ def foreign_directory(source: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is neither.
     """
-    return hub_directory(source, DOWNLOADED, "heads", "give a directory, or a hub id of the form owner/name")
+    return hub_directory(source, _DOWNLOADED, "heads", "give a directory, or a hub id of the form owner/name")
 
 
 def save_base(base: CausalLM, tokenizer: Any, output: str | Path) -> None:

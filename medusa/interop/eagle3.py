@@ -35,12 +35,12 @@ from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding, 
 from medusa.files import read_json
 from medusa.heads.causal_layer import DEFAULT_THETA
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
-from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.fingerprint import TOLERANCE, relative_distance
 from medusa.heads.medusa_heads import MAX_DEPTH
-from medusa.heads.tensor_files import read_model_tensors
+from medusa.heads.tensor_files import check_tensors, matrix_shape, read_model_tensors
 from medusa.heads.token_map import checked_token_map
-from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.protocol import (
+    CONFIG_FILE,
     ExportedFiles,
     ForeignFormat,
     ForeignHeads,
@@ -50,25 +50,36 @@ from medusa.interop.protocol import (
     check_belongs,
     check_fits,
     checked_against_config,
-    listed,
+    config_in,
     megabytes,
+    named_base,
     tree_changes,
     vllm_command,
 )
 
-WEIGHTS_FILE = "model.safetensors"
-MAPS = ("d2t", "t2d")
-LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-LAYER_NAME = re.compile(r"(model\.)?(layers\.0|midlayer)\.")
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-READ_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
-SPECULATORS_TYPE, SPECULATORS_LAYER = "speculators_model_type", "transformer_layer_config"
-DEPTH_KEY = "num_speculative_tokens"
+_MAPS = ("d2t", "t2d")
+_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+_LAYER_NAME = re.compile(r"(model\.)?(layers\.0|midlayer)\.")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_ARCHITECTURE = "LlamaForCausalLMEagle3"
+_READ_ARCHITECTURES = (_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+_SPECULATORS_TYPE, _SPECULATORS_LAYER = "speculators_model_type", "transformer_layer_config"
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "vocab_size",
+)
+"""Keys of a layer's configuration that are ours too."""
+_DEPTH_KEY = "num_speculative_tokens"
 """Where a plain config.json from here says how deep its head drafts; engines are told by a flag."""
-DEFAULT_DEPTH = 5
+_DEFAULT_DEPTH = 5
 """How deep heads draft whose checkpoint does not say it, as most do not."""
-REFUSED = {
+_REFUSED = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "hidden_act": ("silu",),
@@ -85,15 +96,15 @@ def _export_plain(request: ToExport) -> ExportedFiles:
     """An EAGLE-3 head in the plain layout."""
     head, weights, changes = _exported(request)
     config = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [_ARCHITECTURE],
         **_layer_config(head.config, request),
         "base_model_name_or_path": request.base_name,
-        **{name: getattr(head.config, name) for name in FLAGS if getattr(head.config, name)},
+        **{name: getattr(head.config, name) for name in _FLAGS if getattr(head.config, name)},
         "norm_before_residual": head.config.norm_before_residual,
-        DEPTH_KEY: head.num_heads,
+        _DEPTH_KEY: head.num_heads,
         **_layers_named(head, request.base),
     }
-    return ExportedFiles(config, WEIGHTS_FILE, weights, changes)
+    return ExportedFiles(config, weights, changes)
 
 
 def _export_speculators(request: ToExport) -> ExportedFiles:
@@ -109,7 +120,7 @@ def _export_speculators(request: ToExport) -> ExportedFiles:
     layer = _layer_config(head.config, request)
     config = {
         "architectures": ["Eagle3DraftModel"],
-        SPECULATORS_TYPE: "eagle3",
+        _SPECULATORS_TYPE: "eagle3",
         "speculators_version": "0.5.0",
         "speculators_config": {
             "algorithm": "eagle3",
@@ -120,20 +131,16 @@ def _export_speculators(request: ToExport) -> ExportedFiles:
         "draft_vocab_size": layer.pop("draft_vocab_size"),
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        **{name: getattr(head.config, name) for name in FLAGS},
+        **{name: getattr(head.config, name) for name in _FLAGS},
         **_layers_named(head, request.base),
-        SPECULATORS_LAYER: layer,
+        _SPECULATORS_LAYER: layer,
     }
     weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
-    return ExportedFiles(config, WEIGHTS_FILE, weights, changes)
+    return ExportedFiles(config, weights, changes)
 
 
 def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[str, ...]]:
-    """The head, its tensors under the plain layout's names, and what becomes of the rest.
-
-    Raises:
-        ValueError: it is no EAGLE-3 head, or was trained with an adapter or for another base.
-    """
+    """The head, its tensors under the plain layout's names, and what becomes of the rest."""
     head = request.checkpoint.heads
     if not isinstance(head, Eagle3Head):
         raise ValueError(
@@ -148,10 +155,7 @@ def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[s
     else:
         rows = base_rows(request)
         rows = rows if token_map is None else rows[token_map]
-    weights = {
-        name: each.detach().cpu().to(request.dtype, copy=True).contiguous()
-        for name, each in {**state, "lm_head.weight": rows}.items()
-    }
+    weights = {**state, "lm_head.weight": rows}
     if token_map is not None:
         token_map = token_map.cpu()
         weights["d2t"] = token_map - torch.arange(len(token_map))
@@ -164,16 +168,16 @@ def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
     if not head.config.own_lm_head:
         changes.append(
             f"the base's rows of {len(rows):,} tokens are written into the file as its lm_head, "
-            f"{megabytes(rows.nbytes)}"
+            f"{megabytes(rows.numel() * request.dtype.itemsize)}"
         )
-    if any(getattr(head.config, name) for name in FLAGS):
-        names = ", ".join(name for name in FLAGS if getattr(head.config, name))
+    if any(getattr(head.config, name) for name in _FLAGS):
+        names = ", ".join(name for name in _FLAGS if getattr(head.config, name))
         changes.append(f"{names}: vLLM reads these keys, and other engines leave them out")
     if _layers_named(head, request.base):
         layers = " ".join(map(str, head.reads_layers))
         changes.append(
-            f"the fused layers {layers} are not those that engines take by themselves, so {LAYERS_KEY} names "
-            "them as vLLM reads it; SGLang adds 1 to each"
+            f"the fused layers {layers} are not those that engines take by themselves, so {_LAYERS_KEY} "
+            "names them as vLLM reads it; SGLang adds 1 to each"
         )
     return changes
 
@@ -184,7 +188,7 @@ def _layers_named(head: Eagle3Head, base: CausalLM) -> dict[str, list[int]]:
         usual = default_layers(base)
     except ValueError:  # too few layers to have any
         usual = None
-    return {} if head.reads_layers == usual else {LAYERS_KEY: list(head.reads_layers)}
+    return {} if head.reads_layers == usual else {_LAYERS_KEY: list(head.reads_layers)}
 
 
 def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
@@ -193,17 +197,10 @@ def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **{name: getattr(config, name) for name in _SIZES},
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
         "draft_vocab_size": config.token_map_size or config.vocab_size,
         "tie_word_embeddings": False,
         "attention_bias": False,
@@ -221,55 +218,35 @@ def _serve_speculators(directory: str, base: str, num_heads: int) -> str:
 
 
 def _read_plain(request: ReadRequest) -> ForeignHeads:
-    """The head in a directory of the plain layout.
-
-    Raises:
-        FileNotFoundError: config.json or the weights are missing.
-        ValueError: an engine would not load it, or would load something else than the file holds.
-    """
+    """The head in a directory of the plain layout."""
     path = request.directory / CONFIG_FILE
     config = read_json(path)
-    said = config.get("architectures", [ARCHITECTURE])
-    if not isinstance(said, list) or len(said) != 1 or said[0] not in READ_ARCHITECTURES:
+    said = config.get("architectures", [_ARCHITECTURE])
+    if not isinstance(said, list) or len(said) != 1 or said[0] not in _READ_ARCHITECTURES:
         raise ValueError(
-            f"{path} says architectures={said!r}, and EAGLE-3 heads of a Llama layer say [{ARCHITECTURE!r}]; "
-            "other architectures are not read: use the engine that this one is for"
+            f"{path} says architectures={said!r}, and EAGLE-3 heads of a Llama layer say "
+            f"[{_ARCHITECTURE!r}]; other architectures are not read: use the engine that this one is for"
         )
-    flags = {name: config.get(name, False) for name in FLAGS}
-    said, notes = config.get(DEPTH_KEY), []
-    if said is None and request.max_depth is None:
-        said = DEFAULT_DEPTH
+    notes = []
+    if config.get(_DEPTH_KEY) is None and request.max_depth is None:
+        config[_DEPTH_KEY] = _DEFAULT_DEPTH
         notes.append(
-            f"{path.name} does not say how deep the head drafts: {DEFAULT_DEPTH} is taken; another depth: "
+            f"{path.name} does not say how deep the head drafts: {_DEFAULT_DEPTH} is taken; another depth: "
             "--max-depth"
         )
-    return _head_of(request, config, config, flags, (DEPTH_KEY, said), notes)
+    return _head_of(request, config, notes)
 
 
 def _read_speculators(request: ReadRequest) -> ForeignHeads:
-    """The head in a directory of the speculators layout, as vLLM reads it.
-
-    Raises:
-        FileNotFoundError: config.json or the weights are missing.
-        ValueError: vLLM would not load it, or would load something else than the file holds.
-    """
+    """The head in a directory of the speculators layout, as vLLM reads it."""
     path = request.directory / CONFIG_FILE
     config = read_json(path)
-    layer = config.get(SPECULATORS_LAYER)
-    if config.get(SPECULATORS_TYPE) != "eagle3" or not isinstance(layer, dict):
+    layer = config.get(_SPECULATORS_LAYER)
+    if config.get(_SPECULATORS_TYPE) != "eagle3" or not isinstance(layer, dict):
         raise ValueError(
-            f"{path} must say {SPECULATORS_TYPE}='eagle3' and hold {SPECULATORS_LAYER}, an object; got "
-            f"{config.get(SPECULATORS_TYPE)!r} and {type(layer).__name__}; mend it, or get it again"
+            f"{path} must say {_SPECULATORS_TYPE}='eagle3' and hold {_SPECULATORS_LAYER}, an object; got "
+            f"{config.get(_SPECULATORS_TYPE)!r} and {type(layer).__name__}; mend it, or get it again"
         )
-    notes: list[str] = []
-    if "norm_before_residual" not in config:
-        notes.append(f"{path} leaves out norm_before_residual, which vLLM then takes for true")
-    flags = {name: config.get(name, name == "norm_before_residual") for name in FLAGS}
-    depth = "speculative_tokens", _speculative_tokens(config, path)
-    return _head_of(request, config, layer, flags, depth, notes)
-
-
-def _speculative_tokens(config: Mapping[str, Any], path: Path) -> Any:
     try:
         depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         config["speculators_config"]["verifier"]["name_or_path"]
@@ -278,34 +255,26 @@ def _speculative_tokens(config: Mapping[str, Any], path: Path) -> Any:
             f"{path} must hold speculators_config with proposal_methods, the first of them with "
             "speculative_tokens, and verifier with name_or_path, or vLLM does not start; mend it"
         ) from error
-    return depth
+    notes = []
+    if "norm_before_residual" not in config:
+        notes.append(f"{path} leaves out norm_before_residual, which vLLM then takes for true")
+    of_layer = {"model_type": "llama", **layer, _DEPTH_KEY: depth}
+    return _head_of(request, {"norm_before_residual": True, **config, **of_layer}, notes)
 
 
-def _checked_depth(given: int | None, said: tuple[str, Any], path: Path) -> int:
-    """How deep the head drafts: as given, else as config.json says at a key."""
-    key, depth = said if given is None else ("--max-depth", given)
-    if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
-        raise ValueError(
-            f"{path}: {key} must be an int from 1 to {MAX_DEPTH}, got {depth!r:.100}; mend it, or give the "
-            "depth: --max-depth"
-        )
-    return depth
-
-
-def _head_of(
-    request: ReadRequest,
-    config: Mapping[str, Any],
-    layer: Mapping[str, Any],
-    flags: Mapping[str, Any],
-    depth: tuple[str, Any],
-    notes: Sequence[str],
-) -> ForeignHeads:
-    """The head of a directory; ``layer`` is the part of ``config`` that speaks of its layer, ``depth`` the
-    key of its depth and what it says."""
+def _head_of(request: ReadRequest, config: Mapping[str, Any], notes: Sequence[str]) -> ForeignHeads:
+    """The head of a directory; ``config`` is its config.json in the plain layout."""
     base, path = request.base, request.directory / CONFIG_FILE
-    max_depth = _checked_depth(request.max_depth, depth, path)
+    key, max_depth = _DEPTH_KEY, config.get(_DEPTH_KEY)
+    if request.max_depth is not None:
+        key, max_depth = "--max-depth", request.max_depth
+    if type(max_depth) is not int or not 1 <= max_depth <= MAX_DEPTH:
+        raise ValueError(
+            f"{path}: {key} must be an int from 1 to {MAX_DEPTH}, got {max_depth!r:.100}; mend it, or give "
+            "the depth: --max-depth"
+        )
     tensors, where, layer_name = _tensors(request)
-    _check_layer(layer, path)
+    _check_layer(config, path)
     nested = config.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
     if nested.get("use_aux_hidden_state", True) is not True:
@@ -313,11 +282,12 @@ def _head_of(
             f"{path} says use_aux_hidden_state={nested['use_aux_hidden_state']!r}: such a head reads the "
             "last state alone and is no EAGLE-3 head; use the engine that it is for"
         )
-    flags = {**flags, "norm_before_fc": bool(nested.get("norm_before_fc", flags["norm_before_fc"]))}
+    flags = {name: config.get(name, False) for name in _FLAGS}
+    flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
     layers, more = _layers_of(request, config, nested, path)
-    size = _shape(tensors, "fc.weight", where)[0]
+    size = matrix_shape(tensors, "fc.weight", where)[0]
     vocabulary = len(tensors["t2d"]) if "t2d" in tensors else vocab_size(base)
-    wide = _shape(tensors, f"{layer_name}mlp.gate_proj.weight", where)[0]
+    wide = matrix_shape(tensors, f"{layer_name}mlp.gate_proj.weight", where)[0]
     held = {
         "num_hidden_layers": 1,
         "hidden_size": size,
@@ -326,8 +296,7 @@ def _head_of(
         "draft_vocab_size": len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None,
         "target_hidden_size": size,
     }
-    merged = {**config, **layer}
-    more += checked_against_config(merged, held, path, where, request.trust_tensors)
+    more += checked_against_config(config, held, path, where, request.trust_tensors)
     for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         if name in tensors and not flags[flag]:
             raise ValueError(
@@ -340,13 +309,13 @@ def _head_of(
             hidden_size=size,
             vocab_size=vocabulary,
             fused_layers=layers,
-            num_attention_heads=layer.get("num_attention_heads", 32),
-            num_key_value_heads=layer.get("num_key_value_heads") or layer.get("num_attention_heads", 32),
-            head_dim=layer.get("head_dim") or size // layer.get("num_attention_heads", 32),
+            num_attention_heads=config.get("num_attention_heads", 32),
+            num_key_value_heads=config.get("num_key_value_heads") or config.get("num_attention_heads", 32),
+            head_dim=config.get("head_dim") or size // config.get("num_attention_heads", 32),
             intermediate_size=wide,
-            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            rope_parameters=_rope(layer),
-            max_position_embeddings=layer.get("max_position_embeddings", 2048),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_parameters=_rope(config),
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
             max_depth=max_depth,
             token_map_size=None if token_map is None else len(token_map),
             own_lm_head=_has_own_rows(tensors, token_map, base),
@@ -356,8 +325,8 @@ def _head_of(
         raise ValueError(f"{path}: {error}; mend it, or get the directory again") from error
     check_fits(where, size, vocabulary, base)
     _check_embeddings(tensors.pop("embed_tokens.weight", None), base, where)
-    dtypes = {each.dtype for name, each in tensors.items() if name not in MAPS}
-    head = _loaded(ours, tensors, layer_name, token_map, where, path)
+    dtypes = {each.dtype for name, each in tensors.items() if name not in _MAPS}
+    head = _loaded(ours, tensors, layer_name, token_map, where)
     return ForeignHeads(head, dtypes.pop() if len(dtypes) == 1 else torch.float32, (*notes, *more))
 
 
@@ -366,10 +335,10 @@ def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
 
     The names of the other tensors are the plain layout's.
     """
-    found = read_model_tensors(request.directory, lambda name: "rotary_emb" not in name, integers=MAPS)
+    found = read_model_tensors(request.directory, lambda name: "rotary_emb" not in name, integers=_MAPS)
     files = {file for file, _ in found.values()}
     where = files.pop() if len(files) == 1 else request.directory
-    layer = next((match[0] for match in map(LAYER_NAME.match, found) if match), "midlayer.")
+    layer = next((match[0] for match in map(_LAYER_NAME.match, found) if match), "midlayer.")
     tensors = {
         name if name.startswith(layer) else name.removeprefix("model."): each
         for name, (_, each) in found.items()
@@ -377,29 +346,14 @@ def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
     return tensors, where, layer
 
 
-def _shape(tensors: Mapping[str, Tensor], name: str, where: Path) -> tuple[int, ...]:
-    if name not in tensors:
-        held = listed(sorted(tensors)) or "nothing"
-        raise ValueError(
-            f"{where} lacks {name}, which every EAGLE-3 head has; it holds {held}. Is it a head of another "
-            "kind, or an incomplete file? Get it again"
-        )
-    if tensors[name].dim() != 2:
-        raise ValueError(
-            f"{where}: tensor {name!r} must have 2 dimensions, got {tuple(tensors[name].shape)}; get the "
-            "file again"
-        )
-    return tuple(tensors[name].shape)
-
-
-def _check_layer(layer: Mapping[str, Any], path: Path) -> None:
+def _check_layer(config: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError where the layer computes something that this head does not."""
-    for key, values in REFUSED.items():
-        if layer.get(key, values[0]) not in (*values, None):
+    for key, values in _REFUSED.items():
+        if config.get(key, values[0]) not in (*values, None):
             allowed = " or ".join(map(repr, values))
             raise ValueError(
-                f"{path} says {key}={layer[key]!r}, and EAGLE-3 heads that are read here have {allowed}; use "
-                "the engine that it was trained for"
+                f"{path} says {key}={config[key]!r}, and EAGLE-3 heads read here have {allowed}; use the "
+                "engine that it was trained for"
             )
 
 
@@ -407,14 +361,14 @@ def _layers_of(
     request: ReadRequest, config: Mapping[str, Any], nested: Mapping[str, Any], path: Path
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The fused layers, as vLLM takes them from config.json, and what was decided."""
-    said: Any = list(request.fused_layers) or config.get(LAYERS_KEY) or nested.get(LAYERS_KEY)
+    said: Any = list(request.fused_layers) or config.get(_LAYERS_KEY) or nested.get(_LAYERS_KEY)
     if not said:
         try:
             layers = default_layers(request.base)
         except ValueError as error:
             raise ValueError(f"{path} names no layers: {error}, or give another base: --base") from error
         return layers, (f"{path.name} names no layers: {' '.join(map(str, layers))} are taken, as by vLLM",)
-    where = "--fused-layers" if request.fused_layers else f"{path}: {LAYERS_KEY}"
+    where = "--fused-layers" if request.fused_layers else f"{path}: {_LAYERS_KEY}"
     count = request.base.config.get_text_config(decoder=True).num_hidden_layers
     is_list = isinstance(said, list) and all(type(each) is int for each in said)
     if not is_list or not all(1 <= each <= count for each in said) or len(set(said)) < len(said):
@@ -426,7 +380,7 @@ def _layers_of(
     notes: tuple[str, ...] = ()
     if request.fused_layers:
         notes = ("the fused layers are those that were given",)
-    elif not config.get(LAYERS_KEY):
+    elif not config.get(_LAYERS_KEY):
         notes = (
             f"{path.name} names layers in eagle_config, which vLLM takes for the states after so many layers "
             "and SGLang for one more; if medusa check shows hardly any acceptance, import again with "
@@ -435,19 +389,19 @@ def _layers_of(
     return tuple(sorted(said)), notes  # vLLM sorts them
 
 
-def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"rope_scaling must be an object, got {given!r:.100}")
     rest = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
-    theta = given.get("rope_theta", layer.get("rope_theta", DEFAULT_THETA))
+    theta = given.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
     kind = given.get("rope_type", given.get("type", "default"))
     return {"rope_type": kind, "rope_theta": theta, **rest}
 
 
 def _token_map(tensors: dict[str, Tensor], vocabulary: int, where: Path) -> Tensor | None:
     """The token of each scored row (V',), out of d2t; None where every token is scored."""
-    d2t, t2d = (tensors.pop(name, None) for name in MAPS)
+    d2t, t2d = (tensors.pop(name, None) for name in _MAPS)
     rows = tensors.get("lm_head.weight")
     if d2t is None:
         if rows is not None and len(rows) != vocabulary:
@@ -499,52 +453,25 @@ def _has_own_rows(tensors: dict[str, Tensor], token_map: Tensor | None, base: Ca
 
 def _check_embeddings(theirs: Tensor | None, base: CausalLM, where: Path) -> None:
     """Raise ValueError unless token embeddings in the file are the base's, which are then read."""
-    if theirs is None:
-        return
     ours = base.get_input_embeddings().weight.detach()
-    if theirs.shape == ours.shape:
-        distance = float((theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-12))
-        if distance <= TOLERANCE:
-            return
-        apart = f"{distance:.1%} away from"
-    else:
-        apart = f"{tuple(theirs.shape)}, and not {tuple(ours.shape)} as"
-    raise ValueError(
-        f"{where}: embed_tokens.weight is {apart} the embeddings of the base model {base.name_or_path!r}; "
-        "give the base that the head was trained on: --base. Heads with embeddings of their own are not read"
-    )
+    if theirs is not None and (distance := relative_distance(theirs, ours)) > TOLERANCE:
+        raise ValueError(
+            f"{where}: embed_tokens.weight is {distance:.1%} away from the embeddings of the base model "
+            f"{base.name_or_path!r}; give the base that the head was trained on: --base. Heads with "
+            "embeddings of their own are not read"
+        )
 
 
 def _loaded(
-    config: Eagle3Config,
-    tensors: dict[str, Tensor],
-    layer_name: str,
-    token_map: Tensor | None,
-    where: Path,
-    config_path: Path,
+    config: Eagle3Config, tensors: dict[str, Tensor], layer: str, token_map: Tensor | None, where: Path
 ) -> Eagle3Head:
-    """The head with these tensors in float32; the file calls ``midlayer.`` as ``layer_name`` says.
-
-    Raises:
-        ValueError: a tensor is missing, left over or of another shape.
-    """
+    """The head with these tensors in float32; the file calls ``midlayer.`` as ``layer`` says."""
     with torch.device("meta"):
         head = Eagle3Head(config)
-    expected = {name: each for name, each in head.state_dict().items() if name != "token_map"}
-    theirs = {name: re.sub(r"^midlayer\.", layer_name, name) for name in expected}
-    if missing := sorted(set(theirs.values()) - tensors.keys()):
-        raise ValueError(f"{where} lacks {listed(missing)}; the file is incomplete, get it again")
-    if extra := sorted(tensors.keys() - set(theirs.values())):
-        raise ValueError(
-            f"{where} holds tensors that are no part of an EAGLE-3 head of one Llama layer: {listed(extra)}; "
-            "they would be left out. Get the file of such a head, or use the engine that this one is for"
-        )
-    for name, each in expected.items():
-        if each.shape != (shape := tensors[theirs[name]].shape):
-            raise ValueError(
-                f"{where}: tensor {theirs[name]!r} must have shape {tuple(each.shape)}, as "
-                f"{config_path.name} and the other tensors say, got {tuple(shape)}; get the two files again"
-            )
+    expected = {name: each.shape for name, each in head.state_dict().items() if name != "token_map"}
+    theirs = {name: re.sub(r"^midlayer\.", layer, name) for name in expected}
+    shapes = {theirs[name]: shape for name, shape in expected.items()}
+    check_tensors(tensors, shapes, "an EAGLE-3 head of one Llama layer", where)
     state = {name: tensors[theirs[name]].to(torch.float32, copy=True) for name in expected}
     if token_map is not None:
         state["token_map"] = token_map
@@ -557,19 +484,15 @@ def _loaded(
 
 def _is_plain_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it holds an EAGLE-3 head in the plain layout."""
-    path = directory / CONFIG_FILE
-    if not path.exists():
-        return False
-    config = read_json(path)
+    config = config_in(directory)
     named = config.get("architectures")
-    is_named = isinstance(named, list) and named[:1] in ([ARCHITECTURE], ["Eagle3LlamaForCausalLM"])
-    return is_named or ("draft_vocab_size" in config and SPECULATORS_TYPE not in config)
+    is_named = isinstance(named, list) and named[:1] in ([_ARCHITECTURE], ["Eagle3LlamaForCausalLM"])
+    return is_named or ("draft_vocab_size" in config and _SPECULATORS_TYPE not in config)
 
 
 def _is_speculators_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it is in the layout of speculators."""
-    path = directory / CONFIG_FILE
-    return path.exists() and SPECULATORS_TYPE in read_json(path)
+    return _SPECULATORS_TYPE in config_in(directory)
 
 
 def _verifier_of(directory: Path) -> str | None:

@@ -15,24 +15,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medusa.base.causal_lm import hidden_size, vocab_size
+from medusa.base.causal_lm import embedding_weight, output_embedding
 from medusa.files import read_json
-from medusa.heads.fingerprint import TOLERANCE
+from medusa.heads.fingerprint import TOLERANCE, relative_distance
 from medusa.heads.tensor_files import model_files, names_in, read_model_tensors, read_tensors
-from medusa.interop.plain_heads import (
-    TensorNames,
-    as_medusa_heads,
-    collected,
-    distance_of_rows,
+from medusa.interop.plain_heads import TensorNames, as_medusa_heads, read_plain_heads
+from medusa.interop.protocol import (
+    CONFIG_FILE,
+    ForeignFormat,
+    ForeignHeads,
+    ReadRequest,
+    checked_against_config,
+    named_base,
 )
-from medusa.interop.protocol import ForeignFormat, ForeignHeads, ReadRequest, checked_against_config
 
-CONFIG_FILE = "config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-BLOCK, ROWS = "{head}.{layer}.linear.{part}", "{head}.{layer}.weight"
-NAMES = TensorNames(BLOCK, ROWS)
-WHOLE_MODEL_NAMES = TensorNames(BLOCK, ROWS, prefix="medusa_head.")
-LM_HEAD = "lm_head.weight"
+NAMES = TensorNames("{head}.{layer}.linear.{part}", "{head}.{layer}.weight")
+_PREFIX, _LM_HEAD = "medusa_head.", "lm_head.weight"
+_WHOLE_MODEL_NAMES = TensorNames(_PREFIX + NAMES.block, _PREFIX + NAMES.rows)
 
 
 def _read_heads(request: ReadRequest) -> ForeignHeads:
@@ -42,11 +42,7 @@ def _read_heads(request: ReadRequest) -> ForeignHeads:
 
 
 def _heads_file(directory: Path) -> Path:
-    """The file of the heads; safetensors where there are both.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The file of the heads; safetensors where there are both."""
     for name in HEADS_FILES:
         if (directory / name).exists():
             return directory / name
@@ -59,46 +55,36 @@ def _heads_of_tensors(
     """The heads that ``tensors``, of the file ``path``, are; config.json is held against them."""
     config_path = request.directory / CONFIG_FILE
     config = read_json(config_path)
-    plain, notes = collected(tensors, names, path)
+    plain = read_plain_heads(tensors, names, path)
     held = {
         "medusa_num_heads": plain.num_heads,
         "medusa_num_layers": plain.num_layers,
         "hidden_size": plain.hidden_size,
         "vocab_size": plain.vocab_size,
     }
-    notes += checked_against_config(config, held, config_path, path, request.trust_tensors)
-    return ForeignHeads(as_medusa_heads(plain, request.base, path, config), plain.dtype, notes)
-
-
-def named_base(directory: Path) -> str | None:
-    """The base that the config.json of a directory names."""
-    name = read_json(directory / CONFIG_FILE).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
+    more = checked_against_config(config, held, config_path, path, request.trust_tensors)
+    heads = as_medusa_heads(plain, request.base, path, config)
+    return ForeignHeads(heads, plain.dtype, plain.notes + more)
 
 
 def _read_whole_model(request: ReadRequest) -> ForeignHeads:
-    """The heads in a Medusa-2 model; they belong to the base beside them.
-
-    Raises:
-        ValueError: as :func:`_read_heads`, or the base asked for is another than the one beside them.
-    """
-    prefix = WHOLE_MODEL_NAMES.prefix
-    found = read_model_tensors(request.directory, lambda name: name.startswith(prefix) or name == LM_HEAD)
-    path, rows = found.pop(LM_HEAD, (request.directory, None))
+    """The heads in a Medusa-2 model; they belong to the base beside them."""
+    found = read_model_tensors(request.directory, lambda name: name.startswith(_PREFIX) or name == _LM_HEAD)
+    path, rows = found.pop(_LM_HEAD, (request.directory, None))
     if rows is not None:
         _check_same_base(request, path, rows)
     paths = [path for path, _ in found.values()]
     where = paths[0] if len(set(paths)) == 1 else request.directory
     tensors = {name: tensor for name, (_, tensor) in found.items()}
-    return _heads_of_tensors(request, where, tensors, WHOLE_MODEL_NAMES)
+    return _heads_of_tensors(request, where, tensors, _WHOLE_MODEL_NAMES)
 
 
 def _check_same_base(request: ReadRequest, path: Path, rows: Tensor) -> None:
-    sizes = (vocab_size(request.base), hidden_size(request.base))
-    if rows.shape == sizes and distance_of_rows(rows, request.base) <= TOLERANCE:
+    ours = embedding_weight(output_embedding(request.base)).detach()
+    if relative_distance(rows, ours) <= TOLERANCE:
         return
     raise ValueError(
-        f"{path}: {LM_HEAD} is not the output embedding of the base model {request.base.name_or_path!r}; "
+        f"{path}: {_LM_HEAD} is not the output embedding of the base model {request.base.name_or_path!r}; "
         f"Medusa-2 heads belong to the base in the same files: give --base {request.directory}, or leave "
         "--base out"
     )
@@ -122,7 +108,7 @@ def _is_whole_model(directory: Path) -> bool:
             if path.suffix != ".safetensors":
                 return "medusa_num_heads" in read_json(directory / CONFIG_FILE)
             names = names_in(path)
-        if any(name.startswith(WHOLE_MODEL_NAMES.prefix) for name in names):
+        if any(name.startswith(_PREFIX) for name in names):
             return True
     return False
 

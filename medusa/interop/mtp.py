@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa.files import read_json
 from medusa.heads.mtp import UNSAID, MtpHead, own_head, without_weights
 from medusa.interop.protocol import (
     ExportedFiles,
@@ -21,12 +20,13 @@ from medusa.interop.protocol import (
     ReadRequest,
     ToExport,
     check_belongs,
+    named_base,
     tree_changes,
     vllm_command,
 )
 
-AROUND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
-AROUND_MTP = {
+_AROUND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+_AROUND_MTP = {
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
     "eh_proj": "fc",
@@ -39,7 +39,7 @@ def stored_tensors(head: MtpHead) -> dict[str, Tensor]:
     """The weights of ``head`` as the base's files have them."""
     base = without_weights(head.config.base_config)
     first, is_mtp = base.config.num_hidden_layers, base.config.model_type in UNSAID
-    around, stored = (AROUND_MTP if is_mtp else AROUND), {}
+    around, stored = (_AROUND_MTP if is_mtp else _AROUND), {}
     layer: Any
     for number, layer in enumerate(head.layers):
         prefix = "mtp." if is_mtp else f"model.layers.{first + number}."
@@ -63,14 +63,14 @@ def _export(request: ToExport) -> ExportedFiles:
         )
     check_belongs(request)
     config = {**head.config.base_config, "base_model_name_or_path": request.base_name}
-    weights = {name: each.to(request.dtype).contiguous() for name, each in stored_tensors(head).items()}
+    weights = stored_tensors(head)
     changes = [
         f"these {len(weights)} tensors take the place of those with the same names in the base's files",
         *tree_changes(request),
     ]
     if head.token_map is not None:
         changes.append(f"the token map of {len(head.token_map):,} tokens is left out: all tokens are scored")
-    return ExportedFiles(config, "model.safetensors", weights, tuple(changes))
+    return ExportedFiles(config, weights, tuple(changes))
 
 
 def _read(request: ReadRequest) -> ForeignHeads:
@@ -86,7 +86,7 @@ MTP = ForeignFormat(
     "mtp",
     "whatever reads the base's own files",
     read=_read,
-    base_of=lambda directory: read_json(directory / "config.json").get("base_model_name_or_path"),
+    base_of=named_base,
     export=_export,
     serve=_serve,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.files import read_json
 from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint
+
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class ExportedFiles:
 
     config: dict[str, Any]
     """config.json."""
-    weights_file: str
     weights: dict[str, Tensor]
+    """Of model.safetensors; floats are written in the type asked for."""
     changes: tuple[str, ...]
     """What became of parts of the heads that the format has no place for, as sentences."""
 
@@ -99,6 +102,18 @@ class ForeignFormat:
     """Whether the heads are an EAGLE-3 head, whose layers and depth can be given."""
 
 
+def config_in(directory: Path) -> dict[str, Any]:
+    """What config.json in a directory says; nothing where there is none."""
+    path = directory / CONFIG_FILE
+    return read_json(path) if path.exists() else {}
+
+
+def named_base(directory: Path) -> str | None:
+    """The base that the config.json of a directory names."""
+    name = read_json(directory / CONFIG_FILE).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
 def checked_against_config(
     config: Mapping[str, Any],
     held: Mapping[str, Any],
@@ -143,12 +158,6 @@ def check_fits(where: Path | str, size: int, vocabulary: int | None, base: Causa
                 f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
                 "give the base that they were trained on: --base"
             )
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """The first names of many."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 def check_belongs(request: ToExport) -> None:

@@ -45,17 +45,17 @@ from medusa.interop.conversion import EXPORT_LAYOUT, FORMATS, export_heads
 from medusa.interop.protocol import ToExport
 from medusa.tables import percent
 
-CARD_FILE = "README.md"
-CUSTOM_FILES = (f"{custom_generate.FOLDER}/generate.py", f"{custom_generate.FOLDER}/requirements.txt")
+_CARD_FILE = "README.md"
+_CUSTOM_FILES = (f"{custom_generate.FOLDER}/generate.py", f"{custom_generate.FOLDER}/requirements.txt")
 REPOSITORY_LAYOUT = Layout(
     "what an earlier push or dry run wrote",
-    (*HEADS_FILES, *CUSTOM_FILES, *(f"exports/*/{name}" for name in EXPORT_LAYOUT.files), CARD_FILE),
+    (*HEADS_FILES, *_CUSTOM_FILES, *(f"exports/*/{name}" for name in EXPORT_LAYOUT.files), _CARD_FILE),
     HEADS_LAYOUT.is_signed,
 )
 
 
 @dataclass(frozen=True)
-class Pushed:
+class _Pushed:
     """What a push made."""
 
     url: str
@@ -90,7 +90,7 @@ def write_repository(folder: Path, heads: Path, facts: CardFacts, request: ToExp
     for name in facts.exports:
         written = export_heads(request, name, folder / "exports" / name)
         changes += [f"exports/{name}: {change}" for change in written.changes]
-    (folder / CARD_FILE).write_text(str(model_card(facts)), encoding="utf-8")
+    (folder / _CARD_FILE).write_text(str(model_card(facts)), encoding="utf-8")
     return changes
 
 
@@ -109,7 +109,7 @@ def check_repository_name(name: str) -> None:
         raise ValueError(f"repository must be of the form user/repo, got {name!r}; put your user name before")
 
 
-def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite: bool) -> Pushed:
+def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite: bool) -> _Pushed:
     """Push the files of ``folder`` to the repository ``name`` in one commit; it is created where it is not.
 
     Files of an earlier push that ``folder`` does not have are deleted; other files are left alone.
@@ -148,7 +148,7 @@ def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite:
             commit_message="Push heads with medusa",
             parent_commit=None if present is None else present[0],
         )
-    return Pushed(f"{api.endpoint}/{name}", commit.oid, deleted)
+    return _Pushed(f"{api.endpoint}/{name}", commit.oid, deleted)
 
 
 def _name_base(path: Path, key: str, base: str) -> None:
@@ -156,7 +156,7 @@ def _name_base(path: Path, key: str, base: str) -> None:
 
 
 def _is_own(path: str) -> bool:
-    return path != CARD_FILE and REPOSITORY_LAYOUT.knows(PurePosixPath(path))
+    return path != _CARD_FILE and REPOSITORY_LAYOUT.knows(PurePosixPath(path))
 
 
 def _check_base(api: HfApi, base: str) -> None:
@@ -208,7 +208,7 @@ def _explained_push_errors(
 
 
 LIBRARY = "medusa-heads"
-EVALUATE = "evaluate them with `medusa evaluate`, whose --json writes such a report"
+_EVALUATE = "evaluate them with `medusa evaluate`, whose --json writes such a report"
 
 
 @dataclass(frozen=True)
@@ -238,15 +238,15 @@ def read_evaluation(path: Path, weights_sha256: str) -> dict[str, Any]:
         ValueError: it is no such report, or one of other heads.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"evaluation: no file at {str(path)!r}; {EVALUATE}")
+        raise FileNotFoundError(f"evaluation: no file at {str(path)!r}; {_EVALUATE}")
     report = read_json(path)
     if missing := [key for key in ("tokens_per_step", "by_category", "made") if key not in report]:
-        raise ValueError(f"{path} must hold {' and '.join(missing)}, and does not; {EVALUATE}")
+        raise ValueError(f"{path} must hold {' and '.join(missing)}, and does not; {_EVALUATE}")
     measured = report["made"].get("heads_sha256")
     if measured != weights_sha256:
         raise ValueError(
             f"{path} is about other heads than these: {report['made'].get('heads')!r}, whose weights have "
-            f"SHA-256 {str(measured)[:12]}..., these have {weights_sha256[:12]}...; {EVALUATE}"
+            f"SHA-256 {str(measured)[:12]}..., these have {weights_sha256[:12]}...; {_EVALUATE}"
         )
     return report
 

@@ -24,18 +24,18 @@ from medusa.files import read_json
 from medusa.heads.checkpoint import kind_of
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.tensor_files import names_in, read_tensors
-from medusa.interop.medusa_reference import CONFIG_FILE, named_base
 from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
 from medusa.interop.plain_heads import (
     PlainHeads,
     TensorNames,
     as_medusa_heads,
-    as_plain_heads,
-    collected,
-    named,
+    places,
+    read_plain_heads,
     scale_of,
+    stored_plain_heads,
 )
 from medusa.interop.protocol import (
+    CONFIG_FILE,
     ExportedFiles,
     ForeignFormat,
     ForeignHeads,
@@ -44,16 +44,17 @@ from medusa.interop.protocol import (
     base_rows,
     check_belongs,
     checked_against_config,
+    config_in,
     megabytes,
+    named_base,
     tree_changes,
     vllm_command,
 )
 
-WEIGHTS_FILE = "model.safetensors"
-ARCHITECTURE = "MedusaModel"
+_ARCHITECTURE = "MedusaModel"
 NAMES = TensorNames("blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight", "lm_head.weight")
 OLD_PREFIX, TOKEN_MAP = "medusa_heads.", "token_map"
-DEFAULTS = {
+_DEFAULTS = {
     "hidden_size": 4096,
     "num_heads": 5,
     "num_hidden_layers": 1,
@@ -66,11 +67,10 @@ DEFAULTS = {
 def _export(request: ToExport) -> ExportedFiles:
     """Plain heads as vLLM reads them."""
     heads = checked_plain(request)
-    plain = as_plain_heads(heads, None if heads.config.unembedding == "full" else base_rows(request))
-    is_shared = plain.shared_rows is not None
+    rows = base_rows(request) if heads.scores_base_rows else None
     config = {
         "model_type": "medusa",
-        "architectures": [ARCHITECTURE],
+        "architectures": [_ARCHITECTURE],
         "base_model_name_or_path": request.base_name,
         "hidden_size": heads.config.hidden_size,
         "vocab_size": heads.config.vocab_size,
@@ -78,11 +78,11 @@ def _export(request: ToExport) -> ExportedFiles:
         "num_heads": heads.num_heads,
         "num_hidden_layers": heads.config.num_layers,
         "medusa_fc_bias": True,
-        "original_lm_head": is_shared,
+        "original_lm_head": rows is not None,
         **scale_of(heads),
     }
     changes = [*tree_changes(request), *_row_changes(request, heads)]
-    return ExportedFiles(config, WEIGHTS_FILE, named(plain, NAMES, request.dtype), tuple(changes))
+    return ExportedFiles(config, stored_plain_heads(heads, NAMES, rows), tuple(changes))
 
 
 def checked_plain(request: ToExport) -> MedusaHeads:
@@ -132,12 +132,7 @@ def _row_changes(request: ToExport, heads: MedusaHeads) -> list[str]:
 
 
 def _read(request: ReadRequest) -> ForeignHeads:
-    """The heads that vLLM makes of a directory.
-
-    Raises:
-        FileNotFoundError: config.json or the weights are missing.
-        ValueError: vLLM would not load them, or would load something else than the file holds.
-    """
+    """The heads that vLLM makes of a directory."""
     config_path = request.directory / CONFIG_FILE
     config = read_json(config_path)
     _check_architecture(config, config_path)
@@ -148,30 +143,28 @@ def _read(request: ReadRequest) -> ForeignHeads:
             "initialized'); write the file without it, with rows for the whole vocabulary"
         )
     tensors = {name.replace(OLD_PREFIX, ""): tensor for name, tensor in read_tensors(path).items()}
-    own_rows = [name for name in tensors if NAMES.unembedding_pattern.fullmatch(name)]
-    if config.get("original_lm_head") and own_rows == [first := NAMES.unembedding_name(0, 0)]:
-        tensors[str(NAMES.shared_name)] = tensors.pop(first)
-    is_reference = any(REFERENCE_NAMES.block_pattern.fullmatch(name) for name in tensors)
-    plain, notes = collected(tensors, REFERENCE_NAMES if is_reference else NAMES, path)
-    if not plain.rows:
+    first = NAMES.rows.format(head=0)
+    if config.get("original_lm_head") and [*places(NAMES.rows, tensors)] == [first]:
+        tensors[NAMES.shared] = tensors.pop(first)
+    is_reference = bool(places(REFERENCE_NAMES.block, tensors))
+    plain = read_plain_heads(tensors, REFERENCE_NAMES if is_reference else NAMES, path)
+    if plain.vocab_size is None:
         raise ValueError(
-            f"{path} holds neither {NAMES.unembedding_name(0, 0)} nor {NAMES.shared_name}, the rows that "
-            "score the vocabulary, and vLLM does not take the base's; `medusa import` reads such heads, "
-            "and `medusa export --to vllm-medusa` writes them with the rows"
+            f"{path} holds neither {first} nor {NAMES.shared}, the rows that score the vocabulary, and vLLM "
+            "does not take the base's; `medusa import` reads such heads, and `medusa export --to "
+            "vllm-medusa` writes them with the rows"
         )
     held = _held(plain, config)  # whose keys are those of the config, where it has others for the counts
-    defaults = {key: value for key, value in DEFAULTS.items() if key in held}
-    notes += checked_against_config(config, held, config_path, path, request.trust_tensors, defaults)
-    return ForeignHeads(as_medusa_heads(plain, request.base, path, config), plain.dtype, notes)
+    defaults = {key: value for key, value in _DEFAULTS.items() if key in held}
+    more = checked_against_config(config, held, config_path, path, request.trust_tensors, defaults)
+    heads = as_medusa_heads(plain, request.base, path, config)
+    return ForeignHeads(heads, plain.dtype, plain.notes + more)
 
 
 def _is_vllm_directory(directory: Path) -> bool:
     """Whether ``directory`` says that it is for vLLM."""
-    path = directory / CONFIG_FILE
-    if not path.exists():
-        return False
-    config = read_json(path)
-    return config.get("model_type") == "medusa" or config.get("architectures") == [ARCHITECTURE]
+    config = config_in(directory)
+    return config.get("model_type") == "medusa" or config.get("architectures") == [_ARCHITECTURE]
 
 
 def _weights_file(directory: Path) -> Path:
@@ -183,10 +176,10 @@ def _weights_file(directory: Path) -> Path:
 
 
 def _check_architecture(config: Mapping[str, Any], path: Path) -> None:
-    said = config.get("architectures", [ARCHITECTURE])
-    if said != [ARCHITECTURE]:
+    said = config.get("architectures", [_ARCHITECTURE])
+    if said != [_ARCHITECTURE]:
         raise ValueError(
-            f"{path} says architectures={said!r}, and vLLM loads Medusa heads for [{ARCHITECTURE!r}] or "
+            f"{path} says architectures={said!r}, and vLLM loads Medusa heads for [{_ARCHITECTURE!r}] or "
             "where the key is not there; mend it"
         )
 
@@ -199,7 +192,7 @@ def _held(plain: PlainHeads, config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": plain.hidden_size,
         "vocab_size": plain.vocab_size,
         "truncated_vocab_size": plain.vocab_size,
-        "medusa_fc_bias": any(bias is not None for block in plain.blocks for _, bias in block),
+        "medusa_fc_bias": any(name.endswith("bias") for name in plain.tensors),
         "original_lm_head": plain.shared_rows is not None,
         **dict.fromkeys(heads, plain.num_heads),
         **dict.fromkeys(layers, plain.num_layers),

@@ -95,10 +95,10 @@ class MedusaOptions:
 
     def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
         """The heads for ``base``."""
-        config = self.heads_of_size(heads, hidden_size(base), vocab_size(base))
+        config = self._heads_of_size(heads, hidden_size(base), vocab_size(base))
         return replace(config, context=LayerConfig.of_base(base)) if self.context_layers else config
 
-    def heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
+    def _heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """The heads on a base of these sizes."""
         return HeadsConfig(
             hidden_size,
@@ -162,8 +162,6 @@ class DataOptions(TemplateOptions):
     sensible."""
     drop_duplicates: bool = False
     """Drop documents that are equal to an earlier one, token for token."""
-    near_duplicate_similarity: float | None = None
-    """Drop answers at least this similar (Jaccard, 0 to 1) to an earlier one; 0.8 is sensible."""
     held_out_fraction: float = 0.05
     """Fraction of the prompts to measure on instead of training."""
     max_held_out: int = 256
@@ -177,7 +175,7 @@ class DataOptions(TemplateOptions):
         check_at_least(self, 1, "tokens_per_batch")
         check_at_least(self, 0, "max_held_out", "seed")
         check_within(self, "[0, 1)", "held_out_fraction")
-        check_within(self, "(0, 1]", "max_repeated_fraction", "near_duplicate_similarity")
+        check_within(self, "(0, 1]", "max_repeated_fraction")
 
 
 @dataclass(frozen=True)
@@ -332,15 +330,13 @@ class RunOptions:
     """Directory of tokenised documents, for runs that share them; by default output_dir/documents."""
     timeout_minutes: float = 60.0
     """How long a process waits for the others before it gives up."""
-    loader_workers: int = 2
-    """Threads of each process that read micro-batches ahead of the loop; 0 reads them in the loop."""
     tree_nodes: int = 16
     """Nodes of the candidate tree that is calibrated on held-out documents at the end."""
 
     def __post_init__(self) -> None:
         steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
         check_at_least(self, 1, *steps, "keep_checkpoints", "tree_nodes")
-        check_at_least(self, 0, "replayed_documents", "loader_workers")
+        check_at_least(self, 0, "replayed_documents")
         check_above(self, 0, "checkpoint_minutes", "timeout_minutes")
         if self.overwrite and self.resume != "never":
             raise ValueError("overwrite and resume exclude each other, got both")
@@ -367,7 +363,7 @@ class TrainingConfiguration:
 
     def __post_init__(self) -> None:
         if self.heads.head_kind == "medusa":  # refuses heads that no base could have
-            self.medusa.heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
+            self.medusa._heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
         if not self.data.data:
             raise ValueError("data must name at least one file or hub id; pass --data FILE")
         joint, base_placement = self.joint.joint, self.base.base_placement
@@ -461,7 +457,7 @@ REMEDIES = (
     "base_placement",
 )
 """Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
-FREE_TO_CHANGE = frozenset(
+_FREE_TO_CHANGE = frozenset(
     (
         "num_epochs",
         "max_steps",
@@ -478,7 +474,7 @@ FREE_TO_CHANGE = frozenset(
 def changed_keys(earlier: Mapping[str, Any], now: TrainingConfiguration) -> list[str]:
     """``key was X and is Y`` for every key that differs from the ``earlier`` run's and may not."""
     both = (earlier, now.as_dict())
-    before, after = ({key: each[key] for key in each if key not in FREE_TO_CHANGE} for each in both)
+    before, after = ({key: each[key] for key in each if key not in _FREE_TO_CHANGE} for each in both)
     return differences(before, after)
 
 

@@ -332,10 +332,12 @@ def test_plain_decoding_on_the_command_line_is_the_adapted_model_s(saved, capsys
 
 
 def test_the_benchmark_compares_with_the_adapted_model(saved, capsys):
-    prompts, picture = saved[0].parent / "prompts.jsonl", saved[0].parent / "benchmark.png"
-    prompts.write_text('{"prompt": "Hello"}\n{"prompt": "And now?"}\n')
+    prompts = saved[0].parent / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n')
     flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--prompts", str(prompts)]
-    assert main(["benchmark", *flags, "--max-new-tokens", "12", "--plot", str(picture)]) == 0
+    assert (
+        main(["benchmark", *flags, "--max-new-tokens", "8", "--plot", str(prompts.with_suffix(".png"))]) == 0
+    )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["compared"] == ["default", "heads", "plain", "transformers"]
     assert report["identical"]

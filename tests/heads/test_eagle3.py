@@ -115,17 +115,10 @@ def test_counted_ranks_are_those_of_the_true_token_among_the_drafts_guesses():
                 assert order[ranks[position, depth - 1]] == ids[0, root + depth]
 
 
-def test_what_is_saved_is_what_is_loaded(saved):
-    loaded, head = load_heads(saved), new_head()
-    assert json.loads((saved / "config.json").read_text())["kind"] == "eagle3"
-    assert loaded.heads.config == head.config
-    assert loaded.tree == TREE and loaded.base_model == "some/base" and loaded.provenance == {"loss": 1.5}
-    assert list(loaded.heads.state_dict()) == list(head.state_dict())
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(loaded.heads.state_dict()[name], tensor), name
-    described = describe_heads(loaded)
+def test_info_describes_the_head(saved):
+    described = describe_heads(load_heads(saved))
     assert described["kind"] == "eagle3" and described["max_depth"] == DEPTH
-    assert described["num_parameters"] == sum(each.numel() for each in head.parameters())
+    assert described["num_parameters"] == sum(each.numel() for each in new_head().parameters())
 
 
 @pytest.mark.parametrize(
@@ -149,7 +142,7 @@ def test_what_is_saved_is_what_is_loaded(saved):
         ({"rope_parameters": {"rope_type": "default"}}, "rope_theta must be a number above 0, got None"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number between 0 and 1"),
         ({"fc_norm": 1}, "fc_norm must be true or false, got 1"),
-        ({"fc_norm": True}, r"missing \['fc_norm.0.weight', 'fc_norm.1.weight'\], extra \[\]"),
+        ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, of"),
         ({"max_depth": 10**9}, "config.json: max_depth must be an int from 1 to 256, got 1000000000"),
         ({"intermediate_size": 10**12}, "intermediate_size must be an int from 1 to 16777216"),
         ({"intermediate_size": 2**24}, r"must have shape \(16777216, 32\), got"),
@@ -168,7 +161,7 @@ def test_missing_and_left_over_tensors_are_named(saved):
     weights = load_file(saved / "model.safetensors")
     weights["fcs.weight"] = weights.pop("fc.weight")
     save_file(weights, saved / "model.safetensors")
-    message = r"tensors of an 'eagle3' head: missing \['fc.weight'\], extra \['fcs.weight'\]"
+    message = "lacks fc.weight, of an 'eagle3' head"
     with pytest.raises(ValueError, match=message):
         load_heads(saved)
 

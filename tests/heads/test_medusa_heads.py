@@ -8,7 +8,6 @@ from conftest import READING
 from torch import nn
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.heads.medusa_heads import ResidualBlock
 
 HIDDEN_SIZE, VOCAB_SIZE, NUM_HEADS = 8, 21, 3
 MAP = [20, 3, 7, 0, 11]
@@ -42,8 +41,6 @@ def output_embedding(bias: bool = False, seed: int = 0) -> nn.Linear:
 
 
 HIDDEN = torch.randn(2, 5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
-
-
 PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator().manual_seed(2))
 
 
@@ -87,44 +84,17 @@ def test_a_head_reads_its_own_parameters_and_no_others(unembedding):
 def test_no_two_blocks_share_a_weight():
     """The ``[block] * n`` bug: one module repeated, so that all heads train the same weights."""
     heads = heads_of("shared", num_layers=3)
-    blocks = [module for module in heads.modules() if isinstance(module, ResidualBlock)]
-    assert len({id(block) for block in blocks}) == NUM_HEADS * 3
-    assert len({block.linear.weight.data_ptr() for block in blocks}) == NUM_HEADS * 3
-    before = heads.features(HIDDEN)
+    embedding = output_embedding()
+    before = heads(HIDDEN, embedding)
     nn.init.constant_(heads.blocks[1][2].linear.bias, 1.0)
-    changed = (heads.features(HIDDEN) != before).flatten(0, 1).flatten(2).any(dim=2).any(dim=0)
+    changed = (heads(HIDDEN, embedding) != before).flatten(0, 1).flatten(2).any(dim=2).any(dim=0)
     assert changed.tolist() == [False, True, False]
-
-
-def test_a_residual_block_adds_silu_of_a_linear_map():
-    block = ResidualBlock(HIDDEN_SIZE)
-    assert torch.equal(block(HIDDEN), HIDDEN)
-    nn.init.normal_(block.linear.weight)
-    nn.init.normal_(block.linear.bias)
-    inner = HIDDEN @ block.linear.weight.T + block.linear.bias
-    torch.testing.assert_close(block(HIDDEN), HIDDEN + inner * torch.sigmoid(inner))
-
-
-@pytest.mark.parametrize(
-    ("unembedding", "shapes"),
-    [
-        ("shared", {}),
-        ("full", {"unembed.2": (VOCAB_SIZE, HIDDEN_SIZE)}),
-        ("token_map", {"token_map": (len(MAP),)}),
-    ],
-)
-def test_the_weights_of_each_kind_have_the_shapes_it_says(unembedding, shapes):
-    state = heads_of(unembedding).state_dict()
-    assert {name: tuple(state[name].shape) for name in shapes} == shapes
-    per_head = {"shared": 0, "full": 1, "token_map": 0}[unembedding]
-    extra = 1 if unembedding == "token_map" else 0
-    assert len(state) == NUM_HEADS * (2 * 2 + per_head) + extra
 
 
 def test_columns_of_a_token_map_stand_for_its_tokens():
     embedding, heads = output_embedding(bias=True), heads_of("token_map", is_random=True)
     logits = heads(HIDDEN, embedding)
-    every_token = embedding(heads.features(HIDDEN))
+    every_token = heads_of("shared", is_random=True)(HIDDEN, embedding)
     torch.testing.assert_close(logits, every_token[..., MAP])
     assert heads.token_ids(torch.tensor([[4, 0], [1, 1]])).tolist() == [[11, 20], [3, 3]]
     best = heads.token_ids(logits.argmax(dim=-1))
@@ -135,19 +105,18 @@ def test_columns_of_a_token_map_stand_for_its_tokens():
 
 
 def test_a_token_map_follows_the_output_embedding_when_it_changes():
-    heads = heads_of("token_map", is_random=True)
-    embedding = output_embedding()
-    heads(HIDDEN, embedding)
+    heads, every_token = (heads_of(kind, is_random=True) for kind in ("token_map", "shared"))
+    heads(HIDDEN, output_embedding())
     other = output_embedding(seed=9)
-    torch.testing.assert_close(heads(HIDDEN, other), other(heads.features(HIDDEN))[..., MAP])
+    torch.testing.assert_close(heads(HIDDEN, other), every_token(HIDDEN, other)[..., MAP])
     with torch.no_grad():
         other.weight.mul_(2.0)
-    torch.testing.assert_close(heads(HIDDEN, other), other(heads.features(HIDDEN))[..., MAP])
+    torch.testing.assert_close(heads(HIDDEN, other), every_token(HIDDEN, other)[..., MAP])
     other.to(torch.bfloat16)
     assert heads(HIDDEN, other).dtype == torch.bfloat16
     other.to(torch.float32)
     heads.token_map = heads.token_map.flip(0)
-    torch.testing.assert_close(heads(HIDDEN, other), other(heads.features(HIDDEN))[..., MAP[::-1]])
+    torch.testing.assert_close(heads(HIDDEN, other), every_token(HIDDEN, other)[..., MAP[::-1]])
 
 
 def test_heads_in_float32_sit_on_a_base_in_bfloat16():

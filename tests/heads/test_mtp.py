@@ -30,7 +30,7 @@ from medusa.interop.mtp import MTP
 from medusa.interop.protocol import ReadRequest
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])
-CASES = [(family, count) for family in WITH_TREES for count in (1, 2, 3)]
+CASES = [(family, count) for family in WITH_TREES for count in (1, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +108,12 @@ def test_the_text_is_that_of_plain_decoding(bases, family):
         left_padded(random_prompts(2, 9) % FEW_TOKENS, [9, 4]),
     )
     tree = TREE if family in WITH_TREES else CandidateTree.chain(3)
-    for asked in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 5}):
+    sampled = {"do_sample": True, "temperature": 0.8, "seed": 5}
+    given = ({}, {"drafter": "mtp", "tree": tree}, {"drafter": "mtp"}, {"drafter": "dynamic-heads"})
+    for asked, hows in (({"do_sample": False}, given), (sampled, given[:1])):
         asked = {**prompts, "max_new_tokens": 12, **asked}
         expected = model.generate(tree=CandidateTree.chain(0), **asked)
-        for how in ({}, {"drafter": "mtp", "tree": tree}, {"drafter": "mtp"}, {"drafter": "dynamic-heads"}):
+        for how in hows:
             assert torch.equal(model.generate(**asked, **how), expected), how
 
 

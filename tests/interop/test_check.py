@@ -8,15 +8,15 @@ import re
 import pytest
 import torch
 from conftest import counting_heads, counting_model
-from foreign_heads import edit_config
-from safetensors.torch import load_file, save_file
+from foreign_heads import changed, config_says
+from safetensors.torch import save_file
 from tiny_chat import chat_tokenizer
 
 from medusa import HeadsCheckpoint, save_heads
 from medusa.cli.main import main
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
-VLLM = "vllm-medusa"
+VLLM, FILE = "vllm-medusa", "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -55,69 +55,34 @@ def test_heads_that_guess_no_better_than_untrained_ones_are_refused(made, capsys
     assert re.search(r"is right for 0.0% of the tokens, an untrained one for 0.0%", capsys.readouterr().err)
 
 
-def drop_tensor(name):
-    def change(directory):
-        file = next(directory.glob("*.safetensors"))
-        tensors = load_file(file)
-        del tensors[name]
-        save_file(tensors, file)
-
-    return change
-
-
-def add_tensor(name, tensor):
-    def change(directory):
-        file = next(directory.glob("*.safetensors"))
-        save_file({**load_file(file), name: tensor}, file)
-
-    return change
-
-
-def config(drop="", **changes):
-    return lambda directory: edit_config(directory, drop, **changes)
-
-
-BROKEN = {
-    "biases that vLLM would drop": (
-        config(drop="medusa_fc_bias"),
+BROKEN = [
+    (
+        config_says(drop="medusa_fc_bias"),
         "config.json leaves out medusa_fc_bias, which is then taken for False, and model.safetensors holds "
         "True",
     ),
-    "an LM head that vLLM would not share": (
-        config(original_lm_head=False),
-        "says original_lm_head=False, and model.safetensors holds True",
-    ),
-    "a size that vLLM guesses": (
-        config(drop="hidden_size"),
+    (config_says(original_lm_head=False), "says original_lm_head=False, and model.safetensors holds True"),
+    (
+        config_says(drop="hidden_size"),
         f"leaves out hidden_size, which is then taken for 4096, and model.safetensors holds {SIZE}",
     ),
-    "a count under any name": (
-        config(medusa_num_heads=2),
-        "says medusa_num_heads=2, and model.safetensors holds 3",
-    ),
-    "a count that vLLM guesses": (config(drop="num_heads"), "leaves out num_heads, .* taken for 5"),
-    "a cut vocabulary": (config(truncated_vocab_size=9), "says truncated_vocab_size=9"),
-    "another architecture": (config(architectures=["LlamaForCausalLM"]), "vLLM loads Medusa heads for"),
-    "a token map": (
-        add_tensor("token_map", torch.arange(9)),
-        "holds 'token_map', with which vLLM 0.32",
-    ),
-    "a missing tensor": (drop_tensor("blocks.1.layers.0.weight"), "lacks blocks.1.layers.0.weight"),
-    "no rows": (drop_tensor("lm_head.weight"), "holds neither lm_heads.0.weight nor lm_head.weight"),
-    "a tensor that vLLM ignores": (
-        add_tensor("head.weight", torch.zeros(3)),
-        "no part .*: head.weight",
-    ),
-    "two files": (
+    (config_says(medusa_num_heads=2), "says medusa_num_heads=2, and model.safetensors holds 3"),
+    (config_says(drop="num_heads"), "leaves out num_heads, .* taken for 5"),
+    (config_says(truncated_vocab_size=9), "says truncated_vocab_size=9"),
+    (config_says(architectures=["LlamaForCausalLM"]), "vLLM loads Medusa heads for"),
+    (changed(FILE, {"token_map": torch.arange(9)}), "holds 'token_map', with which vLLM 0.32"),
+    (changed(FILE, {"blocks.1.layers.0.weight": None}), "lacks blocks.1.layers.0.weight"),
+    (changed(FILE, {"lm_head.weight": None}), "holds neither lm_heads.0.weight nor lm_head.weight"),
+    (changed(FILE, {"head.weight": torch.zeros(3)}), "no part .*: head.weight"),
+    (
         lambda directory: save_file({"x": torch.zeros(1)}, directory / "y.safetensors"),
         "must hold one safetensors file for vLLM, got model.safetensors, y.safetensors",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_the_consumer_would_misread_is_named(what, made, tmp_path, capsys):
-    spoil, message = BROKEN[what]
+@pytest.mark.parametrize(("spoil", "message"), BROKEN)
+def test_what_the_consumer_would_misread_is_named(spoil, message, made, tmp_path, capsys):
     directory = tmp_path / "export"
     directory.mkdir()
     for path in (made / "trained-export").iterdir():

@@ -20,8 +20,8 @@ from foreign_eagle3 import (
     write_directory,
     written_tensors,
 )
-from foreign_heads import Unwelcome, edit_config, refused
-from safetensors.torch import load_file, save_file
+from foreign_heads import changed, config_says, edit_config, refused
+from safetensors.torch import load_file
 from tiny_chat import chat_tokenizer
 
 from medusa import (
@@ -209,123 +209,86 @@ def test_layers_that_the_base_has_not_are_refused_when_they_are_given(given, bas
 # ------------------------------------------------------------------ bad directories
 
 
-def changed(**tensors):
-    """Tensors replaced, or taken out where the value is None."""
-
-    def change(directory):
-        held = load_file(directory / WEIGHTS) | {
-            name.replace("_DOT_", "."): each for name, each in tensors.items()
-        }
-        save_file({name: each for name, each in held.items() if each is not None}, directory / WEIGHTS)
-
-    return change
-
-
-def config_says(**keys):
-    return lambda directory: edit_config(directory, **keys)
-
-
-def pickled_object(directory):
-    (directory / WEIGHTS).unlink()
-    torch.save({"fc.weight": Unwelcome()}, directory / "pytorch_model.bin")
-
-
-def cut_short(directory):
-    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:-5000])
-
-
 D2T = torch.arange(60) * 3 + 1
-BAD = {
-    "pickled objects": (pickled_object, "pytorch_model.bin holds pickled Python objects beside tensors"),
-    "cut short": (cut_short, f"{WEIGHTS} is damaged or cut short"),
-    "no weights": (lambda directory: (directory / WEIGHTS).unlink(), "holds none of .*model.safetensors"),
-    "a broken config": (
-        lambda d: (d / "config.json").write_text('{"draft_vocab_size": '),
-        "is not valid JSON",
+BAD = [
+    (lambda directory: (directory / WEIGHTS).unlink(), "holds none of .*model.safetensors"),
+    (changed(WEIGHTS, {"fc.weight": None}), f"{WEIGHTS} lacks fc.weight; .*Get it again"),
+    (
+        changed(WEIGHTS, {"midlayer.hidden_norm.weight": None}),
+        f"{WEIGHTS} lacks midlayer.hidden_norm.weight, .* the file is incomplete, get it again",
     ),
-    "no fc": (changed(fc_DOT_weight=None), f"{WEIGHTS} lacks fc.weight, .*Get it again"),
-    "a missing tensor": (
-        changed(midlayer_DOT_hidden_norm_DOT_weight=None),
-        f"{WEIGHTS} lacks midlayer.hidden_norm.weight; the file is incomplete, get it again",
-    ),
-    "an extra tensor": (
-        changed(midlayer_DOT_self_attn_DOT_q_norm_DOT_weight=torch.ones(8)),
+    (
+        changed(WEIGHTS, {"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
         f"{WEIGHTS} holds tensors that are no part .*: midlayer.self_attn.q_norm.weight",
     ),
-    "not a number": (
-        changed(norm_DOT_weight=torch.full((32,), torch.nan)),
-        "tensor 'norm.weight' must hold finite numbers",
-    ),
-    "whole numbers": (changed(norm_DOT_weight=torch.ones(32).int()), "tensor 'norm.weight' must hold floats"),
-    "a wrong shape": (
-        changed(norm_DOT_weight=torch.ones(31)),
-        r"'norm.weight' must have shape \(32,\), .*31",
-    ),
-    "a vector for fc": (changed(fc_DOT_weight=torch.ones(96)), "'fc.weight' must have 2 dimensions"),
-    "four layers' states": (
-        changed(fc_DOT_weight=torch.ones(32, 128)),
+    (changed(WEIGHTS, {"norm.weight": torch.ones(31)}), r"'norm.weight' must have shape \(32,\), .*31"),
+    (changed(WEIGHTS, {"fc.weight": torch.ones(96)}), "'fc.weight' must have 2 dimensions"),
+    (
+        changed(WEIGHTS, {"fc.weight": torch.ones(32, 128)}),
         r"'fc.weight' must have shape \(32, 96\), .*got \(32, 128\)",
     ),
-    "no d2t": (changed(d2t=None, t2d=None), f"{WEIGHTS} lacks d2t, and its lm_head scores 60 of 260 tokens"),
-    "a short d2t": (
-        changed(d2t=D2T[:9], t2d=None),
+    (
+        changed(WEIGHTS, {"d2t": None, "t2d": None}),
+        f"{WEIGHTS} lacks d2t, and its lm_head scores 60 of 260 tokens",
+    ),
+    (
+        changed(WEIGHTS, {"d2t": D2T[:9], "t2d": None}),
         "holds a d2t of 9 tokens and an lm_head.weight of 60 rows",
     ),
-    "no lm_head": (changed(lm_head_DOT_weight=None), "holds a d2t of 60 tokens and no lm_head.weight"),
-    "d2t too far": (changed(d2t=5 * D2T, t2d=None), r"d2t does not map .*ids must be in \[0, 260\)"),
-    "d2t that repeats": (changed(d2t=-torch.arange(60), t2d=None), "d2t does not map .*60 different ids"),
-    "d2t of floats": (changed(d2t=D2T.float()), "d2t must be one row of ints, got torch.float32"),
-    "d2t against t2d": (changed(d2t=D2T - 1), "d2t and t2d name different tokens"),
-    "other embeddings": (
-        changed(embed_tokens_DOT_weight=torch.ones(260, 32)),
+    (changed(WEIGHTS, {"lm_head.weight": None}), "holds a d2t of 60 tokens and no lm_head.weight"),
+    (changed(WEIGHTS, {"d2t": 5 * D2T, "t2d": None}), r"d2t does not map .*ids must be in \[0, 260\)"),
+    (changed(WEIGHTS, {"d2t": -torch.arange(60), "t2d": None}), "d2t does not map .*60 different ids"),
+    (changed(WEIGHTS, {"d2t": D2T.float()}), "d2t must be one row of ints, got torch.float32"),
+    (changed(WEIGHTS, {"d2t": D2T - 1}), "d2t and t2d name different tokens"),
+    (
+        changed(WEIGHTS, {"embed_tokens.weight": torch.ones(260, 32)}),
         "embed_tokens.weight is .*% away from the embeddings of the base model .*--base",
     ),
-    "a norm that no key speaks of": (
-        changed(input_norm_DOT_weight=torch.ones(96)),
+    (
+        changed(WEIGHTS, {"input_norm.weight": torch.ones(96)}),
         "holds input_norm.weight, and .*config.json does not say norm_before_fc: true",
     ),
-    "norms that are not there": (config_says(fc_norm=True), "lacks fc_norm.0.weight, fc_norm.1.weight"),
-    "a wrong size": (config_says(hidden_size=64), "says hidden_size=64, and .* holds 32; .*--trust-tensors"),
-    "another vocabulary": (config_says(draft_vocab_size=61), "says draft_vocab_size=61, and .* holds 60"),
-    "two layers": (config_says(num_hidden_layers=2), "says num_hidden_layers=2, and .* holds 1"),
-    "another target": (config_says(target_hidden_size=64), "says target_hidden_size=64, and .* holds 32"),
-    "a bias": (config_says(attention_bias=True), "says attention_bias=True, and EAGLE-3 heads .* have False"),
-    "another layer": (config_says(model_type="qwen3"), "says model_type='qwen3', .* have 'llama'"),
-    "another architecture": (
+    (config_says(fc_norm=True), "lacks fc_norm.0.weight, fc_norm.1.weight"),
+    (config_says(hidden_size=64), "says hidden_size=64, and .* holds 32; .*--trust-tensors"),
+    (config_says(draft_vocab_size=61), "says draft_vocab_size=61, and .* holds 60"),
+    (config_says(num_hidden_layers=2), "says num_hidden_layers=2, and .* holds 1"),
+    (config_says(target_hidden_size=64), "says target_hidden_size=64, and .* holds 32"),
+    (config_says(attention_bias=True), "says attention_bias=True, and EAGLE-3 heads .* have False"),
+    (config_says(model_type="qwen3"), "says model_type='qwen3', .* have 'llama'"),
+    (
         config_says(architectures=["Eagle3DeepseekV2ForCausalLM"]),
         r"says architectures=\['Eagle3DeepseekV2ForCausalLM'\]",
     ),
-    "a layer too far": (
+    (
         config_says(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
         r"layer_ids must be different ints from 1 to 8, .*got \[2, 4, 9\]; .*--fused-layers",
     ),
-    "two layers' ids": (
+    (
         config_says(eagle_aux_hidden_state_layer_ids=[2, 4]),
         r"'fc.weight' must have shape \(32, 64\), .*got \(32, 96\)",
     ),
-    "the last state alone": (
+    (
         config_says(eagle_config={"use_aux_hidden_state": False}),
         "says use_aux_hidden_state=False: .* no EAGLE-3 head",
     ),
-    "no even heads": (config_says(num_attention_heads=5), "config.json: num_key_value_heads must divide"),
-    "a depth of text": (
+    (config_says(num_attention_heads=5), "config.json: num_key_value_heads must divide"),
+    (
         config_says(num_speculative_tokens="4"),
         "config.json: num_speculative_tokens must be an int from 1 to 256, got '4'; .*--max-depth",
     ),
-    "heads of text": (config_says(num_attention_heads="4"), "config.json: .*mend it"),
-    "unknown positions": (
+    (config_says(num_attention_heads="4"), "config.json: .*mend it"),
+    (
         config_says(rope_scaling={"rope_type": "longrope"}),
         "config.json: rope_type must be one of default, linear, llama3, yarn, got 'longrope'",
     ),
-    "a flag of text": (config_says(fc_norm="no"), "config.json: fc_norm must be true or false, got 'no'"),
-}
+    (config_says(fc_norm="no"), "config.json: fc_norm must be true or false, got 'no'"),
+]
 
 
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize(("spoil", "message"), BAD)
 def test_bad_directories_are_refused_in_one_line_that_names_the_file_and_nothing_is_written(
-    what, base, tmp_path, capsys
+    spoil, message, base, tmp_path, capsys
 ):
-    spoil, message = BAD[what]
     directory, _ = plain(tmp_path / "theirs", base)
     spoil(directory)
     refused(["import", str(directory), "--base", base], tmp_path, capsys, f"error: {directory}.*{message}")
@@ -342,43 +305,39 @@ def layer_says(**keys):
 
 
 NO_DEPTH = {"proposal_methods": [{"speculative_tokens": 0}], "verifier": {"name_or_path": "x"}}
-BAD_SPECULATORS = {
-    "another kind": (
-        config_says(speculators_model_type="dflash"),
-        "config.json must say speculators_model_type='eagle3'",
-    ),
-    "no layer": (
+BAD_SPECULATORS = [
+    (config_says(speculators_model_type="dflash"), "config.json must say speculators_model_type='eagle3'"),
+    (
         config_says(transformer_layer_config=None),
         "config.json must say .* and hold transformer_layer_config, an object",
     ),
-    "no methods": (
+    (
         config_says(speculators_config={"proposal_methods": []}),
         "config.json must hold speculators_config with",
     ),
-    "no depth": (
+    (
         config_says(speculators_config=NO_DEPTH),
-        "config.json: speculative_tokens must be an int from 1 to 256, got 0",
+        "config.json: num_speculative_tokens must be an int from 1 to 256, got 0",
     ),
-    "no layer's tensors": (
-        changed(**{"layers.0.mlp.gate_proj.weight": None}),
+    (
+        changed(WEIGHTS, {"layers.0.mlp.gate_proj.weight": None}),
         f"{WEIGHTS} lacks layers.0.mlp.gate_proj.weight",
     ),
-    "a second layer": (
-        changed(**{"layers.1.hidden_norm.weight": torch.ones(32)}),
+    (
+        changed(WEIGHTS, {"layers.1.hidden_norm.weight": torch.ones(32)}),
         f"{WEIGHTS} holds tensors that are no part .*: layers.1.hidden_norm.weight",
     ),
-    "a wrong size": (layer_says(hidden_size=64), f"says hidden_size=64, and {WEIGHTS} holds 32"),
-    "two layers": (layer_says(num_hidden_layers=2), f"says num_hidden_layers=2, and {WEIGHTS} holds 1"),
-    "layers of text": (
+    (layer_says(hidden_size=64), f"says hidden_size=64, and {WEIGHTS} holds 32"),
+    (layer_says(num_hidden_layers=2), f"says num_hidden_layers=2, and {WEIGHTS} holds 1"),
+    (
         config_says(eagle_aux_hidden_state_layer_ids="2 4 5"),
         "config.json: eagle_aux_hidden_state_layer_ids must be different ints from 1 to 8, .*'2 4 5'",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", BAD_SPECULATORS)
-def test_bad_speculators_are_refused(what, base, tmp_path, capsys):
-    spoil, message = BAD_SPECULATORS[what]
+@pytest.mark.parametrize(("spoil", "message"), BAD_SPECULATORS)
+def test_bad_speculators_are_refused(spoil, message, base, tmp_path, capsys):
     directory, _ = speculators(tmp_path / "theirs", base, norm_before_residual=False)
     spoil(directory)
     refused(["import", str(directory), "--base", base], tmp_path, capsys, f"error: {directory}.*{message}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding, switch_length
 from medusa.training.config import DataOptions, LossOptions
-from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order, read_ahead
+from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.losses.fused import added
 from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
@@ -155,46 +153,3 @@ def test_packing_past_the_switch_of_a_longrope_base_is_refused():
 def test_a_batch_size_below_one_token_is_refused():
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
         DataOptions(tokens_per_batch=0)
-
-
-GROUPS = [(number, [(number, part) for part in range(3)]) for number in range(8)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 4])
-def test_every_batch_comes_once_in_order(num_workers):
-    found = [(group, [read() for read in reads]) for group, reads in read_ahead(GROUPS, str, num_workers)]
-    assert found == [(number, [str(batch) for batch in batches]) for number, batches in GROUPS]
-
-
-def test_the_next_groups_are_read_while_one_is_worked_on_and_not_all_of_them():
-    began, all_of_two = [], threading.Event()
-
-    def read(batch):
-        began.append(batch)
-        if len(began) >= 6:
-            all_of_two.set()
-        return batch
-
-    coming = read_ahead(GROUPS, read, 2)
-    next(coming)
-    assert all_of_two.wait(timeout=10), "the second group was not read beforehand"
-    time.sleep(0.05)
-    assert len(began) < 12
-    coming.close()
-
-
-def test_without_workers_nothing_is_read_before_it_is_asked_for():
-    began = []
-    _, reads = next(read_ahead(GROUPS, began.append, 0))
-    assert began == []
-    reads[1]()
-    assert began == [(0, 1)]
-
-
-def test_what_fails_while_reading_is_raised_where_it_is_asked_for():
-    def fail(batch):
-        raise OSError("the disk is gone")
-
-    _, reads = next(read_ahead(GROUPS, fail, 1))
-    with pytest.raises(OSError, match="the disk is gone"):
-        reads[0]()

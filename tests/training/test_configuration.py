@@ -121,7 +121,6 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path, capsys, wrong, nearest):
         ({"block_elements": 0}, "block_elements must be at least 1, got 0"),
         ({"max_length": 1}, "max_length must be at least 2, got 1"),
         ({"max_repeated_fraction": 0.0}, r"max_repeated_fraction must be in \(0, 1\], got 0.0"),
-        ({"near_duplicate_similarity": 2.0}, r"near_duplicate_similarity must be in \(0, 1\], got 2.0"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
         ({"max_steps": None}, "one of num_epochs, max_steps, max_minutes must say how long"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -186,43 +184,3 @@ def test_the_operations_of_a_token_of_the_base_are_two_for_each_weight(tmp_path)
         LiveStates(base)(PaddedBatch(ids, torch.arange(64)[None], ids > 0))
     weights = sum(each.numel() for each in base.model.layers.parameters())
     assert counter.get_total_flops() == pytest.approx(2 * weights * 64, rel=0.02)  # but for attention's own
-
-
-GB, TB, HOUR = 1e9, 1e12, 3600.0
-NUM_TOKENS, NUM_ANSWERS, NUM_HEADS = 100e6, 400_000, 4
-SPEED = 400e12
-"""Operations a second of one device that the page assumes: 40 % of an H100's 989 in bfloat16."""
-
-
-def tables() -> Iterator[str]:
-    """The rows of the page's tables."""
-    p = states_of(NUM_TOKENS, NUM_ANSWERS, NUM_HEADS)
-    for base in (LLAMA_8B, LLAMA_70B):
-        sizes = [p * bytes_of_state(base, layers, 2) / TB for layers in (0, 3)]
-        each = [bytes_of_state(base, layers, 2) // 1024 for layers in (0, 3)]
-        yield f"| {base.name} | {each[0]} KiB | {sizes[0]:.2f} TB | {each[1]} KiB | {sizes[1]:.2f} TB |"
-    for base in (LLAMA_8B, LLAMA_70B):
-        kinds = {
-            "4 Medusa heads that read their path": medusa_parameters(base, 4, "shared", True, 0),
-            "the same on 3 fused layers": medusa_parameters(base, 4, "shared", True, 3),
-            "4 Medusa heads of the paper, `unembedding: full`": medusa_parameters(base, 4, "full", False, 0),
-            "an EAGLE-3 head": eagle3_parameters(base),
-        }
-        for name, count in kinds.items():
-            held = bytes_of_training(count) / GB
-            yield f"| {base.name} | {name} | {count / 1e9:.2f} billion | {held:.0f} GB |"
-    for base in (LLAMA_8B, LLAMA_70B):
-        whole, edges = 2 * base.parameters / GB, 2 * 2 * base.vocab_size * base.hidden_size / GB
-        yield f"| {base.name} | {whole:.0f} GB | {whole / 8:.0f} GB | {edges:.1f} GB |"
-    for base in (LLAMA_8B, LLAMA_70B):
-        of_base = 2 * base.parameters * NUM_TOKENS * 2 / SPEED / HOUR
-        every = operations_of_label(base, 4, base.vocab_size, True) * NUM_TOKENS / SPEED / HOUR
-        some = operations_of_label(base, 4, 32768, True) * NUM_TOKENS / SPEED / HOUR
-        yield f"| {base.name} | {of_base:.1f} | {every:.1f} | {some:.1f} |"
-
-
-def test_the_tables_of_the_page_are_what_the_formulas_give():
-    page = PAGE.read_text()
-    assert [row for row in tables() if row not in page] == []
-    written = re.findall(r"^\| (?:8B|70B) \|.*$", page, re.MULTILINE)
-    assert written == list(tables())

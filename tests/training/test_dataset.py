@@ -19,7 +19,6 @@ from medusa.training.config import DataOptions
 from medusa.training.data import loading
 from medusa.training.data.dataset import Document, Documents, name_of, read_dataset, write_dataset
 from medusa.training.data.loading import (
-    NearDuplicates,
     filtered,
     held_out_indices,
     load_data,
@@ -197,29 +196,6 @@ def test_equal_documents_are_kept_once():
     same, other_prompt = document(answer), document(answer, prompt=1)
     number, counts = kept([same, same, other_prompt], drop_duplicates=True)
     assert (number, counts["dropped: duplicate"]) == (2, 1)
-
-
-def test_answers_that_differ_in_a_few_words_are_near_duplicates():
-    answer = prose(400)
-    near, far = answer.copy(), prose(400)
-    near[[20, 300]] = 1001
-    number, counts = kept([document(each) for each in (answer, near, far)], near_duplicate_similarity=0.8)
-    assert (number, counts["dropped: near duplicate"]) == (2, 1)
-
-
-@pytest.mark.parametrize("similarity", [0.5, 0.9])
-def test_the_estimate_of_similarity_decides_near_its_threshold(similarity):
-    """Half the shingles shared is a Jaccard index of 1/3: below both thresholds."""
-    first = prose(1000)
-    second = np.concatenate([first[:500], prose(500)])
-    duplicates = NearDuplicates(similarity)
-    assert not duplicates.is_near_earlier(first)
-    assert not duplicates.is_near_earlier(second)
-    assert duplicates.is_near_earlier(first)
-
-
-def test_short_answers_are_never_near_duplicates():
-    assert kept([document([5, 6, 7])] * 3, near_duplicate_similarity=0.8)[0] == 3
 
 
 def test_long_documents_are_cut_and_dropped_when_no_label_is_left():

@@ -15,12 +15,11 @@ import torch
 from accelerate import Accelerator
 from conftest import tiny_model
 from tiny_training import (
+    JOINT,
     assert_equal_weights,
     configured,
-    conversation,
     counting_rows,
     history,
-    stop_after,
     tiny_base,
 )
 from torch import Tensor, nn
@@ -39,16 +38,6 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 @pytest.fixture
 def rows() -> list[dict[str, Any]]:
     return counting_rows(40)
-
-
-JOINT = {
-    "joint": True,
-    "joint_warmup_fraction": 0.5,
-    "lora_rank": 4,
-    "max_steps": 8,
-    "learning_rate": 2e-3,
-    "warmup_steps": 2,
-}
 
 
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:
@@ -359,39 +348,6 @@ def test_a_checkpoint_holds_heads_and_adapter_and_none_of_the_base(tmp_path, row
     assert (checkpoint / "model.safetensors").stat().st_size < 4 * num_trained + 10_000
 
 
-@pytest.mark.parametrize("stop", [3, 5])
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, rows, monkeypatch, stop):
-    """Killed in the first stage (3), and as the second has begun (5), with dropout."""
-    options = {"checkpoint_steps": 1, "evaluation_steps": 3, "logging_steps": 2, "lora_dropout": 0.2}
-    torch.manual_seed(0)
-    whole = new_trainer(tmp_path / "whole", rows, **options)
-    whole.train()
-    torch.manual_seed(0)
-    stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
-    torch.manual_seed(99)
-    resumed = new_trainer(tmp_path / "parts", rows, **options, resume="always")
-    resumed.train()
-    assert history(resumed) == history(whole)
-    assert history(resumed, "held_out") == history(whole, "held_out")
-    assert_equal_weights(resumed, whole, rtol=0, atol=0)
-    assert resumed.state.adapter_steps == whole.state.adapter_steps == 4
-
-
-def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
-    """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
-    rows = [conversation("a", "short"), conversation("b", "a much longer answer than the other one, " * 3)]
-    options = {"held_out_fraction": 0, "max_steps": 4, "joint_warmup_fraction": 0.25}
-    joined = new_trainer(tmp_path / "joined", rows, tokens_per_batch=1000, **options)
-    parts = new_trainer(
-        tmp_path / "parts", rows, tokens_per_batch=1, gradient_accumulation_steps=2, **options
-    )
-    assert [len(group) for group in joined._plan(0)] == [1]
-    assert [len(group) for group in parts._plan(0)] == [2]
-    joined.train()
-    parts.train()
-    assert_equal_weights(parts, joined, rtol=1e-3, atol=2e-6)
-
-
 def test_token_map_heads_leave_the_base_all_its_targets(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, unembedding="token_map", token_map_size=8, max_steps=2)
     source = trainer.recipe.feed(trainer.data.training, "training")
@@ -435,25 +391,9 @@ def test_perplexity_before_and_after_is_that_of_transformers_own_loss(tmp_path, 
     assert last["held_out/base_perplexity"] == metrics["held_out/base_perplexity"]
 
 
-def test_self_distillation_keeps_the_base_closer_than_the_text_does(tmp_path, rows):
-    options = {"joint_warmup_fraction": 0, "max_steps": 15, "learning_rate": 2e-2}
-    moved = {}
-    for objective in ("kl", "ce"):
-        trainer = new_trainer(tmp_path / objective, rows, base_objective=objective, **options)
-        moved[objective] = trainer.train()["held_out/base_divergence"]
-    assert moved["kl"] < 0.2 * moved["ce"]
-
-
 def test_without_held_out_documents_nothing_is_claimed_of_the_base(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, held_out_fraction=0)
     assert "was not measured" in trainer.recipe.closing_report({})
-
-
-def test_joint_training_lowers_the_heads_loss_further_than_its_first_stage(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, max_steps=30, evaluation_steps=1, heads_weight=1)
-    metrics, evaluated = trainer.train(), history(trainer, "held_out")
-    assert metrics["held_out/loss"] < evaluated[15]["held_out/loss"] - 0.1
-    assert evaluated[15]["held_out/loss"] < evaluated[1]["held_out/loss"] - 0.3
 
 
 # Bad input.

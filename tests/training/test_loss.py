@@ -185,23 +185,6 @@ def test_two_micro_batches_give_the_gradient_of_the_joined_batch():
         torch.testing.assert_close(first + second, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_tokens_that_are_no_labels_never_matter():
-    problem = Problem()
-    before = problem.fused()[0]
-    problem.tokens[~problem.is_label] = torch.randint(0, VOCAB, ((~problem.is_label).sum(),))
-    torch.testing.assert_close(problem.fused()[0], before)
-
-
-def test_no_target_is_predicted_from_another_document():
-    problem = Problem()
-    problem.is_label[:] = True
-    alignment = problem.alignment()
-    targets = torch.arange(30)[problem.positions > 0]
-    for sources in alignment.sources:
-        document = torch.where(sources >= 0, sources, targets) >= 13
-        assert torch.equal(document, targets >= 13)
-
-
 def test_depth_d_predicts_d_tokens_beyond_the_next_one():
     tokens = torch.arange(10)
     alignment = align(tokens, torch.ones(10, dtype=torch.bool), tokens, num_heads=4)
@@ -260,35 +243,6 @@ def test_hit_counts_are_those_of_a_plain_top_k():
         hits &= (sources >= 0)[:, None]
         assert sums.top1[depth - 1] == hits[:, 0].sum()
         assert sums.top5[depth - 1] == hits.sum()
-
-
-@pytest.mark.parametrize("unembedding", UNEMBEDDINGS)
-def test_every_head_learns_to_count(unembedding):
-    """Tokens 0, 1, 2, ...: a state names its token, so depth d is right only if it learns to add d + 1.
-
-    A head order off by one, or blocks shared by all heads, cannot reach 100 % at every depth.
-    """
-    torch.manual_seed(0)
-    length = 32
-    config = HeadsConfig(64, length, 4, 1, unembedding, **_map_of(length, unembedding))
-    embedding = nn.Linear(64, length, bias=False).requires_grad_(False)
-    heads = MedusaHeads(config, range(length) if unembedding == "token_map" else None)
-    heads.initialise_from(embedding)
-    tokens = torch.arange(length)
-    hidden = embedding.weight.roll(-1, 0) * 8  # the base's own head predicts the next token
-    alignment = align(tokens, torch.ones(length, dtype=torch.bool), tokens, num_heads=4)
-    module = HeadsLoss(heads, LossOptions(decay=1.0))
-    optimiser = torch.optim.Adam(heads.parameters(), lr=1e-2)
-    for _ in range(150):
-        loss, sums = module(hidden, alignment, embedding, torch.full((4,), length))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    assert torch.equal(sums.top1, sums.num_labels), sums.top1 / sums.num_labels
-
-
-def _map_of(length: int, unembedding: str) -> dict[str, int]:
-    return {"token_map_size": length} if unembedding == "token_map" else {}
 
 
 def test_soft_objectives_ask_for_the_teacher():

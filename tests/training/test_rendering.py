@@ -144,12 +144,6 @@ def test_a_tokenizer_without_character_ranges_is_refused():
         list(tokenise(SlowTokenizer(), []))
 
 
-def test_the_template_used_here_adds_a_system_prompt_by_itself():
-    assert "machine" in chat_tokenizer(CHAT_TEMPLATE).apply_chat_template(
-        TWO_TURNS["messages"], tokenize=False
-    )
-
-
 def test_labels_of_the_embedded_model_end_with_its_end_of_turn(real_tokenizer):
     (document,) = documents_of(TWO_TURNS, real_tokenizer)
     assert written(document, real_tokenizer) == ["first answer<|im_end|>", "second answer<|im_end|>"]

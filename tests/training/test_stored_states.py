@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
-import errno
 import io
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,14 +108,6 @@ def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, l
     torch.testing.assert_close(found, live, rtol=tolerance, atol=tolerance)
 
 
-def test_only_states_that_predict_a_label_are_stored(tmp_path):
-    documents = documents_of()
-    states = stored(tmp_path, documents)
-    assert states.num_bytes < documents.num_tokens * 32 * 4
-    size = sum(states.path(shard).stat().st_size for shard in range(len(states.ends)))
-    assert states.num_bytes < size < states.num_bytes + 400 * len(states.ends)
-
-
 def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
     documents = documents_of()
     states = stored(tmp_path, documents)
@@ -143,12 +131,6 @@ def test_stored_features_are_those_of_the_base(tmp_path, batch):
     for row, indices in enumerate(batch):
         needed = torch.from_numpy(np.concatenate([states.needed[states.span(index)] for index in indices]))
         torch.testing.assert_close(found[0][row, : len(needed)][needed], live[0][row, : len(needed)][needed])
-
-
-def test_an_empty_batch_has_no_targets(tmp_path):
-    states, alignment = fill(tmp_path, documents_of())([])
-    assert states.hidden.shape == (1, 1, 32)
-    assert alignment.sources.shape == (NUM_HEADS + 1, 0)
 
 
 @pytest.fixture
@@ -380,42 +362,6 @@ def test_a_program_of_another_environment_needs_the_formats_module_only():
     loaded = {name for name in done.stdout.split() if name.startswith("medusa")}
     packages = {"medusa", "medusa.training", "medusa.training.states"}  # their docstrings
     assert loaded == packages | {"medusa.files", "medusa.training.states.format"}
-
-
-def test_room_for_what_is_to_be_written_is_kept_until_it_is_written(tmp_path, small_shards):
-    states, line = states_of(tmp_path, documents_of()), ProgressReporter("", Console(quiet=True))
-    missing = states.begin(False, line)
-    room = tmp_path / ".room"
-    assert room.stat().st_blocks * 512 >= states.num_bytes > 0
-    live, options = LiveStates(tiny_model("llama")), DataOptions(tokens_per_batch=64)
-    states.compute(missing[:1], live, options, line)
-    written = states.num_states(0) * states.size * 4
-    assert room.stat().st_size == states.num_bytes - written
-    states.begin(False, line)  # a run that died and goes on
-    assert room.stat().st_size == states.num_bytes - written
-    states.compute(missing[1:], live, options, line)
-    assert not room.exists()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EOPNOTSUPP])
-def test_a_disk_that_refuses_the_room_is_an_error_and_one_that_keeps_none_is_not(
-    tmp_path, monkeypatch, number
-):
-    def refuse(*_):
-        ctypes.set_errno(number)
-        return -1
-
-    monkeypatch.setattr(states_format, "LIBC", SimpleNamespace(fallocate=refuse))
-    said = io.StringIO()
-    begin = partial(states_of(tmp_path, documents_of()).begin, False)
-    line = ProgressReporter("states", Console(file=said, width=400))
-    if number == errno.ENOSPC:
-        with pytest.raises(OSError, match=r"cache_hidden_states needs .* GiB in"):
-            begin(line)
-    else:
-        assert begin(line)
-        assert "this file system keeps no room" in said.getvalue()
-    assert not (tmp_path / ".room").exists()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "gguf"])

@@ -15,6 +15,8 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import (
+    EAGLE3,
+    JOINT,
     assert_equal_weights,
     conversation,
     counting_rows,
@@ -43,11 +45,12 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.heads.state_dict().items()}
 
 
-def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, evaluation_steps=1, max_steps=30)
+@pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["medusa", "eagle3"])
+def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows, kind):
+    trainer = new_trainer(tmp_path, rows, evaluation_steps=1, max_steps=30, **kind)
     metrics = trainer.train()
     evaluated = history(trainer, "held_out")
-    assert metrics["held_out/loss"] < evaluated[1]["held_out/loss"] - 0.5
+    assert metrics["held_out/loss"] < 0.8 * evaluated[1]["held_out/loss"]
     assert all(
         f"held_out/{key}_{depth}" in metrics for key in ("loss", "top1", "top5") for depth in (1, 2, 3)
     )
@@ -60,7 +63,7 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, r
     [
         {},
         {"unembedding": "token_map", "token_map_size": 20},
-        {"head_kind": "eagle3", "fused_layers": [1]},
+        EAGLE3,
         {"fused_layers": [1]},
     ],
     ids=str,
@@ -126,26 +129,36 @@ def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
     assert [final[f"held_out/top1_{depth}"] for depth in (1, 2, 3, 4)] == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("cache", "precision", "stop"),
-    [(False, "fp32", 7), (True, "fp32", 5), (True, "bf16", 7)],
-    ids=["live states", "stored states", "stored states in bf16"],
-)
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
-    tmp_path, rows, monkeypatch, cache, precision, stop
-):
-    options = {"cache_hidden_states": cache, "checkpoint_steps": 5, "evaluation_steps": 4, "logging_steps": 2}
-    options["precision"] = precision
+EVERY_STEP = {**JOINT, "checkpoint_steps": 1, "evaluation_steps": 3, "lora_dropout": 0.2}
+STOPPED = {
+    "live states": ({}, 7),
+    "stored states": ({"cache_hidden_states": True}, 5),
+    "stored states in bf16": ({"cache_hidden_states": True, "precision": "bf16"}, 7),
+    "an EAGLE-3 head": (EAGLE3, 6),
+    "an adapter, in the first stage": (EVERY_STEP, 3),
+    "an adapter, as the second has begun": (EVERY_STEP, 5),
+}
+"""Options of a run, and the step at which it is killed."""
+
+
+@pytest.mark.parametrize("what", STOPPED)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, rows, monkeypatch, what):
+    kind, step = STOPPED[what]
+    options = {"checkpoint_steps": 5, "evaluation_steps": 4, "logging_steps": 2} | kind
+    torch.manual_seed(0)
     whole = new_trainer(tmp_path / "whole", rows, **options)
     whole.train()
-    stop_after(new_trainer(tmp_path / "parts", rows, **options), stop, monkeypatch)
+    torch.manual_seed(0)
+    stop_after(new_trainer(tmp_path / "parts", rows, **options), step, monkeypatch)
+    torch.manual_seed(99)
     resumed = new_trainer(tmp_path / "parts", rows, **options, resume="always")
     resumed.train()
-    assert len(history(whole)) == 6
+    assert len(history(whole)) == whole.state.step // 2 >= 4
     assert history(resumed) == history(whole)
     assert history(resumed, "held_out") == history(whole, "held_out")
     assert_equal_weights(resumed, whole, rtol=0, atol=0)
-    assert resumed.state.epoch == whole.state.epoch >= 1
+    assert resumed.state.epoch == whole.state.epoch
+    assert resumed.state.adapter_steps == whole.state.adapter_steps
 
 
 def test_a_checkpoint_without_its_last_file_is_not_resumed_from(tmp_path, rows):
@@ -272,13 +285,12 @@ def test_what_a_finished_run_measured_is_not_logged_again_when_it_is_resumed(tmp
     assert list(history(again, "held_out")) == [4, 8, 12]
 
 
-def test_the_log_has_the_gradient_norm_the_memory_and_the_share_of_waiting(tmp_path, rows):
+def test_the_log_has_the_gradient_norm_and_the_memory(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows)
     trainer.train()
     entries = [entry for entry in trainer.run.logged_metrics() if "train/loss" in entry]
     for entry in entries:
         assert entry["gradient_norm"] > 0
-        assert 0 < entry["waiting_share"] < 1
         assert 0.05 < entry["peak_gib"] < 100
     assert len({entry["gradient_norm"] for entry in entries}) > 1
 
@@ -317,10 +329,11 @@ def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
     assert names == ["step-00000008", "step-00000010", "step-00000012"]
 
 
-def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
+@pytest.mark.parametrize("kind", [{}, {**JOINT, "joint_warmup_fraction": 0.25}], ids=["heads", "joint"])
+def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path, kind):
     """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
     rows = [conversation("a", "short"), conversation("b", "a much longer answer than the other one, " * 3)]
-    options = {"held_out_fraction": 0, "max_steps": 4, "learning_rate": 1e-3}
+    options = {**kind, "held_out_fraction": 0, "max_steps": 4, "learning_rate": 1e-3}
     joined = new_trainer(tmp_path / "joined", rows, tokens_per_batch=1000, **options)
     parts = new_trainer(
         tmp_path / "parts", rows, tokens_per_batch=1, gradient_accumulation_steps=2, **options
@@ -329,27 +342,7 @@ def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path):
     assert [len(group) for group in parts._plan(0)] == [2]
     joined.train()
     parts.train()
-    assert_equal_weights(parts, joined, rtol=1e-3, atol=1e-6)
-
-
-def test_packing_keeps_the_held_out_loss(tmp_path, rows):
-    plain = new_trainer(tmp_path / "plain", rows, max_steps=1)
-    other = new_trainer(tmp_path / "other", rows, max_steps=1, packing=True, max_length=200)
-    for trainer in (plain, other):
-        trainer._begin()
-    metrics = [
-        trainer.evaluate(trainer.recipe.feed(trainer.data.held_out, "held-out")) for trainer in (plain, other)
-    ]
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
-
-
-@pytest.mark.parametrize(("objective", "unembedding"), [("kl", "token_map"), ("blend", "shared")])
-def test_soft_objectives_train_too(tmp_path, rows, objective, unembedding):
-    size = {"token_map_size": 40} if unembedding == "token_map" else {}
-    trainer = new_trainer(tmp_path, rows, objective=objective, unembedding=unembedding, max_steps=20, **size)
-    trainer.train()
-    losses = [entry["train/loss"] for entry in history(trainer).values()]
-    assert losses[-1] < losses[0]
+    assert_equal_weights(parts, joined, rtol=1e-3, atol=2e-6)
 
 
 def test_prompts_are_trained_on_when_asked_and_never_measured(tmp_path, rows):
@@ -364,15 +357,12 @@ def test_prompts_are_trained_on_when_asked_and_never_measured(tmp_path, rows):
     assert counts["answers"] < counts["everything"] == trainer.training.num_tokens
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["live states", "stored states"])
-@pytest.mark.parametrize(
-    "kind", [{"reads_path": True}, {"head_kind": "eagle3", "fused_layers": [1]}], ids=str
-)
-def test_bfloat16_losses_are_those_of_float32_to_a_hundredth(tmp_path, rows, kind, cache):
+@pytest.mark.parametrize("kind", [{}, EAGLE3 | {"cache_hidden_states": True}], ids=["medusa", "eagle3"])
+def test_bfloat16_losses_are_those_of_float32_to_a_hundredth(tmp_path, rows, kind):
     runs = []
     for precision in ("fp32", "bf16"):
         AcceleratorState._reset_state(True)
-        options = {"precision": precision, "cache_hidden_states": cache, "objective": "kl", **kind}
+        options = {"precision": precision, "objective": "kl", **kind}
         trainer = new_trainer(tmp_path / precision, rows, **options)
         trainer.train()
         runs.append({step: entry["train/loss"] for step, entry in history(trainer).items()})

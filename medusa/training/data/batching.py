@@ -7,11 +7,8 @@ run and every process of a distributed one see the same plan.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +19,9 @@ from medusa.training.data.dataset import Documents
 from medusa.training.losses.targets import Alignment, align
 
 MicroBatch = list[list[int]]
-POOL = 64
+_POOL = 64
 """Micro-batches whose documents are sorted together: enough to pad little, few enough to stay random."""
-OPEN_ROWS = 32
+_OPEN_ROWS = 32
 """Rows that packing keeps open: a document goes to the fullest one that still takes it."""
 
 
@@ -44,7 +41,7 @@ def plan_epoch(
         rows_per_batch = max(1, options.tokens_per_batch // options.max_length)
         return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
     plan: list[MicroBatch] = []
-    number = np.cumsum(lengths[order]) // max(1, POOL * options.tokens_per_batch)
+    number = np.cumsum(lengths[order]) // max(1, _POOL * options.tokens_per_batch)
     for pool in np.split(order, np.flatnonzero(np.diff(number)) + 1):
         by_length = pool[np.argsort(lengths[pool], kind="stable")]
         plan += _alike_in_length(by_length, lengths, options.tokens_per_batch, switch)
@@ -79,16 +76,18 @@ class PaddedBatch:
 
 
 def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:
-    """Rows of documents, one behind the other, padded on the right to the longest row.
+    """Rows of documents, one behind the other, padded on the right to the longest row. Without rows one token
+    that is no label: a process that has nothing to do meets the others all the same.
 
     transformers keeps documents of a row apart where ``position_ids`` restart and no mask is given.
     The padding behind a single document continues its positions: causal attention hides it already,
     and a batch without restarts needs no mask at all.
     """
-    width = int(max(sum(documents.lengths[list(row)]) for row in rows))
-    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    is_label = torch.zeros(len(rows), width, dtype=torch.bool)
-    positions = torch.arange(width).repeat(len(rows), 1)
+    height = max(1, len(rows))
+    width = int(max((sum(documents.lengths[list(row)]) for row in rows), default=1))
+    input_ids = torch.zeros(height, width, dtype=torch.long)
+    is_label = torch.zeros(height, width, dtype=torch.bool)
+    positions = torch.arange(width).repeat(height, 1)
     for index, row in enumerate(rows):
         end = 0
         for document in (documents[number] for number in row):
@@ -99,12 +98,6 @@ def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:
         if len(row) > 1:
             positions[index, end:] = torch.arange(width - end)
     return PaddedBatch(input_ids, positions, is_label)
-
-
-def one_token() -> PaddedBatch:
-    """The micro-batch of a process that has nothing to do: no targets."""
-    nothing = torch.zeros(1, 1, dtype=torch.long)
-    return PaddedBatch(nothing, nothing, nothing.bool())
 
 
 def _alike_in_length(
@@ -133,44 +126,10 @@ def _packed_rows(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[
             rows[chosen].append(int(index))
             filled[chosen] += length
             continue
-        if len(rows) == OPEN_ROWS:
+        if len(rows) == _OPEN_ROWS:
             fullest = max(range(len(rows)), key=lambda row: filled[row])
             closed.append(rows.pop(fullest))
             filled.pop(fullest)
         rows.append([int(index)])
         filled.append(length)
     return closed + rows
-
-
-G = TypeVar("G")
-B = TypeVar("B")
-
-
-def read_ahead(
-    groups: Iterable[tuple[G, Sequence[B]]], read: Callable[[B], Any], num_workers: int
-) -> Generator[tuple[G, list[Callable[[], Any]]], None, None]:
-    """Each group with, for each of its batches, a function that waits for what ``read`` gives of it.
-
-    ``num_workers`` threads read in order, so many batches ahead of the group that was given out last, or more
-    where groups are larger. 0: nothing is read before it is asked for.
-    """
-    if not num_workers:
-        for group, batches in groups:
-            yield group, [lambda batch=batch: read(batch) for batch in batches]  # type: ignore[misc]
-        return
-    coming: deque[tuple[G, list[Future]]] = deque()
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reading")
-    try:
-        left = iter(groups)
-        while True:
-            while sum(len(futures) for _, futures in list(coming)[1:]) < num_workers:
-                following = next(left, None)
-                if following is None:
-                    break
-                coming.append((following[0], [pool.submit(read, batch) for batch in following[1]]))
-            if not coming:
-                return
-            group, futures = coming.popleft()
-            yield group, [future.result for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)

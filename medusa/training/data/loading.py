@@ -30,31 +30,27 @@ from medusa.training.data.dataset import (
 from medusa.training.data.reading import Example, read_examples
 from medusa.training.data.rendering import RenderedText, Renderer, tokenise
 
-LOOP_NGRAM = 8
+_LOOP_NGRAM = 8
 """Tokens that have to repeat before a repetition counts as a loop; prose rarely repeats so many."""
-SHINGLE, NUM_HASHES, NUM_BANDS, MIN_NEAR_DUPLICATE = 5, 64, 16, 32
 
 
 def filtered(documents: Iterable[Document], options: DataOptions, counts: Counter[str]) -> Iterator[Document]:
     """The documents kept, cut to ``max_length`` tokens. Adds what happened to the others to ``counts``."""
     seen: set[bytes] = set()
-    near = NearDuplicates(options.near_duplicate_similarity) if options.near_duplicate_similarity else None
     for document in documents:
         counts["documents"] += 1
         tokens, is_label, origin = document
         if len(tokens) > options.max_length:
             counts["cut to max_length"] += 1
             document = Document(tokens[: options.max_length], is_label[: options.max_length], origin)
-        reason = _reason_to_drop(document, options, seen, near)
+        reason = _reason_to_drop(document, options, seen)
         if reason:
             counts[f"dropped: {reason}"] += 1
         else:
             yield document
 
 
-def _reason_to_drop(
-    document: Document, options: DataOptions, seen: set[bytes], near: NearDuplicates | None
-) -> str | None:
+def _reason_to_drop(document: Document, options: DataOptions, seen: set[bytes]) -> str | None:
     written = document.tokens[1:][document.is_label[1:]]
     if not len(written):
         return "no label"
@@ -66,56 +62,15 @@ def _reason_to_drop(
         if digest in seen:
             return "duplicate"
         seen.add(digest)
-    if near is not None and near.is_near_earlier(written):
-        return "near duplicate"
     return None
 
 
-def repeated_fraction(tokens: np.ndarray, length: int = LOOP_NGRAM) -> float:
+def repeated_fraction(tokens: np.ndarray, length: int = _LOOP_NGRAM) -> float:
     """The part of the n-grams of tokens (T,) that occurred before in it; 0 for text shorter than one."""
     if len(tokens) < length:
         return 0.0
     ngrams = np.lib.stride_tricks.sliding_window_view(tokens, length)
     return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
-
-
-class NearDuplicates:
-    """Remembers answers by min-hash signatures and recognises one that is similar to an earlier one.
-
-    Similarity is the Jaccard index of the sets of 5-token shingles, estimated from 64 minima; only answers
-    that agree in one of 16 bands of 4 are compared (Broder 1997; about 1 in 4500 pairs at similarity
-    0.8 agree in none). Answers under 32 tokens are never near duplicates: short ones coincide by nature.
-    """
-
-    def __init__(self, similarity: float):
-        self.similarity = similarity
-        random = np.random.default_rng(0)
-        self.factors = random.integers(1, 2**63, NUM_HASHES, dtype=np.uint64) | np.uint64(1)
-        self.offsets = random.integers(0, 2**63, NUM_HASHES, dtype=np.uint64)
-        self.signatures: list[np.ndarray] = []
-        self.bands: dict[bytes, list[int]] = {}
-
-    def is_near_earlier(self, tokens: np.ndarray) -> bool:
-        """Whether an earlier answer is similar to tokens (T,); remembers it when none is."""
-        if len(tokens) < MIN_NEAR_DUPLICATE:
-            return False
-        signature = self._signature(tokens)
-        keys = [bytes([i]) + part.tobytes() for i, part in enumerate(np.split(signature, NUM_BANDS))]
-        candidates = {index for key in keys for index in self.bands.get(key, ())}
-        if any((self.signatures[index] == signature).mean() >= self.similarity for index in candidates):
-            return True
-        for key in keys:
-            self.bands.setdefault(key, []).append(len(self.signatures))
-        self.signatures.append(signature)
-        return False
-
-    def _signature(self, tokens: np.ndarray) -> np.ndarray:
-        """(64,) uint64; arithmetic is modulo 2**64 on purpose, and the high half is the well-mixed one."""
-        shingles = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), SHINGLE)
-        powers = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, SHINGLE + 1, dtype=np.uint64)
-        hashes = np.unique((shingles * powers).sum(1, dtype=np.uint64))
-        mixed = (hashes[:, None] ^ (hashes[:, None] >> np.uint64(29))) * self.factors + self.offsets
-        return (mixed >> np.uint64(32)).min(0)
 
 
 def held_out_indices(documents: Documents, fraction: float, at_most: int, seed: int) -> np.ndarray:

@@ -33,7 +33,7 @@ from medusa.prompts import check_keepable, parsed_json, template_options
 Message = dict[str, Any]
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-BESIDE_CONTENT = ("reasoning_content", "reasoning", "tool_calls")
+_BESIDE_CONTENT = ("reasoning_content", "reasoning", "tool_calls")
 """Keys of an assistant message that say something without content."""
 _SHAPES = "messages, conversations, instruction with output, or text"
 
@@ -130,7 +130,7 @@ def _messages(turns: Any, role_key: str, content_key: str, origin: str) -> tuple
     messages: list[Message] = []
     for number, turn in enumerate(turns, start=1):
         where = f"{origin}, message {number}"
-        says_more = isinstance(turn, dict) and any(turn.get(key) for key in BESIDE_CONTENT)
+        says_more = isinstance(turn, dict) and any(turn.get(key) for key in _BESIDE_CONTENT)
         if not (isinstance(turn, dict) and role_key in turn and (content_key in turn or says_more)):
             raise ValueError(
                 f"{where} must be an object with {role_key!r} and {content_key!r}, got {turn!r:.80}"

@@ -29,7 +29,7 @@ from medusa.prompts import check_told, thoughts_of
 from medusa.training.data.dataset import Document
 from medusa.training.data.reading import Example, Message
 
-MOST_REMEMBERED = 8
+_MOST_REMEMBERED = 8
 """Different things that a chat template was told, which heads remember."""
 
 
@@ -83,7 +83,7 @@ class Renderer:
             documents.append(RenderedText(text, tuple(written), example.origin))
             given = example.template_options.items()
             told = {key: value for key, value in given if key not in ("tools", "documents")}
-            if told not in self.template_options and len(self.template_options) < MOST_REMEMBERED:
+            if told not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
                 self.template_options.append(told)
         return documents
 
@@ -123,7 +123,7 @@ class Renderer:
             line = prompt.rpartition(begin)[2] if is_open else "\n"
             answer = ("" if is_open else begin + line) + reasoning
             answer += f"{line}{end}{2 * line}{content}" if content else ""
-            return prompt, answer + ("" if is_cut else self.end_of_turn)
+            return prompt, answer + ("" if is_cut else self._end_of_turn)
         if calls:
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             if shown == self._templated([*before, plain], example.origin, **options):
@@ -135,7 +135,7 @@ class Renderer:
             return self._skip("an answer without the reasoning that the template opens")
         is_raw = _CLOSING.search(content) is not None  # reasoning and answer in one, as they were decoded
         if not (reasoning or calls) and (is_raw or not (continues and between.strip())):
-            return prompt, message["content"] + ("" if is_cut else self.end_of_turn)
+            return prompt, message["content"] + ("" if is_cut else self._end_of_turn)
         if not continues:
             return self._skip("an answer that the template writes otherwise than the model")
         answer = shown[len(prompt) :].rstrip()
@@ -157,7 +157,7 @@ class Renderer:
         return "", ""
 
     @cached_property
-    def end_of_turn(self) -> str:
+    def _end_of_turn(self) -> str:
         """What the template writes after an answer, up to the whitespace: the end-of-turn token."""
         answer = "an answer"
         messages = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": answer})

@@ -41,11 +41,11 @@ def repeated_tail(tokens: Sequence[int], max_period: int = 64, min_repeated: int
     return 0
 
 
-QUESTION_TEMPERATURE = 1.0
+_QUESTION_TEMPERATURE = 1.0
 """How the model's own questions are sampled; greedy decoding would always give the same question."""
 
 
-SAYING = ("content", "reasoning_content", "tool_calls")
+_SAYING = ("content", "reasoning_content", "tool_calls")
 """Keys of a message that say something."""
 
 
@@ -71,7 +71,7 @@ class Conversation:
     def receive(self, outcome: Reply | Refusal) -> bool:
         """Take the next message in; true when the conversation waits for another one."""
         is_question, message = not self.messages, {} if isinstance(outcome, Refusal) else outcome.message
-        says_something = any(str(message.get(key) or "").strip() for key in SAYING)
+        says_something = any(str(message.get(key) or "").strip() for key in _SAYING)
         if isinstance(outcome, Refusal) or not says_something or (is_question and outcome.was_cut):
             if self.messages:
                 self.messages.pop()  # nobody answers this user turn
@@ -88,10 +88,10 @@ class Conversation:
         return True
 
 
-NextConversation = Callable[[], Conversation | None]
+_NextConversation = Callable[[], Conversation | None]
 CountTokens = Callable[[int], None]
-IsTimeUp = Callable[[], bool]
-Outcome = tuple[Conversation, Reply | Refusal]
+_IsTimeUp = Callable[[], bool]
+_Outcome = tuple[Conversation, Reply | Refusal]
 
 
 class Answerer(Protocol):
@@ -101,8 +101,8 @@ class Answerer(Protocol):
     """
 
     def replies(
-        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
-    ) -> Iterator[Outcome]: ...
+        self, next_conversation: _NextConversation, count_tokens: CountTokens, is_time_up: _IsTimeUp
+    ) -> Iterator[_Outcome]: ...
 
 
 class LocalAnswerer:
@@ -119,8 +119,8 @@ class LocalAnswerer:
             )
 
     def replies(
-        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
-    ) -> Iterator[Outcome]:
+        self, next_conversation: _NextConversation, count_tokens: CountTokens, is_time_up: _IsTimeUp
+    ) -> Iterator[_Outcome]:
         limits = BatchLimits(max_rows=self.batch_size, max_slots=sys.maxsize, chunk=512, prefix_bytes=0)
         batch = self.model.continuous_batch(limits, plain=True)
         under_way: list[Row] = []
@@ -162,7 +162,7 @@ class LocalAnswerer:
             temperature = conversation.temperature
         else:
             prompt, stop = question_frame(self.tokenizer)
-            stops, temperature = self.stop_ids | {stop}, QUESTION_TEMPERATURE
+            stops, temperature = self.stop_ids | {stop}, _QUESTION_TEMPERATURE
         device, is_sampled = self.model.device, temperature > 0
         request = DecodeRequest(
             torch.tensor([prompt], device=device),
@@ -213,8 +213,8 @@ class EndpointAnswerer:
         self.say = say
 
     def replies(
-        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
-    ) -> Iterator[Outcome]:
+        self, next_conversation: _NextConversation, count_tokens: CountTokens, is_time_up: _IsTimeUp
+    ) -> Iterator[_Outcome]:
         """See :class:`Answerer`.
 
         Raises:

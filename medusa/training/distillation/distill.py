@@ -28,7 +28,7 @@ from medusa.files import read_json, write_json
 from medusa.prompts import Prompt
 from medusa.training.distillation.answering import Answerer, Conversation, CountTokens, Refusal, Reply
 
-REFUSALS_BEFORE_GIVING_UP = 3
+_REFUSALS_BEFORE_GIVING_UP = 3
 
 
 @dataclass
@@ -166,7 +166,7 @@ def distill(
         if conversation.num_answers:
             answers.append(_row(conversation))
             report.num_written += 1
-        elif answers.is_empty and report.num_refused >= REFUSALS_BEFORE_GIVING_UP:
+        elif answers.is_empty and report.num_refused >= _REFUSALS_BEFORE_GIVING_UP:
             raise ValueError(
                 f"the first {report.num_refused} prompts were all refused: {report.first_refusal}"
             )

@@ -14,12 +14,12 @@ import httpx
 
 from medusa.prompts import Message, check_keepable
 
-RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
+_RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
 """Statuses that say something of whoever asks, and where; every other request would get them too."""
 
 
-ENDED = frozenset({"stop", "tool_calls", "function_call"})
+_ENDED = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of an answer that came to its own end."""
 
 
@@ -123,12 +123,12 @@ class ChatEndpoint:
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code in RETRIED_STATUS:
+            if response.status_code in _RETRIED_STATUS:
                 problem = f"HTTP {response.status_code}: {response.text[:300]}"
                 asked = response.headers.get("retry-after", "")  # in seconds
                 wait = float(asked) if re.fullmatch("[0-9]{1,9}", asked) else wait
                 continue
-            if response.status_code in REFUSED_CLIENT:
+            if response.status_code in _REFUSED_CLIENT:
                 raise PermissionError(
                     f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}; check "
                     f"OPENAI_API_KEY, the address and the model's name, {self.model!r}. The same command "
@@ -168,7 +168,7 @@ def _reply(response: httpx.Response) -> Reply | None:
         check_keepable(message, "the answer")
         counted = (body.get("usage") or {}).get("completion_tokens")
         num_tokens = counted if isinstance(counted, int) and 0 <= counted < 2**31 else 0
-        return Reply(message, str(choice["finish_reason"]) not in ENDED, num_tokens)
+        return Reply(message, str(choice["finish_reason"]) not in _ENDED, num_tokens)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -30,7 +30,7 @@ from medusa.training.config import LossOptions
 from medusa.training.losses.targets import Alignment, Teacher, TeacherRows, expected
 
 S = TypeVar("S", bound=tuple)
-TILE_ELEMENTS = 2**18
+_TILE_ELEMENTS = 2**18
 """Logits that a CPU counts at a time: what it makes of them stays in its caches."""
 
 
@@ -90,7 +90,7 @@ def from_numbers(zeros: S, saved: list[Any]) -> S:
     return type(zeros)(*(a.new_tensor(b) if isinstance(a, Tensor) else from_numbers(a, b) for a, b in pairs))
 
 
-def loss_and_gradient(
+def _loss_and_gradient(
     log_q: Tensor, columns: Tensor, teacher: TeacherRows | None, kl_weight: float
 ) -> tuple[Tensor, Tensor]:
     """kl_weight * KL(p || q) + (1 - kl_weight) * cross-entropy of each row, (C,), and its gradient to the
@@ -199,7 +199,7 @@ class FusedLoss:
     num_scored: Tensor
     """(K,) targets of the whole optimisation step, all micro-batches and processes."""
     kl_weight: float
-    """See :func:`loss_and_gradient`."""
+    """See :func:`_loss_and_gradient`."""
     block_elements: int
     """Logits held at a time."""
     num_columns: int
@@ -320,7 +320,7 @@ class FusedLoss:
 
         Targets that are not scored are not counted.
         """
-        num_rows = max(1, TILE_ELEMENTS // self.num_columns) if logits.is_cpu else len(logits)
+        num_rows = max(1, _TILE_ELEMENTS // self.num_columns) if logits.is_cpu else len(logits)
         gradient = torch.empty_like(logits)
         for start in range(0, len(logits), num_rows):
             rows = slice(start, start + num_rows)
@@ -333,7 +333,7 @@ class FusedLoss:
         log_q = logits.log_softmax(-1, dtype=torch.float32)
         if self.observe is not None:
             self.observe(log_q, targets)
-        loss, gradient = loss_and_gradient(log_q, targets.columns, targets.teacher_rows, self.kl_weight)
+        loss, gradient = _loss_and_gradient(log_q, targets.columns, targets.teacher_rows, self.kl_weight)
         loss = loss.masked_fill(~targets.is_scored, 0.0)
         sums = self.sums
         sums.loss[index] += loss.sum()

@@ -31,7 +31,7 @@ from medusa.base.causal_lm import CausalLM, decoder_layers, hidden_states, outpu
 from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config import JointOptions, TrainingConfiguration
-from medusa.training.data.batching import MicroBatch, PaddedBatch
+from medusa.training.data.batching import MicroBatch, PaddedBatch, collate
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.fused import FusedLoss, LossSums, TargetBlock, added
 from medusa.training.losses.targets import Alignment, Teacher, expected, teacher_of
@@ -43,7 +43,7 @@ from medusa.training.states.feeds import BaseStates, Feed
 class JointRecipe(Recipe):
     """Medusa heads, and from some point on an adapter of the base with them."""
 
-    loss: JointLoss
+    loss: _JointLoss
     result = "heads and adapter"
 
     def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
@@ -54,7 +54,7 @@ class JointRecipe(Recipe):
         block_elements = configuration.loss.block_elements
         base_loss = BaseLoss(teacher_of(base), vocab_size(base), options.base_objective, block_elements)
         heads_loss = HeadsLoss(heads, configuration.loss)
-        loss = JointLoss(heads_loss, self.trained_adapter, base_loss, options.lambda_0)
+        loss = _JointLoss(heads_loss, self.trained_adapter, base_loss, options.lambda_0)
         super().__init__(configuration, states, heads, loss)
 
     def describe(self, training: Documents) -> str:
@@ -66,7 +66,7 @@ class JointRecipe(Recipe):
         )
 
     def feed(self, documents: Documents, name: str) -> Feed:
-        return JointFeed(self.states, documents, name, self.heads.num_heads, self.columns)
+        return _JointFeed(self.states, documents, name, self.heads.num_heads, self.columns)
 
     def check_launch(self, accelerator: Accelerator) -> None:
         plugin = accelerator.state.deepspeed_plugin
@@ -105,8 +105,8 @@ class JointRecipe(Recipe):
         own = np.array([documents[index].is_label[1:].sum() for index in range(len(documents))], np.int64)
         return np.concatenate([own[:, None], super().count_targets(documents)], axis=1)
 
-    def no_sums(self, device: torch.device) -> JointSums:
-        return JointSums(LossSums.zeros(self.heads.num_heads, device), BaseSums.zeros(device))
+    def no_sums(self, device: torch.device) -> _JointSums:
+        return _JointSums(LossSums.zeros(self.heads.num_heads, device), _BaseSums.zeros(device))
 
     def adapter(self) -> Adapter:
         return self.trained_adapter.taken_out()
@@ -127,7 +127,7 @@ class JointRecipe(Recipe):
         )
 
 
-class BaseSums(NamedTuple):
+class _BaseSums(NamedTuple):
     """Sums over targets of the base's own row, () each."""
 
     cross_entropy: Tensor  # of the adapted base and the text
@@ -138,7 +138,7 @@ class BaseSums(NamedTuple):
     num_compared: Tensor  # long; targets at which the base without the adapter was asked
 
     @classmethod
-    def zeros(cls, device: torch.device | str = "cpu") -> BaseSums:
+    def zeros(cls, device: torch.device | str = "cpu") -> _BaseSums:
         sums = (torch.zeros((), device=device) for _ in range(3))
         counts = (torch.zeros((), dtype=torch.long, device=device) for _ in range(3))
         return cls(*sums, *counts)
@@ -159,11 +159,11 @@ class BaseSums(NamedTuple):
         return metrics
 
 
-class JointSums(NamedTuple):
+class _JointSums(NamedTuple):
     """What heads and base came to."""
 
     heads: LossSums
-    base: BaseSums
+    base: _BaseSums
 
     def metrics(self, name: str) -> dict[str, float]:
         return self.heads.metrics(name) | self.base.metrics(name)
@@ -183,7 +183,7 @@ class BaseLoss:
 
     def __call__(
         self, hidden: Tensor, reference: Tensor | None, own: Alignment, num_targets: Tensor
-    ) -> tuple[Tensor, BaseSums]:
+    ) -> tuple[Tensor, _BaseSums]:
         """The loss, a scalar (), and its sums.
 
         Args:
@@ -194,7 +194,7 @@ class BaseLoss:
         """
         if reference is None and self.objective == "kl":
             raise ValueError("base_objective 'kl' needs the states without the adapter: pass reference")
-        sums, before = BaseSums.zeros(hidden.device), reference
+        sums, before = _BaseSums.zeros(hidden.device), reference
 
         def observe(log_q: Tensor, seen: TargetBlock) -> None:
             nonlocal sums
@@ -216,9 +216,9 @@ class BaseLoss:
         return work(hidden), sums
 
 
-def _compared(log_q: Tensor, targets: TargetBlock) -> BaseSums:
+def _compared(log_q: Tensor, targets: TargetBlock) -> _BaseSums:
     """What one block shows of the adapted base, and of the difference that the adapter makes."""
-    columns, sums = targets.columns[:, None], BaseSums.zeros(log_q.device)
+    columns, sums = targets.columns[:, None], _BaseSums.zeros(log_q.device)
     count = torch.tensor(len(columns), device=log_q.device)
     sums = sums._replace(cross_entropy=-log_q.gather(1, columns).sum(), num_targets=count)
     if targets.teacher_rows is None:
@@ -232,28 +232,23 @@ def _compared(log_q: Tensor, targets: TargetBlock) -> BaseSums:
     )
 
 
-class JointBatch(NamedTuple):
+class _JointBatch(NamedTuple):
     """A micro-batch as the base reads it, and the targets of the base's own row."""
 
     padded: PaddedBatch
     own: Alignment
 
 
-class JointFeed(Feed):
-    """Gives micro-batches as :class:`JointLoss` reads them, which runs the base itself."""
+class _JointFeed(Feed):
+    """Gives micro-batches as :class:`_JointLoss` reads them, which runs the base itself."""
 
-    def collate(self, batch: MicroBatch) -> tuple[PaddedBatch, Alignment, Alignment]:
-        padded, _, alignment = super().collate(batch)
-        return padded, padded.aligned(num_heads=0), alignment  # the base has a column for every token
-
-    def complete(
-        self, padded: PaddedBatch, own: Alignment, alignment: Alignment
-    ) -> tuple[JointBatch, Alignment]:
-        device = self.states.base.device
-        return JointBatch(padded.to(device), own.to(device)), alignment.to(device)
+    def __call__(self, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
+        padded, device = collate(self.documents, batch), self.states.base.device
+        own = padded.aligned(num_heads=0)  # the base has a column for every token
+        return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
 
 
-class JointLoss(nn.Module):
+class _JointLoss(nn.Module):
     """Heads, adapter and their loss.
 
     The base is no part of it: neither its weights nor its buffers are moved, synchronised or saved with it.
@@ -271,12 +266,12 @@ class JointLoss(nn.Module):
 
     def forward(
         self,
-        batch: JointBatch,
+        batch: _JointBatch,
         alignment: Alignment,
         output_embedding: nn.Module,
         num_scored: Tensor,
         teacher: Teacher | None = None,
-    ) -> tuple[Tensor, JointSums]:
+    ) -> tuple[Tensor, _JointSums]:
         """The loss, a scalar, and its sums; gradients reach the heads, and in the second stage the adapter.
 
         Args:
@@ -296,13 +291,13 @@ class JointLoss(nn.Module):
             loss, sums = self.heads_loss(reference, alignment, output_embedding, num_scored[1:], teacher)
             # Every process of a launch must have a gradient for every parameter.
             loss = self._lambda_0 * loss + 0 * sum(each.sum() for each in self.adapter.values())
-            return loss, JointSums(sums, BaseSums.zeros(loss.device))
-        with nullcontext() if is_measuring else self._adapted.dropping_out():
+            return loss, _JointSums(sums, _BaseSums.zeros(loss.device))
+        with nullcontext() if is_measuring else self._adapted._dropping_out():
             hidden = self._states(batch.padded)
         heads_loss, sums = self.heads_loss(hidden, alignment, output_embedding, num_scored[1:], teacher)
         before = None if reference is None else reference[:, :size]
         base_loss, base_sums = self._base_loss(hidden[:, :size], before, batch.own, num_scored[0])
-        return base_loss + self._lambda_0 * heads_loss, JointSums(sums, base_sums)
+        return base_loss + self._lambda_0 * heads_loss, _JointSums(sums, base_sums)
 
     def _states(self, padded: PaddedBatch) -> Tensor:
         """(P, (1 + L) * D), of the base as it is now."""
@@ -350,7 +345,7 @@ class TrainedAdapter:
         def run(*arguments: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*arguments, **named)
-            both = (nullcontext(), self.dropping_out())  # the second time as in the first
+            both = (nullcontext(), self._dropping_out())  # the second time as in the first
             return checkpoint(forward, *arguments, use_reentrant=False, context_fn=lambda: both, **named)
 
         return run
@@ -369,7 +364,7 @@ class TrainedAdapter:
             self._wrapped.base_model.enable_adapter_layers()
 
     @contextmanager
-    def dropping_out(self) -> Iterator[None]:
+    def _dropping_out(self) -> Iterator[None]:
         """Within the block ``lora_dropout`` drops; the base itself stays in evaluation mode."""
         dropouts = [
             each

@@ -21,7 +21,7 @@ from medusa.training.losses.targets import Alignment, Teacher, needed_states
 from medusa.training.recipes.recipe import Recipe, built_heads
 from medusa.training.states.feeds import BaseStates, StateBatch
 
-SCALE_DOCUMENTS = 16
+_SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""
 
 
@@ -53,7 +53,7 @@ def new_heads(configuration: TrainingConfiguration, states: BaseStates, training
     if heads.reads_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
         found = []
-        for index in documents.spread(SCALE_DOCUMENTS):
+        for index in documents.spread(_SCALE_DOCUMENTS):
             is_label = torch.from_numpy(documents[index].is_label)
             needed = needed_states(is_label, torch.arange(len(is_label)), heads.num_heads)
             given = states.of_document(documents, "training", index, heads.reads_layers)

@@ -76,7 +76,7 @@ def replayed_metrics(
     return {key: by_head[f"{key}_{heads.num_heads}"], **by_head}
 
 
-SECONDS_BETWEEN_PICTURES = 30.0
+_SECONDS_BETWEEN_PICTURES = 30.0
 
 
 def draw_training(entries: Sequence[Mapping[str, Any]], path: Path) -> bool:
@@ -100,7 +100,7 @@ def draw_training(entries: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 def is_stale(path: Path) -> bool:
     """Whether the picture at ``path`` is missing or half a minute old: drawing takes a moment."""
-    return not path.exists() or time.time() - path.stat().st_mtime > SECONDS_BETWEEN_PICTURES
+    return not path.exists() or time.time() - path.stat().st_mtime > _SECONDS_BETWEEN_PICTURES
 
 
 def _plot_top1(ax: Any, points: Sequence[Mapping[str, Any]]) -> None:

@@ -36,9 +36,9 @@ from medusa.training.data.batching import MicroBatch
 T = TypeVar("T")
 STOPPED = 75
 """Exit status of a run that SIGTERM has stopped and that --resume continues: EX_TEMPFAIL of sysexits.h."""
-ON_CPU = 'accelerate launch --config_file "$(medusa configs accelerate_ddp)" --num_processes N'
+_ON_CPU = 'accelerate launch --config_file "$(medusa configs accelerate_ddp)" --num_processes N'
 
-RESTARTED = "medusa-restarted"
+_RESTARTED = "medusa-restarted"
 """Scheme of the address at which processes meet that a launcher has restarted."""
 
 
@@ -60,7 +60,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
         kwargs_handlers=[
             InitProcessGroupKwargs(
                 backend="gloo" if is_deepspeed and not has_device else None,
-                init_method=f"{RESTARTED}://" if _num_restarts() else None,
+                init_method=f"{_RESTARTED}://" if _num_restarts() else None,
                 timeout=timedelta(minutes=run.timeout_minutes),
             )
         ],
@@ -77,7 +77,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
     if accelerator.num_processes != _num_launched():
         raise ValueError(
             f"{_num_launched()} processes were launched and {accelerator.num_processes} found each other; on "
-            f"CPUs launch with: {ON_CPU}"
+            f"CPUs launch with: {_ON_CPU}"
         )
     return accelerator
 
@@ -169,7 +169,7 @@ def check_launch() -> None:
     if _is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate launch --cpu starts a single process, whatever --num_processes says; for N processes "
-            f"on a CPU launch with: {ON_CPU}"
+            f"on a CPU launch with: {_ON_CPU}"
         )
 
 
@@ -273,11 +273,11 @@ def _num_restarts() -> int:
 def _apart_from_earlier(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
     """A part of the launcher's store for this restart alone: the addresses of the processes before still
     stand in it, and PyTorch would connect to those (pytorch/pytorch issue 135712)."""
-    for store, rank, world_size in rendezvous(url.replace(RESTARTED, "env", 1), **options):
+    for store, rank, world_size in rendezvous(url.replace(_RESTARTED, "env", 1), **options):
         yield PrefixStore(f"restart_{_num_restarts()}", store), rank, world_size
 
 
-register_rendezvous_handler(RESTARTED, _apart_from_earlier)
+register_rendezvous_handler(_RESTARTED, _apart_from_earlier)
 
 
 def _num_launched() -> int:

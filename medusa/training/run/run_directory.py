@@ -55,15 +55,15 @@ from medusa.training.config import TrainingConfiguration, changed_keys
 from medusa.training.recipes.recipe import RunState
 from medusa.training.run.processes import on_main_process
 
-STATE_FILE = "run.json"
-RUN_KEYS = {"base", "data", "output_dir"}
+_STATE_FILE = "run.json"
+_RUN_KEYS = {"base", "data", "output_dir"}
 """Keys by which the configuration of a run is known."""
-REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
+_REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Kinds of launches, in accelerate's words, in which every process has all weights."""
-CHECKPOINTS_LAYOUT = Layout(
+_CHECKPOINTS_LAYOUT = Layout(
     "the checkpoints of a run",
     tuple(f"{name}{'/*' * depth}" for name in ("step-*", ".step-*.partial") for depth in (1, 2, 3)),
-    lambda directory: all((each / STATE_FILE).exists() for each in directory.glob("step-*")),
+    lambda directory: all((each / _STATE_FILE).exists() for each in directory.glob("step-*")),
 )
 
 
@@ -102,7 +102,7 @@ class RunDirectory:
             )
         if resume != "never" and self.config.exists():
             earlier = self._configuration()
-            if not earlier.keys() >= RUN_KEYS:
+            if not earlier.keys() >= _RUN_KEYS:
                 raise ValueError(
                     f"{self.config} is not the configuration of a run; bring it back, or choose another "
                     "output_dir"
@@ -170,18 +170,13 @@ class RunDirectory:
         return removed
 
     def _earlier_run(self, configuration: TrainingConfiguration) -> list[Path]:
-        """What ``overwrite`` removes of an earlier run.
-
-        Raises:
-            FileExistsError: something of these names is not a run's.
-            ValueError: this run reads something of it.
-        """
+        """What ``overwrite`` removes of an earlier run."""
         sources = (configuration.base.base, configuration.heads.start_from, *configuration.data.data)
-        layouts = {self.heads: HEADS_LAYOUT, self.best: HEADS_LAYOUT, self.checkpoints: CHECKPOINTS_LAYOUT}
+        layouts = {self.heads: HEADS_LAYOUT, self.best: HEADS_LAYOUT, self.checkpoints: _CHECKPOINTS_LAYOUT}
         for directory, layout in layouts.items():
             replaceable_files(directory, layout, filter(None, sources))
         files = [path for path in (self.metrics, self.picture, self.tracker) if os.path.lexists(path)]
-        is_run = not self.config.exists() or self._configuration().keys() >= RUN_KEYS
+        is_run = not self.config.exists() or self._configuration().keys() >= _RUN_KEYS
         if not is_run or (files and not self.config.exists()):
             foreign = ", ".join(path.name for path in (self.config, *files) if path.exists())
             raise FileExistsError(
@@ -248,7 +243,7 @@ class RunDirectory:
                 if accelerator.is_main_process:
                     files = sorted(path for path in partial.rglob("*") if path.is_file())
                     state.files = {str(path.relative_to(partial)): digest_of(path) for path in files}
-                    write_json(partial / STATE_FILE, asdict(state))
+                    write_json(partial / _STATE_FILE, asdict(state))
                     sync_tree(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -272,8 +267,8 @@ class RunDirectory:
                 than ``now``.
         """
         latest, damage = on_main_process(accelerator, self._latest_whole)
-        state = RunState(**read_json(latest / STATE_FILE))
-        before, after, replicated = state.num_processes, now.num_processes, set(REPLICATED)
+        state = RunState(**read_json(latest / _STATE_FILE))
+        before, after, replicated = state.num_processes, now.num_processes, set(_REPLICATED)
         per_step, advice = before * state.micro_batches, ""
         if state.sharding != now.sharding and not {state.sharding, now.sharding} <= replicated:
             raise ValueError(
@@ -312,7 +307,7 @@ class RunDirectory:
 
     def _checkpoints(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
-        return sorted(path for path in self.checkpoints.glob("step-*") if (path / STATE_FILE).exists())
+        return sorted(path for path in self.checkpoints.glob("step-*") if (path / _STATE_FILE).exists())
 
     def _latest_whole(self) -> tuple[Path, list[str]]:
         """The latest checkpoint whose files are what was written; what is wrong with later ones, which go."""
@@ -342,9 +337,9 @@ class RunDirectory:
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint, in words."""
     try:
-        recorded = RunState(**read_json(checkpoint / STATE_FILE)).files
+        recorded = RunState(**read_json(checkpoint / _STATE_FILE)).files
     except (ValueError, TypeError) as error:
-        return f"{checkpoint / STATE_FILE} is damaged ({error})"
+        return f"{checkpoint / _STATE_FILE} is damaged ({error})"
     for name, digest in recorded.items():
         path = checkpoint / name
         if not path.exists() or digest_of(path) != digest:
@@ -352,7 +347,7 @@ def _damage(checkpoint: Path) -> str | None:
     return None
 
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 
 
 def provenance(
@@ -389,7 +384,7 @@ def provenance(
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

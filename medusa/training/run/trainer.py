@@ -11,7 +11,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
 from medusa.training.config import REMEDIES, OptimisationOptions, TrainingConfiguration
-from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order, read_ahead
+from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Dataset, trained_on
 from medusa.training.losses.fused import added, as_numbers, from_numbers
 from medusa.training.recipes.recipe import Recipe, RunState
@@ -53,7 +53,7 @@ Position = tuple[list[MicroBatch], int, int]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class _Schedule:
     """A run ends at the first of its limits; the learning rate follows the one that is nearest."""
 
     total_steps: int | None
@@ -64,7 +64,7 @@ class Schedule:
     """Where the cosine ends, as a fraction of the peak."""
 
     @classmethod
-    def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> Schedule:
+    def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> _Schedule:
         """What ``options`` ask for, given how many steps each epoch, from 0, has."""
         limits = [] if options.max_steps is None else [options.max_steps]
         if options.num_epochs is not None:
@@ -119,13 +119,11 @@ class Trainer:
         )
         self.module, self.optimiser = prepare(accelerator, self.loss, optimiser, options.max_grad_norm)
         self.num_scored = recipe.count_targets(self.training)  # (n, K)
-        self.schedule = Schedule.of(options, lambda epoch: len(self._plan(epoch)))
+        self.schedule = _Schedule.of(options, lambda epoch: len(self._plan(epoch)))
         self.window = recipe.no_sums(accelerator.device)
         self.watch = _FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)
         """Of the last step, before it was clipped."""
-        self.seconds_waiting = 0.0
-        """Spent on waiting for what is read, since the last log entry."""
 
     def train(self) -> dict[str, float]:
         """Train until a limit is reached and write the heads; the metrics on the held-out documents at the
@@ -154,9 +152,11 @@ class Trainer:
         spent_before, began, note = self.state.seconds, time.monotonic(), ""
         logged, checkpointed = (self.state.seconds, self.state.num_tokens), self.state.seconds
         training = self.recipe.feed(self.training, "training")
+        groups = self._groups()
         with stop.deferred():
-            for (group, *after), mine in self._ahead(training):
-                self._step(training, group, mine)
+            while self._progress < 1:
+                group, *after = next(groups)
+                self._step(training, group)
                 self.state.epoch, self.state.step_in_epoch = after
                 seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
                 self.state.seconds, is_stopped = self.hosts.maximum(seconds, stop.has_come)
@@ -183,10 +183,9 @@ class Trainer:
         plan = plan_in_order(self.data.held_out.lengths, self.configuration.data, switch_length(self.base))
         sums = self.recipe.no_sums(self.accelerator.device)
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
-        alone = ((None, [batch]) for batch in share_of(plan, self.accelerator))
-        for _, (read,) in read_ahead(alone, feed.collate, self.configuration.run.loader_workers):
+        for batch in share_of(plan, self.accelerator):
             with torch.no_grad():
-                sums = added(sums, self._loss(feed, read, ones)[1])
+                sums = added(sums, self._loss(feed, batch, ones)[1])
         at_most = self.configuration.run.replayed_documents
         heads, states = (self.gathered_heads(), self.held_out_states(at_most)) if at_most else (None, None)
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most, states)
@@ -280,8 +279,8 @@ class Trainer:
             self.run.forget_metrics_after(self.state.step, is_over=self._progress >= 1)
         self.accelerator.wait_for_everyone()
 
-    def _step(self, feed: Feed, group: list[MicroBatch], mine: list[Callable[[], Any]]) -> None:
-        """One optimisation step on a group of micro-batches, of which this process reads ``mine``."""
+    def _step(self, feed: Feed, group: list[MicroBatch]) -> None:
+        """One optimisation step on a group of micro-batches, of which this process reads its share."""
         state, device = self.state, self.accelerator.device
         documents = [index for batch in group for row in batch for index in row]
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(device)
@@ -291,9 +290,10 @@ class Trainer:
         peak = self.configuration.optimisation.learning_rate * factor
         if (note := self.recipe.begin_step(self.optimiser, peak, state)) is not None:
             self.console.print(note, soft_wrap=True)
-        for number, read in enumerate(mine, start=1):
+        mine = share_of(group, self.accelerator)
+        for number, batch in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
-                loss, sums = self._loss(feed, read, num_scored)
+                loss, sums = self._loss(feed, batch, num_scored)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
             self.window = added(self.window, sums)
@@ -306,21 +306,11 @@ class Trainer:
         state.num_tokens += int(self.training.lengths[documents].sum())
         self.watch.see(state.step, total + self.gradient_norm)
 
-    def _loss(self, feed: Feed, read: Callable[[], Any], num_scored: Tensor) -> tuple[Tensor, Any]:
-        """The loss () of a micro-batch and its sums; ``read`` waits until it is collated."""
-        began = time.monotonic()
-        collated = read()
-        self.seconds_waiting += time.monotonic() - began
+    def _loss(self, feed: Feed, batch: MicroBatch, num_scored: Tensor) -> tuple[Tensor, Any]:
+        """The loss () of a micro-batch and its sums."""
         with self.accelerator.autocast():  # base and loss, whatever wraps the loss
-            given = feed.complete(*collated)
+            given = feed(batch)
             return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
-
-    def _ahead(self, feed: Feed) -> Iterator[tuple[Position, list[Callable[[], Any]]]]:
-        """The groups that remain until the schedule is over, and this process's part of each."""
-        groups = ((each, share_of(each[0], self.accelerator)) for each in self._groups())
-        with closing(read_ahead(groups, feed.collate, self.configuration.run.loader_workers)) as coming:
-            while self._progress < 1:
-                yield next(coming)
 
     def _groups(self) -> Iterator[Position]:
         """The groups from where the run stands on, without end."""
@@ -351,9 +341,7 @@ class Trainer:
             gradient_norm=float(self.gradient_norm),
             tokens_per_second=tokens / seconds,
             peak_gib=_peak_memory(self.accelerator.device) / 2**30,
-            waiting_share=self.seconds_waiting / seconds,
         )
-        self.seconds_waiting = 0.0
         self.window = self.recipe.no_sums(self.accelerator.device)
         return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
 

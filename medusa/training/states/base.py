@@ -16,10 +16,10 @@ from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import CausalLM, context_length, hidden_states, switch_length
 from medusa.base.recurrent import keeps_state
 from medusa.training.config import BaseOptions, DataOptions
-from medusa.training.data.batching import PaddedBatch, collate, one_token
+from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
 
-NUM_PACKED = 3
+_NUM_PACKED = 3
 """Documents of the row on which packing is tried."""
 MOST_TOKENS = 512
 """Of each of them; a leak from one document into the next shows in its first tokens."""
@@ -41,7 +41,7 @@ class LiveStates:
         """Take part in what the other processes compute until none has a micro-batch left."""
 
 
-class SharedLiveStates(LiveStates):
+class _SharedLiveStates(LiveStates):
     """The states of a base whose weights are split among all processes of the launch.
 
     All of them must call it, equally often, or :meth:`finish` before they do something else.
@@ -74,7 +74,8 @@ class SharedLiveStates(LiveStates):
         if all(each is None for each in given):
             return None, True
         if not self._reads_alike:
-            return super().__call__(one_token() if padded is None else padded, layers), False
+            nothing = collate(Documents.of([]), [])
+            return super().__call__(nothing if padded is None else padded, layers), False
         mine = None
         for rank, each in enumerate(given):
             if each is not None:
@@ -104,7 +105,7 @@ def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float
     base.requires_grad_(False).eval()
     live = LiveStates(base)
     if options.is_shared:
-        live = SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
+        live = _SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
     check_causal(live, options.base)
     return live
 
@@ -167,11 +168,7 @@ def _attention(options: BaseOptions) -> dict[str, Any]:
 
 
 def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` that put weights where they belong as they are read.
-
-    Raises:
-        ValueError: the launch has too many processes for that, or too few.
-    """
+    """The arguments of ``from_pretrained`` that put weights where they belong as they are read."""
     is_launched, placement = torch.distributed.is_initialized(), options.base_placement
     num_processes = torch.distributed.get_world_size() if is_launched else 1
     if placement == "each":
@@ -243,7 +240,7 @@ def check_packing(live: LiveStates, documents: Documents, options: DataOptions) 
             "the base reads all documents of a batch with other rotary frequencies (LongRoPE); pass "
             f"--packing false, or --max_length {switch}"
         )
-    chosen = (documents[index] for index in documents.spread(NUM_PACKED))
+    chosen = (documents[index] for index in documents.spread(_NUM_PACKED))
     some = Documents.of(Document(each.tokens[:MOST_TOKENS], each.is_label[:MOST_TOKENS]) for each in chosen)
     with torch.no_grad():
         packed = live(collate(some, [list(range(len(some)))]))[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
-from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, one_token
+from medusa.training.data.batching import MicroBatch, PaddedBatch, collate
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.targets import Alignment
 from medusa.training.states.base import LiveStates
@@ -51,8 +51,7 @@ class StateBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Feed:
-    """Gives what a loss reads of micro-batches of ``documents``, in two steps: :meth:`collate` needs no base,
-    and any thread can do it ahead; :meth:`complete` runs where the base is."""
+    """Gives what a loss reads of micro-batches of ``documents``."""
 
     states: BaseStates
     documents: Documents
@@ -67,23 +66,19 @@ class Feed:
     def __call__(self, batch: MicroBatch) -> tuple[Any, Alignment]:
         """What the loss reads, and the alignment with it, which counts the B * T positions row by row; on the
         base's device. An empty micro-batch is one token without targets."""
-        return self.complete(*self.collate(batch))
-
-    def collate(self, batch: MicroBatch) -> tuple[PaddedBatch, Any, Alignment]:
-        """The padded rows, their stored states if any, and their alignment; on the CPU."""
-        padded = collate(self.documents, batch) if batch else one_token()
-        stored = self.states.stored.get(self.name)
-        hidden = None if stored is None else _padded_states(stored, batch, padded)
-        return padded, hidden, padded.aligned(self.num_heads, self.column_of)
-
-    def complete(self, padded: PaddedBatch, hidden: Any, alignment: Alignment) -> tuple[Any, Alignment]:
-        base = self.states.base
-        if hidden is None:
+        base, padded = self.states.base, collate(self.documents, batch)
+        if (stored := self.states.stored.get(self.name)) is None:
             hidden = self.states.live(padded, self.layers)
+        else:
+            hidden = _padded_states(stored, batch, padded)
         # What a row's last state joins is never read.
         following = padded.input_ids.roll(-1, dims=1).to(base.device)
         rows = StateBatch(hidden.to(base.device, base.dtype), following, padded.positions.to(base.device))
-        return rows, alignment.to(base.device)
+        return rows, self.aligned(padded)
+
+    def aligned(self, padded: PaddedBatch) -> Alignment:
+        """The targets of the heads in a micro-batch."""
+        return padded.aligned(self.num_heads, self.column_of).to(self.states.base.device)
 
 
 def _padded_states(stored: StoredStates, batch: MicroBatch, padded: PaddedBatch) -> Tensor:

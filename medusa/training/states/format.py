@@ -16,12 +16,8 @@ module and :mod:`medusa.files`, and PyTorch, NumPy and safetensors.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -35,11 +31,8 @@ from torch import Tensor
 
 from medusa.files import read_json, replaced_file
 
-LIBC = ctypes.CDLL(None, use_errno=True)
 MANIFEST = "manifest.json"
 DOCUMENTS_FILE = "documents.safetensors"
-ROOM = ".room"
-"""A file that is as large as the shards to come, and of which nothing was ever written."""
 SHARD_BYTES = 2**28
 """Of a shard, about: what a run that dies has to compute again, and what is held in memory."""
 NUM_BLOCKS, BLOCK = 8, 4096
@@ -101,36 +94,6 @@ class StatesDirectory:
         """The positions of the document at ``index`` among those of all documents."""
         return slice(self.starts[index], self.starts[index + 1])
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Keep so much room for shards to come, until they are written; False where no room can be kept.
-
-        Raises:
-            OSError: the disk has not so much.
-        """
-        with (self.directory / ROOM).open("ab") as file:
-            if not hasattr(LIBC, "fallocate"):
-                return False
-            LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-            if not num_bytes or LIBC.fallocate(file.fileno(), 0, 0, num_bytes) == 0:
-                return True
-            number = ctypes.get_errno()
-        (self.directory / ROOM).unlink()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS):  # NFS, for one
-            return False
-        raise OSError(number, os.strerror(number), str(self.directory))
-
-    def _release(self, num_bytes: int) -> None:
-        """Give back room for a shard that is about to be written."""
-        try:
-            with (self.directory / ROOM).open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                left = max(0, os.fstat(file.fileno()).st_size - num_bytes)
-                file.truncate(left)
-        except FileNotFoundError:
-            return
-        if not left:
-            (self.directory / ROOM).unlink(missing_ok=True)
-
     def write(self, shard: int, states: Iterable[tuple[int, Tensor]], writer: str, is_normed: bool) -> None:
         """Write one shard of the states (T, (1 + L) * D) of each of its documents, given in any order.
 
@@ -165,7 +128,6 @@ class StatesDirectory:
             "writer": writer,
             "last_state": "normed" if is_normed else "before the norm",
         }
-        self._release(rows.nbytes)
         with replaced_file(self.path(shard)) as partial:
             save_file({"states": rows}, partial, metadata=metadata)
 

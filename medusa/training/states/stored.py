@@ -35,7 +35,6 @@ from medusa.training.states.base import LiveStates
 from medusa.training.states.format import (
     DOCUMENTS_FILE,
     MANIFEST,
-    ROOM,
     StatesDirectory,
     digest_of_documents,
     digest_of_weights,
@@ -43,9 +42,9 @@ from medusa.training.states.format import (
     write_documents,
 )
 
-STATES_LAYOUT = Layout(
+_STATES_LAYOUT = Layout(
     "stored states",
-    (MANIFEST, ROOM, "*.safetensors", ".*.partial-*"),
+    (MANIFEST, "*.safetensors", ".*.partial-*"),
     lambda directory: (directory / DOCUMENTS_FILE).exists(),
 )
 
@@ -106,7 +105,7 @@ class StoredStates(StatesDirectory):
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
                     "--overwrite or --cache_hidden_states false"
                 )
-            files = replaceable_files(self.directory, STATES_LAYOUT)
+            files = replaceable_files(self.directory, _STATES_LAYOUT)
             line.say(f"replacing {len(files)} files of other states")
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -125,12 +124,7 @@ class StoredStates(StatesDirectory):
             line.say(f"hidden states in {self.directory} are those of this run")
             return missing
         size = sum(self.num_states(shard) for shard in missing) * self.size * self.dtype.itemsize
-        (self.directory / ROOM).unlink(missing_ok=True)  # of a run that died
         room = shutil.disk_usage(self.directory).free
-        try:
-            is_kept = size <= room and self.reserve(size)
-        except OSError:
-            is_kept, room = False, min(room, size - 1)
         if size > room:
             raise OSError(
                 f"cache_hidden_states needs {size / 2**30:.1f} GiB in {self.directory}, which has "
@@ -139,8 +133,7 @@ class StoredStates(StatesDirectory):
             )
         line.say(
             f"hidden states of {len(self.documents)} documents: {size / 2**20:.0f} MiB to write in "
-            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB were free, "
-            f"{'and the room is kept' if is_kept else 'and this file system keeps no room'}"
+            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB are free"
         )
         return missing
 
@@ -238,7 +231,7 @@ def final_norm(base: CausalLM) -> Callable[[Tensor], Tensor]:
     return copy.deepcopy(module).to("cpu", torch.float32)
 
 
-NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
+_NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
 """Keys of a configuration that say nothing of what the model computes."""
 
 
@@ -249,7 +242,7 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     in memory its output embedding is known. The configuration includes rotary settings, windows and scales.
     """
     config, directory = base.config.to_dict(), Path(base.name_or_path)
-    said = {key: each for key, each in config.items() if key not in NOT_THE_MODEL and key[:1] != "_"}
+    said = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
     weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
     if (commit := getattr(base.config, "_commit_hash", None)) is not None:
         weights = f"commit {commit}"
