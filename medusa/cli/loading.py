@@ -23,7 +23,6 @@ from medusa.cli.next_steps import command
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
-    DrafterOptions,
     ModelOptions,
     PromptOptions,
     words_of,
@@ -198,11 +197,6 @@ def measured_on(model: MedusaModel) -> dict[str, Any]:
     }
 
 
-def drafter_settings(options: DrafterOptions) -> DrafterSettings:
-    """What the flags tell drafters."""
-    return DrafterSettings(**vars(options))
-
-
 def load_for_replies(options: AnsweringOptions, template: TemplateOptions) -> MedusaModel:
     """:func:`load_model`, with heads where the drafter asked for needs them.
 
@@ -226,7 +220,7 @@ def compile_model(options: CompileOptions) -> list[str]:
 def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:
     """The drafter asked for; None leaves the choice to the model."""
     name = options.replies.drafter
-    return None if name is None else Drafters(model, drafter_settings(options.drafters)).make(name)
+    return None if name is None else Drafters(model, DrafterSettings(**vars(options.drafters))).make(name)
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:

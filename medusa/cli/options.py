@@ -405,8 +405,8 @@ class DrafterOptions:
     """What drafters other than heads need to know."""
 
     draft_length: int | None = None
-    """Draft tokens of a chain; none is the drafter's own, or, in benchmarks, the fastest here. Heads keep
-    their own tree, and are a chain only for rules that take nothing else."""
+    """Draft tokens of a chain; none is the drafter's own. Heads keep their own tree, and are a chain only for
+    rules that take nothing else."""
     draft_width: int = 1
     """Chains side by side, where the rule takes a tree."""
     draft_model: str | None = None

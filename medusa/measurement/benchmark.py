@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from medusa.measurement.contenders import (
     TRANSFORMERS,
     TYPICAL,
     Contender,
-    NamedDrafters,
     drafter_and_rule,
     is_ours,
     pair_name,
@@ -201,33 +199,6 @@ def measure(
     return take_turns(
         list(contenders), len(batches), run, repeats=request.repeats, seconds=seconds, label=label
     )
-
-
-def choose_lengths(
-    drafters: NamedDrafters, model: MedusaModel, setting: Setting, request: Request
-) -> dict[str, dict[int, float]]:
-    """Seconds per token, by drafter and draft length; the fastest length is what it drafts from now on.
-
-    Measured as everything else is, under the exact rule; only drafters of chains take part.
-    """
-    trials = {
-        f"{name} {length}": Contender(
-            f"{name} {length}", partial(model.generate, drafter=drafters.chain(name, length))
-        )
-        for name, lengths in drafters.free_in_length.items()
-        for length in lengths
-    }
-    if not trials:
-        return {}
-    _warm_up(next(iter(trials.values())), setting.batches(request.pad_id)[0], request)
-    answers = by_contender(measure(trials, setting, request, label="choosing draft lengths"))
-    found = {
-        name: {length: seconds_per_token(answers[f"{name} {length}"]) for length in lengths}
-        for name, lengths in drafters.free_in_length.items()
-    }
-    for name, seconds in found.items():
-        drafters.set_length(name, min(seconds, key=seconds.__getitem__))
-    return found
 
 
 # ------------------------------------------------------------------ what the answers add up to

@@ -56,8 +56,6 @@ def add_tables(report: Report) -> None:
     add_splits(report, values["by_setting"])
     add_depths(report, values["by_setting"][0]["acceptance_rate"])
     add_categories(report, values["by_setting"][0])
-    if values["draft_lengths"]:
-        add_lengths(report, values["draft_lengths"])
     ratios = [ratio for setting in values["by_setting"] for ratio in setting["ratios"]]
     if ratios:
         add_ratios(report, ratios)
@@ -182,21 +180,6 @@ def add_categories(report: Report, setting: Mapping[str, Any]) -> None:
         )
     names = [name for name in setting["speedup_over_plain"] if name != PLAIN]
     report.add_table("Tokens per step, and speed against plain, by category", columns, names)
-
-
-def add_lengths(report: Report, lengths: Mapping[str, Mapping[str, Any]]) -> None:
-    """How fast chains of each length were."""
-    columns: dict[str, Column] = {
-        "drafter": (0, "{}"),
-        "chosen": (lambda row: row[1]["chosen"], "{}"),
-    }
-    for length in max((list(each["milliseconds_per_token"]) for each in lengths.values()), key=len):
-        columns[length] = (
-            lambda row, length=length: row[1]["milliseconds_per_token"].get(length),
-            "{:.1f}",
-        )
-    title = "Draft lengths, chosen in a short trial: ms/token of chains"
-    report.add_table(title, columns, list(lengths.items()), num_labels=2)
 
 
 def add_ratios(report: Report, ratios: Sequence[Mapping[str, Any]]) -> None:

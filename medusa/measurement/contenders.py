@@ -52,8 +52,6 @@ ALL_DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
 """The rules that compare a candidate with the base alone, so that any drafter will do."""
-TRIED_LENGTHS = (1, 2, 4, 8, 16)
-"""Draft tokens of a chain, where the fastest length is looked for."""
 LOOKUP_TOKENS = 10
 """What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
 CPU_COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -146,59 +144,27 @@ def needs_heads(names: Iterable[str] | None) -> bool:
     )
 
 
-def expanded(
-    names: Iterable[str], model: MedusaModel, settings: DrafterSettings, files: Iterable[str]
+def _expanded(
+    names: Iterable[str], model: MedusaModel, drafters: Drafters, files: Iterable[str]
 ) -> list[str]:
     """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`ALL_DRAFTERS` stand for."""
-    drafters = Drafters(model, settings).available()
-    drafters += ["heads+suffix"] if HEADS in drafters else []
-    drafters += [DEFAULT_DRAFTER] if model.heads is not None else []
-    groups = {ALL_DRAFTERS: drafters, LLAMA_CPP: [*files] or [LLAMA_CPP]}
+    available = drafters.available()
+    available += ["heads+suffix"] if HEADS in available else []
+    available += [DEFAULT_DRAFTER] if model.heads is not None else []
+    groups = {ALL_DRAFTERS: available, LLAMA_CPP: [*files] or [LLAMA_CPP]}
     return list(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
 
 # ------------------------------------------------------------------ our own
 
 
-class NamedDrafters:
-    """The drafters called ``names``: what is slow to make is made once, :meth:`new` ones come at once.
-
-    Raises:
-        ValueError: a name is unknown, or a drafter lacks something.
-    """
-
-    def __init__(self, names: Iterable[str], model: MedusaModel, settings: DrafterSettings):
-        self.keeps_state = keeps_state(model.base)
-        self._drafters = Drafters(model, settings)
-        named = [name for name in names if is_drafter(name)]
-        self._parts = list(dict.fromkeys(part for name in named for part in part_names(name)))
-        for name in named:
-            self._drafters.make(name)
-
-    def new(self, name: str, num_rows: int = 1, only_chain: bool = False) -> Drafter:
-        """A drafter for ``num_rows`` rows; ``only_chain`` is for rules that walk one path."""
-        return self._drafters.make(name, num_rows=num_rows, only_chain=only_chain)
-
-    @property
-    def free_in_length(self) -> dict[str, Sequence[int]]:
-        """[name] = lengths that its chains may have; of those whose length nothing else says."""
-        return {part: TRIED_LENGTHS for part in self._parts if self._drafters.has_free_length(part)}
-
-    def chain(self, name: str, draft_length: int) -> Drafter:
-        """A drafter of chains of ``draft_length``."""
-        return self._drafters.make(name, CandidateTree.chain(draft_length))
-
-    def set_length(self, name: str, draft_length: int) -> None:
-        """Let ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""
-        self._drafters.set_length(name, draft_length)
-
-
-def walks_one_path(rule: str) -> bool:
-    """Whether ``rule`` takes chains alone."""
+def _walks_one_path(rule: str) -> bool:
     return rule not in (EXACT, TYPICAL) and rule_named(rule).only_chains
 
 
-def refused_pair(drafters: NamedDrafters, name: str, rule: str, is_greedy: bool) -> str | None:
+def _refused_pair(
+    name: str, rule: str, model: MedusaModel, drafters: Drafters, is_greedy: bool
+) -> str | None:
     """Why a drafter and a rule do not go together: it would be biased, or is another one in disguise."""
     if rule in (EXACT, TYPICAL):
         return None
@@ -206,16 +172,16 @@ def refused_pair(drafters: NamedDrafters, name: str, rule: str, is_greedy: bool)
         return "at temperature 0 it is the exact rule"
     if not is_drafter(name):
         return "rules for sampled drafts are for drafters that are named"
-    required, drafter = rule_named(rule), drafters.new(name, only_chain=walks_one_path(rule))
+    required, drafter = rule_named(rule), drafters.make(name, only_chain=_walks_one_path(rule))
     try:
         kind = drafter.sampled_kind(required.draft_kinds[0])
-        required.require(kind, drafter.context_only, drafters.keeps_state)
+        required.require(kind, drafter.context_only, keeps_state(model.base))
     except ValueError as reason:
         return str(reason)
     return None
 
 
-def ours(name: str, rule: str, model: MedusaModel, drafters: NamedDrafters) -> Contender:
+def _ours(name: str, rule: str, model: MedusaModel, drafters: Drafters) -> Contender:
     """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size."""
 
     def answer(input_ids: Tensor, **call: Any) -> Any:
@@ -225,7 +191,8 @@ def ours(name: str, rule: str, model: MedusaModel, drafters: NamedDrafters) -> C
         elif name == HEADS and rule in (EXACT, TYPICAL):
             choice["tree"] = model.tree_for(len(input_ids))
         elif name != DEFAULT:
-            choice["drafter"] = drafters.new(name, len(input_ids), walks_one_path(rule))
+            only_chain = _walks_one_path(rule)
+            choice["drafter"] = drafters.make(name, num_rows=len(input_ids), only_chain=only_chain)
         return model.generate(input_ids=input_ids, acceptance=rule, **choice, **call)
 
     return Contender(pair_name(name, rule), answer)
@@ -347,20 +314,20 @@ def make_contenders(
     gguf_files: Sequence[Path] | None = None,
     rules: Sequence[str] = (EXACT,),
     is_greedy: bool = True,
-    choose_lengths: Callable[[NamedDrafters], object] = lambda drafters: None,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders by name, our own under each of ``rules``, and the reasons of those that cannot run here.
 
-    ``gguf_files`` are for :func:`llama_cpp_files`; ``choose_lengths`` may set the length of chains.
+    ``gguf_files`` are for :func:`llama_cpp_files`.
 
     Raises:
         ValueError: a name is unknown, two contenders have one, one of our own drafters lacks something, heads
             do not fit, or a GGUF file is not one of this base.
     """
     files = llama_cpp_files(model, gguf_files)
-    names = expanded(names, model, settings, files)
-    drafters = NamedDrafters(names, model, settings)
-    choose_lengths(drafters)
+    drafters = Drafters(model, settings)
+    names = _expanded(names, model, drafters, files)
+    for name in filter(is_drafter, names):
+        drafters.make(name)  # refused, if at all, before anything is measured
     made: list[Contender] = []
     skipped: dict[str, str] = {}
     for name in names:
@@ -378,8 +345,8 @@ def make_contenders(
         else:
             reason = None
             for rule in (EXACT,) if name == PLAIN else dict.fromkeys(rules):
-                refused = refused_pair(drafters, name, rule, is_greedy)
-                made += [ours(name, rule, model, drafters)] if refused is None else []
+                refused = _refused_pair(name, rule, model, drafters, is_greedy)
+                made += [_ours(name, rule, model, drafters)] if refused is None else []
                 skipped |= {} if refused is None else {pair_name(name, rule): refused}
         skipped |= {} if reason is None else {name: reason}
     found = {contender.name: contender for contender in made}

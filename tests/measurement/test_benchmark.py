@@ -218,7 +218,6 @@ def test_tables_show_every_number_at_80_columns(capsys):
     report = {
         "by_setting": [setting],
         "skipped": {},
-        "draft_lengths": {},
         "device": "cpu",
         "dtype": "float32",
         "device_rates": rates,

@@ -14,7 +14,7 @@ import torch
 from medusa.acceptance.rules import RULES
 from medusa.checks import check_above, check_at_least
 from medusa.cli.answering import generation_arguments
-from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts, measured_on
+from medusa.cli.loading import encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -22,6 +22,7 @@ from medusa.cli.options import (
     GrowingInts,
     ProgramOptions,
 )
+from medusa.drafters.registry import DrafterSettings
 from medusa.engine import QUANTISED
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
@@ -29,7 +30,6 @@ from medusa.measurement.benchmark import (
     Setting,
     bounds,
     calibrated_counts,
-    choose_lengths,
     divergences,
     measure,
     runnable,
@@ -44,7 +44,6 @@ from medusa.measurement.contenders import (
     PLAIN,
     TYPICAL,
     Contender,
-    NamedDrafters,
     check_names,
     default_names,
     drafter_and_rule,
@@ -60,7 +59,6 @@ from medusa.plots import short_name
 from medusa.progress import log_console
 from medusa.trees.rank_counts import RankCounts
 
-TRIAL_PROMPTS, TRIAL_TOKENS = 3, 32
 NOTHING_LEFT_OUT = {"top_k": 0, "top_p": 1.0}
 """For ``generate``: sample from all tokens, whatever the base's own configuration leaves out."""
 
@@ -75,8 +73,7 @@ class BenchmarkOptions(ProgramOptions):
     machine that slows down does so for all; each warms up first. Times are medians over batches of
     seconds per new token, prefill included; tokens are counted alike for all. Each batch size and each
     context length is a setting of its own; a context length puts earlier turns (other prompts with the
-    model's own answers) before each question. Where --draft-length is not given, the length of the chains of
-    a drafter that is named is chosen in a short trial. f_hw is the least time the device needs for a
+    model's own answers) before each question. f_hw is the least time the device needs for a
     step over the step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a
     large matrix product. f_tree is tokens per step over what the heads' best tree of as many nodes should
     give on these answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else
@@ -143,7 +140,15 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
     model = load_model(options.model, wants_heads(options), options.prompts)
     settings = list(make_settings(model, options))
-    contenders, skipped, lengths = chosen_contenders(model, settings[0], options)
+    names = options.contenders or default_names(model)
+    contenders, skipped = make_contenders(
+        names if PLAIN in names else [PLAIN, *names],
+        model,
+        DrafterSettings(**vars(options.drafters)),
+        options.llama_cpp,
+        options.acceptance,
+        options.answers.temperature == 0,
+    )
     rates = measured_rates(model.device, model.base.dtype)
     found: list[dict[str, Any]] = []
     counts: RankCounts | None = None
@@ -159,13 +164,6 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
         **found[0],
         "by_setting": found,
         "skipped": skipped,
-        "draft_lengths": {
-            name: {
-                "chosen": min(seconds, key=seconds.__getitem__),
-                "milliseconds_per_token": {str(each): 1000 * taken for each, taken in seconds.items()},
-            }
-            for name, seconds in lengths.items()
-        },
         "device_rates": asdict(rates),
         **measured_on(model),
         "temperature": options.answers.temperature,
@@ -209,34 +207,6 @@ def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Set
         encoded = encode_prompts(model, filled, options.answers.max_new_tokens)
         categories = [prompt.category for prompt in prompts]
         yield Setting(batch_size, length, encoded, categories, options.num_seeds)
-
-
-def chosen_contenders(
-    model: MedusaModel, setting: Setting, options: BenchmarkOptions
-) -> tuple[dict[str, Contender], dict[str, str], dict[str, dict[int, float]]]:
-    """Who takes part, plain decoding among them, why others do not, and what :func:`choose_lengths` found."""
-    names = options.contenders or default_names(model)
-    lengths: dict[str, dict[int, float]] = {}
-
-    def choose(drafters: NamedDrafters) -> None:
-        if options.drafters.draft_length is None:
-            arguments = answer_arguments(options)
-            arguments["max_new_tokens"] = min(TRIAL_TOKENS, options.answers.max_new_tokens)
-            some = setting.prompts[:: -(-len(setting.prompts) // TRIAL_PROMPTS)]
-            trial = Setting(1, setting.context_length, some, [""] * len(some))
-            request = Request.for_base(model.base, arguments, 1, options.answers.seed)
-            lengths.update(choose_lengths(drafters, model, trial, request))
-
-    contenders, skipped = make_contenders(
-        names if PLAIN in names else [PLAIN, *names],
-        model,
-        drafter_settings(options.drafters),
-        options.llama_cpp,
-        options.acceptance,
-        options.answers.temperature == 0,
-        choose,
-    )
-    return contenders, skipped, lengths
 
 
 def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
