@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from medusa.cli.answering import reply_sampling
-from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
+from medusa.cli.chat_session import ChatSession, ContextFullError
 from medusa.cli.commands import ChatOptions, GenerateOptions
 from medusa.cli.loading import chosen_drafter, load_for_replies
 from medusa.cli.next_steps import command
@@ -65,16 +64,7 @@ def chat(options: ChatOptions) -> list[str]:
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
     model = load_for_replies(options, options.prompts)
-    answers, replies = options.answers, options.replies
-    settings = ChatSettings(
-        answers.max_new_tokens,
-        answers.seed,
-        reply_sampling(options),
-        replies.system,
-        replies.plain,
-        options.prompts.told,
-    )
-    session = ChatSession(model, settings, chosen_drafter(model, options))
+    session = ChatSession(model, options, chosen_drafter(model, options))
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
@@ -233,7 +223,7 @@ def generate(options: GenerateOptions) -> list[str]:
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
-        **reply_sampling(options),
+        **options.sampling,
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": chosen_drafter(model, options),

@@ -6,11 +6,12 @@ The terminal around it is :mod:`medusa.cli.chat`; this module never prints.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from medusa.base.causal_lm import context_length, end_ids
+from medusa.cli.commands import ChatOptions
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
@@ -37,40 +38,24 @@ class Reply:
     statistics: DecodingStatistics
 
 
-@dataclass(frozen=True)
-class ChatSettings:
-    """How a session answers."""
-
-    max_new_tokens: int = 512
-    seed: int = 0
-    """The n-th answer of a session, counted from 0, is sampled with ``seed + n``."""
-    sampling: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
-    """``do_sample``, ``temperature``, ``top_p``, ...: for ``generate``."""
-    system: str | None = None
-    """System message; None leaves it to the chat template."""
-    is_plain: bool = False
-    """Decode without the heads."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets beside the messages."""
-
-
 class ChatSession:
     """Question and answer, with everything said so far as context.
 
-    ``drafter`` guesses ahead in place of the one that the model chooses.
+    The n-th answer, counted from 0, is sampled with the seed of ``options`` + n. ``drafter`` guesses ahead
+    in place of the one that the model chooses.
 
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: MedusaModel, settings: ChatSettings, drafter: Drafter | None = None):
+    def __init__(self, model: MedusaModel, options: ChatOptions, drafter: Drafter | None = None):
         if model.tokenizer is None or model.tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {model.base.name_or_path!r} has no chat template, so there is no way to "
                 "render a conversation; use a chat (instruct) model, or `medusa generate --raw`"
             )
         self.model = model
-        self.settings = settings
+        self.options = options
         self.drafter = drafter
         self.answers: list[Reply] = []
         """Of the whole session, resets included."""
@@ -81,9 +66,9 @@ class ChatSession:
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""
-        system = self.settings.system
+        system = self.options.replies.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.template_options = dict(self.settings.template_options)
+        self.template_options = dict(self.options.prompts.told)
 
     @property
     def max_depth(self) -> int:
@@ -110,15 +95,15 @@ class ChatSession:
             {"role": "user", "content": question} if isinstance(question, str) else question,
         ]
         encoded, room = self._encoded(asked)
-        limit = min(room, self.settings.max_new_tokens)
+        limit = min(room, self.options.answers.max_new_tokens)
         statistics, began = DecodingStatistics(), time.perf_counter()
         steps = self.model.stream(
             **encoded,
-            **self.settings.sampling,
+            **self.options.sampling,
             max_new_tokens=limit,
             eos_token_id=sorted(end_ids(self.model.base, self.model.tokenizer)) or None,
-            seed=self.settings.seed + len(self.answers),
-            tree=CandidateTree.chain(0) if self.settings.is_plain else None,
+            seed=self.options.answers.seed + len(self.answers),
+            tree=CandidateTree.chain(0) if self.options.replies.plain else None,
             drafter=self.drafter,
             statistics=statistics,
         )
@@ -140,7 +125,7 @@ class ChatSession:
         """The conversation as tensors, and how many tokens its answer may have."""
         encoded = encode_messages(self.model.tokenizer, messages, self.model.device, self.template_options)
         length, context = encoded["input_ids"].shape[1], context_length(self.model.base)
-        room = self.settings.max_new_tokens if context is None else context - length
+        room = self.options.answers.max_new_tokens if context is None else context - length
         if room < 1:
             raise ContextFullError(
                 f"the conversation takes {length} tokens with this question, and the model's context is "
@@ -163,4 +148,4 @@ class ChatSession:
         """Why a finished answer ended."""
         if len(tokens) < limit or tokens[-1] in end_ids(self.model.base, self.model.tokenizer):
             return "end"
-        return "max_new_tokens" if limit == self.settings.max_new_tokens else "context"
+        return "max_new_tokens" if limit == self.options.answers.max_new_tokens else "context"

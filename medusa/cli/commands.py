@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -57,6 +57,12 @@ class AnsweringOptions:
 
     def __post_init__(self) -> None:
         self.drafters.check_read_by(self.replies.drafter or "")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """For ``generate``: how tokens are chosen."""
+        penalty = self.replies.repetition_penalty
+        return self.answers.sampling | ({} if penalty is None else {"repetition_penalty": penalty})
 
 
 @dataclass(frozen=True, kw_only=True)

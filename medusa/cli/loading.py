@@ -1,4 +1,4 @@
-"""What options name, loaded: the model, its drafter and the prompts."""
+"""What options name, loaded: the model, its drafter and the prompts; and these answered."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from medusa.cli.next_steps import command
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
+    AnswerOptions,
     ModelOptions,
     PromptOptions,
     words_of,
 )
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.ahead import Heads
+from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import log_console
+from medusa.progress import log_console, track
 from medusa.prompts import (
     Prompt,
     check_told,
@@ -250,3 +253,41 @@ def encode_prompts(
                 f"more than the model's context of {context}; shorten the prompt or the answer"
             )
     return encoded
+
+
+def decode_prompt(
+    model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions, drafter: str | None = None
+) -> tuple[list[int], DecodingStatistics]:
+    """Prompt and answer as one list of tokens, and how its decoding went: with the drafter of that name, else
+    with the heads alone in their tree."""
+    guessing: dict[str, Any] = {"tree": model.tree} if drafter is None else {"drafter": drafter}
+    output: Any = model.generate(
+        **inputs,
+        **options.sampling,
+        **guessing,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0].tolist(), output.statistics
+
+
+def answered_prompts(
+    model: MedusaModel, prompts: Sequence[Prompt], options: AnswerOptions, label: str = "answering"
+) -> list[AnsweredTokens]:
+    """Prompts and answers as tokens: the answers in the file where there are some, else the model's own.
+
+    Raises:
+        ValueError: as :func:`encode_prompts`.
+    """
+    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    rows = []
+    for prompt, inputs in track(list(zip(prompts, encoded, strict=True)), label):
+        prompt_tokens = inputs["input_ids"][0].tolist()
+        if prompt.answer is None:
+            tokens, _ = decode_prompt(model, inputs, options)
+        else:
+            answer = model.tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
+            tokens = prompt_tokens + answer[: options.max_new_tokens]
+        rows.append(AnsweredTokens.after_prompt(tokens, len(prompt_tokens)))
+    return rows

@@ -399,6 +399,12 @@ class AnswerOptions:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} goes with sampling, and temperature is 0 (greedy); give both")
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """For ``generate``, ours and ``transformers``': greedy or sampled, and from which tokens."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {"do_sample": self.temperature > 0} | {name: each for name, each in given.items() if each}
+
 
 @dataclass(frozen=True)
 class DrafterOptions:

@@ -8,9 +8,10 @@ from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
-from medusa.cli.chat_session import ChatSession, ChatSettings
+from medusa.cli.chat_session import ChatSession
+from medusa.cli.commands import ChatOptions
 from medusa.cli.loading import load_model
-from medusa.cli.options import ModelOptions
+from medusa.cli.options import AnswerOptions, ModelOptions
 from medusa.serving.requests import ChatRequest
 from medusa.serving.service import Service, ServiceSettings
 from medusa.training.distillation.answering import LocalAnswerer
@@ -39,7 +40,7 @@ def test_a_chat_a_server_and_a_distilled_answer_end_where_generate_ends(names):
     assert end_ids(base, tokenizer) == ends and OF_TOKENIZER not in ends
 
     model = MedusaModel(base, tokenizer=tokenizer)
-    session = ChatSession(model, ChatSettings(max_new_tokens=12, sampling={"do_sample": False}))
+    session = ChatSession(model, ChatOptions(answers=AnswerOptions(max_new_tokens=12)))
     list(session.reply("why"))
     assert session.answers[0].ended_by == "end" and session.answers[0].statistics.num_tokens == len(expected)
     assert LocalAnswerer(model, 1, 12).stop_ids == ends

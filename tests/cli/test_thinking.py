@@ -12,7 +12,8 @@ from tiny_training import chat_tokenizer, counting_rows, save_tiny_base, tiny_ba
 
 from medusa import MedusaModel
 from medusa.choices import TemplateOptions
-from medusa.cli.chat_session import ChatSession, ChatSettings
+from medusa.cli.chat_session import ChatSession
+from medusa.cli.commands import ChatOptions
 from medusa.cli.jobs.distill import DistillOptions, summarise, wanted_prompts
 from medusa.cli.loading import load_model, load_prompts
 from medusa.cli.main import main
@@ -123,7 +124,7 @@ def test_prompts_and_conversations_are_told(tmp_path):
     asked = DistillOptions(output=tmp_path / "a", prompts=path, template=TemplateOptions(False))
     assert [each.template_options for each in wanted_prompts(asked)] == expected
     model = MedusaModel(tiny_base(), tokenizer=chat_tokenizer(THINKING))
-    session = ChatSession(model, ChatSettings(4, template_options=OFF))
+    session = ChatSession(model, ChatOptions(prompts=options))
     session.template_options["x"] = 1
     session.reset()
     assert session.template_options == OFF

@@ -13,7 +13,6 @@ import torch
 
 from medusa.acceptance.rules import RULES
 from medusa.checks import check_above, check_at_least
-from medusa.cli.answering import generation_arguments
 from medusa.cli.loading import encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
@@ -212,7 +211,7 @@ def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Set
 def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
     """For ``generate``: how long, and greedy or sampled; from all tokens where rules for sampled drafts are
     compared, so that the same command compares the same distributions on every base."""
-    arguments = generation_arguments(options.answers)
+    arguments = {"max_new_tokens": options.answers.max_new_tokens, **options.answers.sampling}
     compares_rules = options.answers.temperature > 0 and {*options.acceptance} - {EXACT, TYPICAL}
     return NOTHING_LEFT_OUT | arguments if compares_rules else arguments
 

@@ -14,8 +14,15 @@ from torch import Tensor
 
 from medusa.base.causal_lm import vocab_size
 from medusa.checks import check_at_least
-from medusa.cli.answering import answered_prompts, decode_prompt
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
+from medusa.cli.loading import (
+    answered_prompts,
+    decode_prompt,
+    encode_prompts,
+    heads_of,
+    load_model,
+    load_prompts,
+    measured_on,
+)
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, words_of
 from medusa.decoding.statistics import DecodingStatistics
@@ -230,9 +237,7 @@ def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
     tree_nodes, calibrate_on = options.decoding.tree_nodes, options.decoding.calibrate_on
     if tree_nodes is None or calibrate_on is None:
         return
-    prompts = read_prompts(calibrate_on)
-    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    rows = answered_prompts(model, prompts, encoded, options.answers, "answering to calibrate")
+    rows = answered_prompts(model, read_prompts(calibrate_on), options.answers, "answering to calibrate")
     (counts,) = ranked(model, [heads_of(model)], rows, MAX_RANK)
     model.use_tree(counts.best_tree(tree_nodes))
     log_console().print(
@@ -285,9 +290,7 @@ def answers_to_compare_on(
     if options.comparison.held_out:
         provenance = {each.label: each.checkpoint.provenance for each in sets}
         return held_out_answers(provenance, model.tokenizer)[: options.prompts.limit]
-    prompts = load_prompts(options.prompts)
-    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    return answered_prompts(model, prompts, encoded, options.answers)
+    return answered_prompts(model, load_prompts(options.prompts), options.answers)
 
 
 def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
@@ -307,12 +310,11 @@ def evaluate_engine(options: EvaluationOptions) -> list[str]:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
     others = readers(model, options.engines)
     prompts = load_prompts(options.prompts)
-    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     exact = model
     if any(prompt.answer is None for prompt in prompts):
         # Answers are float32's, whatever the engine: its own would be another model's.
         exact = MedusaModel(model.base, model.heads, model.tree, model.tokenizer, engine="auto")
-    rows = answered_prompts(exact, prompts, encoded, options.answers)
+    rows = answered_prompts(exact, prompts, options.answers)
     found = fidelity.compared(reader_of(model.base), others, track(rows, "reading"))
     engines = {name: fidelity.fidelity(each) for name, each in found.items()}
     report = Report(

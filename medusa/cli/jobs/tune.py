@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from medusa.checks import check_at_least
-from medusa.cli.answering import answered_prompts
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
+from medusa.cli.loading import (
+    answered_prompts,
+    encode_prompts,
+    heads_of,
+    load_model,
+    load_prompts,
+    measured_on,
+)
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ProgramOptions, words_of
 from medusa.heads.calibration import AnsweredTokens
@@ -90,7 +96,7 @@ def tune(options: TuneOptions) -> list[str]:
     model = load_model(options.model, template=options.prompts)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    rows = answered_prompts(model, prompts, encoded, options.answers)
+    rows = answered_prompts(model, prompts, options.answers)
     (counts,) = ranked(model, [heads_of(model)], rows, options.max_rank)
     tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
     chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
