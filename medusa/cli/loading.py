@@ -85,7 +85,7 @@ def load_model(
     )
     set_step(model, options.step)
     if with_heads and template is not None:
-        warn_of_other_template(checkpoint, tokenizer, template.told)
+        _warn_of_other_template(checkpoint, tokenizer, template.told)
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
@@ -98,7 +98,7 @@ def load_model(
     return model
 
 
-def warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Mapping[str, Any]) -> None:
+def _warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Mapping[str, Any]) -> None:
     """Warn where a question, told ``told``, is rendered otherwise than what the heads were trained on."""
     known = checkpoint.template_options
     if known and not is_told_alike(tokenizer, told, known):

@@ -76,7 +76,7 @@ class Contender:
         """Why it cannot answer ``num_rows`` rows at once; None when it can."""
         if num_rows > 1 and self.name in WORKS_ON_ONE_ROW:
             return "transformers offers it for one row at a time"
-        if num_rows > 1 and is_llama_cpp(self.name):
+        if num_rows > 1 and _is_llama_cpp(self.name):
             return "llama.cpp is compared on one row at a time"
         return None
 
@@ -84,14 +84,14 @@ class Contender:
 # ------------------------------------------------------------------ names
 
 
-def is_llama_cpp(name: str) -> bool:
+def _is_llama_cpp(name: str) -> bool:
     """Whether llama.cpp answers under this name."""
     return name == LLAMA_CPP or name.startswith(f"{LLAMA_CPP}-")
 
 
 def is_ours(name: str) -> bool:
     """Whether it is a drafter of ours, or plain decoding."""
-    return name not in THEIRS and not is_llama_cpp(name)
+    return name not in THEIRS and not _is_llama_cpp(name)
 
 
 def pair_name(drafter: str, rule: str) -> str:
@@ -105,7 +105,7 @@ def drafter_and_rule(name: str) -> tuple[str, str]:
     return drafter, rule or EXACT
 
 
-def is_drafter(name: str) -> bool:
+def _is_drafter(name: str) -> bool:
     """Whether ``name`` is a drafter's, or a union's; not a group's, plain decoding's or other heads'."""
     return is_ours(name) and name not in (PLAIN, DEFAULT, ALL_DRAFTERS) and "=" not in name
 
@@ -120,7 +120,7 @@ def check_names(names: Iterable[str]) -> None:
             raise ValueError(
                 f"contenders must be names, or LABEL=HEADS with a label of its own, got {name!r}"
             )
-        if is_drafter(name):
+        if _is_drafter(name):
             try:
                 part_names(name)
             except ValueError as error:
@@ -133,14 +133,14 @@ def default_names(model: MedusaModel) -> list[str]:
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
-    theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
+    _theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
+    return [*_theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:
     """Whether to load heads for these contenders; by default they take part."""
     return names is None or any(
-        name == DEFAULT or (is_drafter(name) and draft_with_heads(name)) for name in names
+        name == DEFAULT or (_is_drafter(name) and draft_with_heads(name)) for name in names
     )
 
 
@@ -170,7 +170,7 @@ def _refused_pair(
         return None
     if is_greedy:
         return "at temperature 0 it is the exact rule"
-    if not is_drafter(name):
+    if not _is_drafter(name):
         return "rules for sampled drafts are for drafters that are named"
     required, drafter = rule_named(rule), drafters.make(name, only_chain=_walks_one_path(rule))
     try:
@@ -234,7 +234,7 @@ def other_heads(name: str, model: MedusaModel) -> Contender:
 # ------------------------------------------------------------------ those of others
 
 
-def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
+def _missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
     """Why a contender of ``transformers`` cannot run with this model on this machine; None when it can."""
     if name == ASSISTED and settings.draft_model is None:
         return "it needs a smaller model; give --draft-model"
@@ -250,7 +250,7 @@ def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | N
     return None
 
 
-def theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
+def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
     """A contender of ``transformers``, on the base as it was loaded."""
     base, options = model.base, dict[str, Any]()
     if name == STATIC:
@@ -261,11 +261,11 @@ def theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contende
     elif name == LOOKUP:
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     elif name == ASSISTED:
-        options["assistant_model"] = loaded_assistant(settings, base)
+        options["assistant_model"] = _loaded_assistant(settings, base)
     return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
 
 
-def loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
+def _loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
     """The smaller model, where and how the base is."""
     given = settings.draft_model
     if isinstance(given, PreTrainedModel):
@@ -294,7 +294,7 @@ def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[st
     return files
 
 
-def missing_for_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> str | None:
+def _missing_for_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> str | None:
     """Why llama.cpp cannot take part under ``name``; None when it can."""
     if name not in files:
         known = f"; there are {', '.join(files)}" if files else ""
@@ -326,16 +326,16 @@ def make_contenders(
     files = llama_cpp_files(model, gguf_files)
     drafters = Drafters(model, settings)
     names = _expanded(names, model, drafters, files)
-    for name in filter(is_drafter, names):
+    for name in filter(_is_drafter, names):
         drafters.make(name)  # refused, if at all, before anything is measured
     made: list[Contender] = []
     skipped: dict[str, str] = {}
     for name in names:
         if name in THEIRS:
-            reason = missing(name, model, settings)
-            made += [theirs(name, model, settings)] if reason is None else []
-        elif is_llama_cpp(name):
-            reason = missing_for_llama_cpp(name, model, files)
+            reason = _missing(name, model, settings)
+            made += [_theirs(name, model, settings)] if reason is None else []
+        elif _is_llama_cpp(name):
+            reason = _missing_for_llama_cpp(name, model, files)
             if reason is None:
                 answer = answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base))
                 made.append(Contender(name, answer))

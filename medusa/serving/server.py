@@ -110,7 +110,7 @@ def run_server(
                 ssl_keyfile=None if tls is None else tls.key,
             )
             where = address_of(bound)
-            with address_errors(where):
+            with _address_errors(where):
                 bound.listen()  # a client that connects before uvicorn accepts waits
             log.info(
                 "ready: %s%s", "" if where.startswith("unix:") else "https://" if tls else "http://", where
@@ -130,7 +130,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        with address_errors(f"{host} port {port}"):
+        with _address_errors(f"{host} port {port}"):
             bound.bind((host, port))
     except OSError:
         bound.close()
@@ -148,7 +148,7 @@ def bound_unix_socket(path: str) -> Iterator[socket.socket]:
         OSError: the path cannot be had.
     """
     with socket.socket(socket.AF_UNIX) as bound:
-        with address_errors(f"unix:{path}"):
+        with _address_errors(f"unix:{path}"):
             if Path(path).is_socket() and not _is_answered(path):
                 Path(path).unlink()
             bound.bind(path)
@@ -173,7 +173,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 @contextmanager
-def address_errors(where: str) -> Iterator[None]:
+def _address_errors(where: str) -> Iterator[None]:
     """Names the address in an OSError, and what to do."""
     try:
         yield

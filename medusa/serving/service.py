@@ -31,7 +31,6 @@ from medusa.model import MedusaModel
 from medusa.prompts import is_thinking
 from medusa.serving.answer_forms import AnswerForm, form_of
 from medusa.serving.answer_reader import AnswerReader
-from medusa.serving.answer_text import AnswerText
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
@@ -44,7 +43,7 @@ from medusa.serving.requests import (
     sampling_arguments,
     text_of,
 )
-from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
+from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnded
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, wide_tree
 
-from medusa.cli.chat import ChatTerminal
-from medusa.cli.chat_session import ChatSession, ContextFullError
+from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError
 from medusa.cli.commands import ChatOptions, ReplyOptions
 from medusa.cli.options import AnswerOptions
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button

@@ -8,7 +8,7 @@ from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
-from medusa.cli.chat_session import ChatSession
+from medusa.cli.chat import ChatSession
 from medusa.cli.commands import ChatOptions
 from medusa.cli.loading import load_model
 from medusa.cli.options import AnswerOptions, ModelOptions

@@ -12,7 +12,7 @@ from tiny_training import chat_tokenizer, counting_rows, save_tiny_base, tiny_ba
 
 from medusa import MedusaModel
 from medusa.choices import TemplateOptions
-from medusa.cli.chat_session import ChatSession
+from medusa.cli.chat import ChatSession
 from medusa.cli.commands import ChatOptions
 from medusa.cli.jobs.distill import DistillOptions, summarise, wanted_prompts
 from medusa.cli.loading import load_model, load_prompts

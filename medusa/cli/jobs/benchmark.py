@@ -137,8 +137,8 @@ class BenchmarkOptions(ProgramOptions):
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
-    model = load_model(options.model, wants_heads(options), options.prompts)
-    settings = list(make_settings(model, options))
+    model = load_model(options.model, _wants_heads(options), options.prompts)
+    settings = list(_make_settings(model, options))
     names = options.contenders or default_names(model)
     contenders, skipped = make_contenders(
         names if PLAIN in names else [PLAIN, *names],
@@ -153,10 +153,10 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     counts: RankCounts | None = None
     shown: list[Answer] = []
     for setting in settings:
-        answers, reasons = answers_in(setting, model, contenders, options)
+        answers, reasons = _answers_in(setting, model, contenders, options)
         if counts is None and options.answers.temperature == 0 and any(a.contender == HEADS for a in answers):
             counts = calibrated_counts(model, answers, setting)
-        found.append(measured_setting(model, setting, answers, rates, counts, options))
+        found.append(_measured_setting(model, setting, answers, rates, counts, options))
         skipped = reasons | skipped
         shown = shown or answers
     values = {
@@ -179,10 +179,10 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     title = f"{short_name(values['base'])} with {short_name(options.model.heads)} on {machine}"
     report.add_picture(options.plot, partial(plot_benchmark, values, title=title))
     report.publish(options.report.json)
-    return [chat_with_fastest(values, options)]
+    return [_chat_with_fastest(values, options)]
 
 
-def wants_heads(options: BenchmarkOptions) -> bool:
+def _wants_heads(options: BenchmarkOptions) -> bool:
     """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
     if needs_heads(options.contenders):
         return True
@@ -191,7 +191,7 @@ def wants_heads(options: BenchmarkOptions) -> bool:
     return fit and ALL_DRAFTERS in (options.contenders or ())
 
 
-def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
+def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
     """Every batch size after every context length, with the prompts that these make."""
     prompts, lengths = load_prompts(options.prompts), options.context_lengths or (None,)
     longest = max((length for length in lengths if length is not None), default=0)
@@ -208,7 +208,7 @@ def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Set
         yield Setting(batch_size, length, encoded, categories, options.num_seeds)
 
 
-def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
+def _answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
     """For ``generate``: how long, and greedy or sampled; from all tokens where rules for sampled drafts are
     compared, so that the same command compares the same distributions on every base."""
     arguments = {"max_new_tokens": options.answers.max_new_tokens, **options.answers.sampling}
@@ -216,11 +216,11 @@ def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
     return NOTHING_LEFT_OUT | arguments if compares_rules else arguments
 
 
-def answers_in(
+def _answers_in(
     setting: Setting, model: MedusaModel, contenders: Mapping[str, Contender], options: BenchmarkOptions
 ) -> tuple[list[Answer], dict[str, str]]:
     """What all said in one setting, and why some could not answer."""
-    request = Request.for_base(model.base, answer_arguments(options), options.repeats, options.answers.seed)
+    request = Request.for_base(model.base, _answer_arguments(options), options.repeats, options.answers.seed)
     log_console().print(f"warming up, {setting.label}", style="dim")
     working, reasons = runnable(contenders, setting, request)
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
@@ -228,7 +228,7 @@ def answers_in(
     return measure(working, setting, request, seconds, f"measuring, {setting.label}"), reasons
 
 
-def measured_setting(
+def _measured_setting(
     model: MedusaModel,
     setting: Setting,
     answers: Sequence[Answer],
@@ -251,7 +251,7 @@ def measured_setting(
     }
 
 
-def chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> str:
+def _chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> str:
     """The chat with the drafter or the heads that answered fastest, exactly."""
     milliseconds = values["milliseconds_per_token"]
     exact = [name for name in values["step_milliseconds"] if drafter_and_rule(name)[1] == EXACT]

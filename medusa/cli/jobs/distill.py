@@ -100,7 +100,7 @@ class DistillOptions:
             raise ValueError("one of prompts and prompt_free must be given")
 
 
-class AnswerProgress:
+class _AnswerProgress:
     """Answers done, tokens a second, and the time left by the rate of answers or by the time limit."""
 
     def __init__(self, reporter: ProgressReporter, num_conversations: int, limit: TimeLimit):
@@ -122,7 +122,7 @@ class AnswerProgress:
         self.reporter.show(max(of_time, self.num_ended / self.num_conversations), note, elapsed)
 
 
-def configuration(options: DistillOptions) -> dict[str, Any]:
+def _configuration(options: DistillOptions) -> dict[str, Any]:
     """What the answers depend on."""
     return {
         "base": options.model if options.endpoint else options.base,
@@ -160,7 +160,7 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     return with_told(prompts, options.template.told)
 
 
-def load_answerer(options: DistillOptions, log: Console) -> Answerer:
+def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
     if options.endpoint and options.model:
         say = partial(log.print, soft_wrap=True, markup=False)
         endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
@@ -181,15 +181,15 @@ def run(options: DistillOptions) -> list[str]:
     prompts = wanted_prompts(options)
     use = ("--base", options.model or options.base, "--data", options.output)
     train = command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")
-    with AnswerFile(options.output, configuration(options)) as answers:
+    with AnswerFile(options.output, _configuration(options)) as answers:
         conversations = unanswered(prompts, answers, options.temperatures, options.seed)
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
         if not conversations:
             return [train]
-        answerer = load_answerer(options, log)
+        answerer = _load_answerer(options, log)
         limit = TimeLimit(options.max_minutes)
         with ProgressReporter("answers", log) as reporter:
-            progress = AnswerProgress(reporter, len(conversations), limit)
+            progress = _AnswerProgress(reporter, len(conversations), limit)
             report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
         summarise(report, limit.elapsed, options.output, log)
     return [train]
