@@ -172,11 +172,7 @@ def _adapter_in_words(value: dict[str, Any] | None) -> str:
 
 
 def configs(options: ConfigsOptions) -> list[str]:
-    """Print what there is, or the path of what is named, which says itself how it is used.
-
-    Raises:
-        FileNotFoundError: nothing that ships has this name.
-    """
+    """Print what there is, or the path of what is named, which says itself how it is used."""
     if options.name is None:
         files = sorted(shipped_files().iterdir(), key=lambda path: (path.suffix, path.stem))
         width = max(len(path.stem) for path in files)

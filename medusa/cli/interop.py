@@ -150,11 +150,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
 
 
 def check(options: CheckOptions) -> list[str]:
-    """Hold a directory to its consumer's rules, and measure its heads in a chain.
-
-    Raises:
-        ValueError: a rule is broken, or the heads guess no better than untrained ones.
-    """
+    """Hold a directory to its consumer's rules, and measure its heads in a chain."""
     log, foreign = log_version(), FORMATS[options.as_]
     directory, device = Path(options.directory), chosen_device(options.device)
     if not directory.is_dir():

@@ -1,4 +1,7 @@
-"""What options name, loaded: the model, its drafter and the prompts; and these answered."""
+"""What options name, loaded: the model, its drafter and the prompts; and these answered.
+
+What is not there, or is not what it should be, is an OSError or a ValueError of one sentence.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +63,6 @@ def load_model(
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
     heads too, so that the text is the same. Warns where heads were trained on conversations that tell the
     chat template otherwise than ``template``.
-
-    Raises:
-        FileNotFoundError: heads or base are not there; for the defaults the message says what makes them.
-        ValueError: there is no such device here, or the base is no causal language model.
     """
     log = log_version()
     check_told({} if template is None else template.told)
@@ -112,11 +111,7 @@ def _warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: M
 
 
 def set_step(model: MedusaModel, asked: StepKind | None) -> None:
-    """Have ``model`` run its steps as was asked, or by :func:`default_step`.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Have ``model`` run its steps as was asked, or by :func:`default_step`."""
     step = asked or default_step(model)
     check_step(step, model.runner)
     model.step = step
@@ -144,22 +139,14 @@ def load_base_on(
     device: torch.device, name: str, dtype: Dtype | None, trust_remote_code: bool = False
 ) -> CausalLM:
     """The base model called ``name``; in float32 on a CPU and in its own type elsewhere, unless told
-    otherwise.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_base`.
-    """
+    otherwise."""
     dtype_here = dtype or ("float32" if device.type == "cpu" else "auto")
     base: Any = load_base(name, dtype=dtype_here, trust_remote_code=trust_remote_code)
     return base.to(device)
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device called ``name``.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
+    """The device called ``name``."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -171,11 +158,7 @@ def chosen_device(name: str) -> torch.device:
 
 
 def recorded_base(checkpoint: HeadsCheckpoint | None, heads: str) -> str:
-    """The base that ``heads`` were trained on.
-
-    Raises:
-        ValueError: the heads do not say.
-    """
+    """The base that ``heads`` were trained on."""
     if heads == EMBEDDED_HEADS:
         return EMBEDDED_BASE
     if checkpoint is None or not checkpoint.base_model:
@@ -201,11 +184,7 @@ def measured_on(model: MedusaModel) -> dict[str, Any]:
 
 
 def load_for_replies(options: AnsweringOptions, template: TemplateOptions) -> MedusaModel:
-    """:func:`load_model`, with heads where the drafter asked for needs them.
-
-    Raises:
-        ValueError: there is no such drafter.
-    """
+    """:func:`load_model`, with heads where the drafter asked for needs them."""
     name, is_plain = options.replies.drafter, options.replies.plain
     with_heads = not is_plain and (name is None or draft_with_heads(name))
     return load_model(options.model, with_heads, template)
@@ -238,11 +217,7 @@ def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]
 def encode_prompts(
     model: MedusaModel, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[dict[str, Tensor]]:
-    """``input_ids`` and ``attention_mask``, (1, T) long, of each prompt, on the model's device.
-
-    Raises:
-        ValueError: a prompt and its answer do not fit the model's context; the message names the row.
-    """
+    """``input_ids`` and ``attention_mask``, (1, T) long, of each prompt, on the model's device."""
     context = context_length(model.base)
     encoded = [encode_prompt(model.tokenizer, prompt, model.device) for prompt in prompts]
     for prompt, tensors in zip(prompts, encoded, strict=True):
@@ -275,11 +250,7 @@ def decode_prompt(
 def answered_prompts(
     model: MedusaModel, prompts: Sequence[Prompt], options: AnswerOptions, label: str = "answering"
 ) -> list[AnsweredTokens]:
-    """Prompts and answers as tokens: the answers in the file where there are some, else the model's own.
-
-    Raises:
-        ValueError: as :func:`encode_prompts`.
-    """
+    """Prompts and answers as tokens: the answers in the file where there are some, else the model's own."""
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     rows = []
     for prompt, inputs in track(list(zip(prompts, encoded, strict=True)), label):

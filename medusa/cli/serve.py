@@ -19,12 +19,7 @@ running answers wait for the whole of it."""
 
 
 def serve(options: ServeOptions) -> list[str]:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        ValueError: the model cannot be served in this way, or a key is none, or the certificate.
-        OSError: the address cannot be listened on, or a file is not there.
-    """
+    """Serve until SIGINT or SIGTERM."""
     from medusa.serving.gate import AccessSettings, is_loopback
     from medusa.serving.server import TlsFiles, bound_socket, bound_unix_socket, run_server
     from medusa.serving.service import Service, ServiceSettings
@@ -75,12 +70,7 @@ def serve(options: ServeOptions) -> list[str]:
 
 
 def api_keys(flags: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys of ``--api-key`` and of ``environment``, each once, without the blanks around them.
-
-    Raises:
-        ValueError: one of them is empty, or is nothing that a client can send. An empty one is a variable
-            that was not set where somebody wanted a key: without this the server would be open.
-    """
+    """The keys of ``--api-key`` and of ``environment``, each once, without the blanks around them."""
     variable = environment.get(KEY_VARIABLE)
     given = [("--api-key", key) for key in flags]
     given += [] if variable is None else [(KEY_VARIABLE, key) for key in variable.split(",")]

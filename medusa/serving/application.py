@@ -186,11 +186,7 @@ class _Threads:
         self._limiter, self._num, self._most = CapacityLimiter(num_threads), 0, num_threads + most
 
     async def run(self, work: Callable[..., Any], *given: Any) -> Any:
-        """The result of ``work``.
-
-        Raises:
-            RequestError: too much waits already.
-        """
+        """The result of ``work``."""
         if self._num >= self._most:
             raise overloaded()
         self._num += 1
@@ -208,11 +204,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _checked(raw: bytes, kind: Any) -> Any:
-    """The body as ``kind``.
-
-    Raises:
-        RequestError: it is no JSON object, or a field is wrong.
-    """
+    """The body as ``kind``."""
     try:
         body = json.loads(raw, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:

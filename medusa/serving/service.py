@@ -102,7 +102,7 @@ class ServiceSettings:
 
 
 class Service:
-    """Answers requests with one model.
+    """Answers requests with one model. What cannot be had is told by a :class:`RequestError`.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
@@ -148,11 +148,7 @@ class Service:
             return False
 
     def chat_prompt(self, asked: ChatRequest) -> list[int]:
-        """The tokens of a conversation, as the chat template renders it.
-
-        Raises:
-            RequestError: there is no template, it knows no tools, or it refuses these messages.
-        """
+        """The tokens of a conversation, as the chat template renders it."""
         if self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         speaks_of_tools = any(message.needs_tools for message in asked.messages)
@@ -179,11 +175,7 @@ class Service:
         self, messages: list[dict[str, Any]], tools: Sequence[Any], arguments: Mapping[str, Any]
     ) -> str:
         """The conversation as text, with the mark inside of each control token that messages and tools spell:
-        tokenised on either side of it, what users write is text.
-
-        Raises:
-            RequestError: the template makes something else of it then.
-        """
+        tokenised on either side of it, what users write is text."""
         text = self._rendered(messages, tools, arguments)
         cut, *others = self._cut([messages, [*tools], dict(arguments)])
         if [cut, *others] == [messages, [*tools], arguments]:
@@ -237,11 +229,7 @@ class Service:
         return sorted(end_ids(self.model.base, self.tokenizer))
 
     def grammar(self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
-        """What the answer to ``prompt`` must keep to, behind its reasoning, where it ``is_formed``.
-
-        Raises:
-            RequestError: grammars are not to be had here, or not this one.
-        """
+        """What the answer to ``prompt`` must keep to, behind its reasoning, where it ``is_formed``."""
         chat = asked if isinstance(asked, ChatRequest) else None
         text, must_call = asked.text_form, chat.must_call if chat else []
         name = "tool_choice" if must_call or text is None else text.field
@@ -301,12 +289,7 @@ class Service:
         return found
 
     def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The tokens of a conversation, or of each text to continue.
-
-        Raises:
-            RequestError: nothing can be answered there, as in :meth:`chat_prompt`; a text is too long, has no
-                tokens, or a token id is none of the model's.
-        """
+        """The tokens of a conversation, or of each text to continue."""
         if isinstance(asked, ChatRequest):
             prompts = [self.chat_prompt(asked)]
         else:
@@ -343,11 +326,7 @@ class Service:
             )
 
     def check(self, asked: SharedFields) -> None:
-        """What can be said of a request before anything is computed for it.
-
-        Raises:
-            RequestError: something asked for is not to be had here, or there is no room now.
-        """
+        """What can be said of a request before anything is computed for it."""
         self.check_name(asked.model)
         if asked.medusa_plain and not self.settings.allows_race:
             raise RequestError(
@@ -386,11 +365,7 @@ class Service:
     ) -> list[Answer]:
         """The ``n`` answers to each of ``prompts``, not yet under way; choice i draws from ``seed + i``, and
         is told of by the listener of its number among all. What is read for them is read again for other
-        owners.
-
-        Raises:
-            RequestError: something asked for is not to be had here.
-        """
+        owners."""
         expected = (
             [] if asked.prediction is None else self._tokens_expected(text_of(asked.prediction.content))
         )
@@ -462,11 +437,7 @@ class Service:
         return self._corpora[owner]
 
     def submit(self, answers: Sequence[Answer]) -> None:
-        """Have ``answers`` decoded.
-
-        Raises:
-            RequestError: there is no room now, or the server is about to end.
-        """
+        """Have ``answers`` decoded."""
         self._check_open()
         try:
             self.worker.submit(answers)
@@ -507,11 +478,7 @@ class Service:
                 )
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
-        """What a text or a conversation is as tokens.
-
-        Raises:
-            RequestError: as of :meth:`prompts`.
-        """
+        """What a text or a conversation is as tokens."""
         self.check_name(asked.model)
         if asked.prompt is None:
             ids = self.chat_prompt(asked.chat)
@@ -522,11 +489,7 @@ class Service:
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": spelt}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
-        """The text of tokens.
-
-        Raises:
-            RequestError: a token is none of the model's.
-        """
+        """The text of tokens."""
         self.check_name(asked.model)
         self._check_tokens(asked.tokens, "tokens")
         return {"prompt": self.text_of(asked.tokens)}
