@@ -25,6 +25,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from starlette.testclient import TestClient
 from tiny_chat import TOOL_TEMPLATE, chat_model, save_chat_model, tool_model
 from tiny_server import HELLO, Running, client_of, expected, running, wait_until
 
@@ -410,44 +411,15 @@ def bodies(draw) -> bytes:
     return body
 
 
-class InProcess:
-    """The application without a socket."""
-
-    def __init__(self) -> None:
-        model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
-        service = Service(model, ServiceSettings(("tiny",), allows_race=True, max_new_tokens=64))
-        service.start()
-        self.service, self.loop = service, asyncio.new_event_loop()
-        self.app = create_application(service, AccessSettings())
-
-    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        return self.loop.run_until_complete(self._post(path, body))
-
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
-        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
-        scope |= {"server": ("x", 80), "client": ("x", 1), "asgi": {"version": "3.0", "spec_version": "2.4"}}
-        given, sent = [{"type": "http.request", "body": body, "more_body": False}], []
-
-        async def receive():
-            return given.pop() if given else await asyncio.Event().wait()
-
-        async def send(message):
-            sent.append(message)
-
-        await self.app(scope, receive, send)
-        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
-
-    def close(self) -> None:
-        self.service.worker.close()
-        self.loop.close()
-
-
 @pytest.fixture(scope="module")
 def in_process():
-    started = InProcess()
-    yield started
-    started.close()
+    """A service, and its application without a socket."""
+    model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
+    service = Service(model, ServiceSettings(("tiny",), allows_race=True, max_new_tokens=64))
+    service.start()
+    with TestClient(create_application(service, AccessSettings()), base_url="http://localhost") as client:
+        yield service, client
+    service.worker.close()
 
 
 NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "150"))
@@ -462,9 +434,10 @@ NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "150"))
 )
 @given(path=st.sampled_from(PATHS), body=bodies())
 def test_no_body_breaks_the_server(in_process, path, body):
-    status, reply = in_process.post(path, body)
-    assert status in (200, 400, 404), reply
-    if status != 200:
-        error = json.loads(reply)["error"]
+    service, client = in_process
+    reply = client.post(path, content=body)
+    assert reply.status_code in (200, 400, 404), reply.text
+    if reply.status_code != 200:
+        error = reply.json()["error"]
         assert error["message"] and error["type"] and set(error) == {"message", "type", "param", "code"}
-    assert in_process.service.worker.num_active == 0 and in_process.service.is_ready
+    assert service.worker.num_active == 0 and service.is_ready

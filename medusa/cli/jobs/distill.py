@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from transformers.utils import logging as transformers_logging
 
-import medusa
 from medusa.base.loading import load_tokenizer
 from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine, TemplateOptions
-from medusa.cli.loading import chosen_device, load_base_on, set_step
+from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
 from medusa.cli.next_steps import command
 from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import ProgressReporter, log_console
+from medusa.progress import ProgressReporter
 from medusa.prompts import Prompt, read_prompts, with_told
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
@@ -165,7 +163,6 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
         say = partial(log.print, soft_wrap=True, markup=False)
         endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
-    transformers_logging.disable_progress_bar()
     device = chosen_device(options.device)
     base = load_base_on(device, options.base, options.dtype, options.trust_remote_code)
     tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
@@ -175,8 +172,7 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
 
 
 def run(options: DistillOptions) -> list[str]:
-    log = log_console()
-    log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
+    log = log_version()
     check(options)
     prompts = wanted_prompts(options)
     use = ("--base", options.model or options.base, "--data", options.output)
