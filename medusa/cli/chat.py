@@ -21,7 +21,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import context_length, end_ids
 from medusa.cli.commands import ChatOptions, GenerateOptions
-from medusa.cli.loading import chosen_drafter, load_for_replies
+from medusa.cli.loading import load_for_replies
 from medusa.cli.next_steps import command
 from medusa.cli.options import words_of
 from medusa.cli.terminal import (
@@ -89,7 +89,7 @@ class ChatSession:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: MedusaModel, options: ChatOptions, drafter: Drafter | None = None):
+    def __init__(self, model: MedusaModel, drafter: Drafter | None, options: ChatOptions):
         if model.tokenizer is None or model.tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {model.base.name_or_path!r} has no chat template, so there is no way to "
@@ -199,8 +199,7 @@ def chat(options: ChatOptions) -> list[str]:
         if options.prompts.prompts is None
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
-    model = load_for_replies(options, options.prompts)
-    session = ChatSession(model, options, chosen_drafter(model, options))
+    session = ChatSession(*load_for_replies(options, options.prompts), options)
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
@@ -355,14 +354,14 @@ def generate(options: GenerateOptions) -> list[str]:
     prompt = "".join(utf8_lines()) if options.prompt == "-" else checked_utf8(options.prompt, "the prompt")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
-    model = load_for_replies(options, options.template)
+    model, drafter = load_for_replies(options, options.template)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
         **options.sampling,
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
-        "drafter": chosen_drafter(model, options),
+        "drafter": drafter,
         "prediction": None if options.prediction is None else _text_of(options.prediction),
     }
     text = TextStream(model.tokenizer)

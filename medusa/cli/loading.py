@@ -183,11 +183,16 @@ def measured_on(model: MedusaModel) -> dict[str, Any]:
     }
 
 
-def load_for_replies(options: AnsweringOptions, template: TemplateOptions) -> MedusaModel:
-    """:func:`load_model`, with heads where the drafter asked for needs them."""
+def load_for_replies(
+    options: AnsweringOptions, template: TemplateOptions
+) -> tuple[MedusaModel, Drafter | None]:
+    """:func:`load_model`, with heads where the drafter asked for needs them; and that drafter, or None, which
+    leaves the choice to the model."""
     name, is_plain = options.replies.drafter, options.replies.plain
     with_heads = not is_plain and (name is None or draft_with_heads(name))
-    return load_model(options.model, with_heads, template)
+    model = load_model(options.model, with_heads, template)
+    settings = DrafterSettings(**vars(options.drafters))
+    return model, None if name is None else Drafters(model, settings).make(name)
 
 
 def compile_model(options: CompileOptions) -> list[str]:
@@ -197,12 +202,6 @@ def compile_model(options: CompileOptions) -> list[str]:
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
     log_console().print(text, soft_wrap=True)
     return [command("chat", *words_of(options.model))]
-
-
-def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:
-    """The drafter asked for; None leaves the choice to the model."""
-    name = options.replies.drafter
-    return None if name is None else Drafters(model, DrafterSettings(**vars(options.drafters))).make(name)
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:

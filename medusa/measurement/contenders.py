@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from medusa.acceptance.rules import rule_named
-from medusa.base.causal_lm import CausalLM, end_ids, output_embedding, vocab_size
+from medusa.base.causal_lm import end_ids, output_embedding, vocab_size
 from medusa.base.loading import load_base
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.heads import drafter_of_heads
@@ -158,31 +158,25 @@ def _expanded(
 # ------------------------------------------------------------------ our own
 
 
-def _walks_one_path(rule: str) -> bool:
-    return rule not in (EXACT, TYPICAL) and rule_named(rule).only_chains
+def _ours(name: str, rule: str, model: MedusaModel, drafters: Drafters, is_greedy: bool) -> Contender | str:
+    """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size.
 
-
-def _refused_pair(
-    name: str, rule: str, model: MedusaModel, drafters: Drafters, is_greedy: bool
-) -> str | None:
-    """Why a drafter and a rule do not go together: it would be biased, or is another one in disguise."""
-    if rule in (EXACT, TYPICAL):
-        return None
-    if is_greedy:
-        return "at temperature 0 it is the exact rule"
-    if not _is_drafter(name):
-        return "rules for sampled drafts are for drafters that are named"
-    required, drafter = rule_named(rule), drafters.make(name, only_chain=_walks_one_path(rule))
-    try:
-        kind = drafter.sampled_kind(required.draft_kinds[0])
-        required.require(kind, drafter.context_only, keeps_state(model.base))
-    except ValueError as reason:
-        return str(reason)
-    return None
-
-
-def _ours(name: str, rule: str, model: MedusaModel, drafters: Drafters) -> Contender:
-    """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size."""
+    Or why the two do not go together: drafts would be biased, or it is another contender in disguise.
+    """
+    only_chain = False
+    if rule not in (EXACT, TYPICAL):
+        if is_greedy:
+            return "at temperature 0 it is the exact rule"
+        if not _is_drafter(name):
+            return "rules for sampled drafts are for drafters that are named"
+        required = rule_named(rule)
+        only_chain = required.only_chains
+        drafter = drafters.make(name, only_chain=only_chain)
+        try:
+            kind = drafter.sampled_kind(required.draft_kinds[0])
+            required.require(kind, drafter.context_only, keeps_state(model.base))
+        except ValueError as reason:
+            return str(reason)
 
     def answer(input_ids: Tensor, **call: Any) -> Any:
         choice: dict[str, Any] = {}
@@ -191,7 +185,6 @@ def _ours(name: str, rule: str, model: MedusaModel, drafters: Drafters) -> Conte
         elif name == HEADS and rule in (EXACT, TYPICAL):
             choice["tree"] = model.tree_for(len(input_ids))
         elif name != DEFAULT:
-            only_chain = _walks_one_path(rule)
             choice["drafter"] = drafters.make(name, num_rows=len(input_ids), only_chain=only_chain)
         return model.generate(input_ids=input_ids, acceptance=rule, **choice, **call)
 
@@ -234,44 +227,31 @@ def other_heads(name: str, model: MedusaModel) -> Contender:
 # ------------------------------------------------------------------ those of others
 
 
-def _missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
-    """Why a contender of ``transformers`` cannot run with this model on this machine; None when it can."""
-    if name == ASSISTED and settings.draft_model is None:
-        return "it needs a smaller model; give --draft-model"
-    if name == STATIC:
-        if model.device.type == "cpu" and not any(map(shutil.which, CPU_COMPILERS)):
-            return (
-                f"torch.compile needs a C++ compiler on a CPU ({', '.join(CPU_COMPILERS)}), none is installed"
-            )
-        if model.device.type == "cpu" and not hasattr(CompileConfig, "_compile_all_devices"):
-            return "this transformers compiles on graphics cards only"
-        if not getattr(model.base, "_can_compile_fullgraph", True):
-            return f"transformers cannot compile {type(model.base).__name__}"
-    return None
-
-
-def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
-    """A contender of ``transformers``, on the base as it was loaded."""
+def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender | str:
+    """A contender of ``transformers``, on the base as it was loaded; or why it cannot run here."""
     base, options = model.base, dict[str, Any]()
     if name == STATIC:
+        if not getattr(base, "_can_compile_fullgraph", True):
+            return f"transformers cannot compile {type(base).__name__}"
         options["cache_implementation"] = "static"
         if base.device.type == "cpu":  # elsewhere `generate` compiles by itself
+            if not any(map(shutil.which, CPU_COMPILERS)):
+                known = ", ".join(CPU_COMPILERS)
+                return f"torch.compile needs a C++ compiler on a CPU ({known}), none is installed"
+            if not hasattr(CompileConfig, "_compile_all_devices"):
+                return "this transformers compiles on graphics cards only"
             options["compile_config"] = CompileConfig()
             options["compile_config"]._compile_all_devices = True
     elif name == LOOKUP:
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     elif name == ASSISTED:
-        options["assistant_model"] = _loaded_assistant(settings, base)
+        if (given := settings.draft_model) is None:
+            return "it needs a smaller model; give --draft-model"
+        if not isinstance(given, PreTrainedModel):
+            loaded: Any = load_base(str(given), dtype=base.dtype)
+            given = loaded.to(base.device)
+        options["assistant_model"] = given
     return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
-
-
-def _loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
-    """The smaller model, where and how the base is."""
-    given = settings.draft_model
-    if isinstance(given, PreTrainedModel):
-        return given
-    assistant: Any = load_base(str(given), dtype=base.dtype)
-    return assistant.to(base.device)
 
 
 def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
@@ -294,14 +274,16 @@ def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[st
     return files
 
 
-def _missing_for_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> str | None:
-    """Why llama.cpp cannot take part under ``name``; None when it can."""
+def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> Contender | str:
+    """llama.cpp with the file that is called so; or why it cannot take part."""
     if name not in files:
         known = f"; there are {', '.join(files)}" if files else ""
         return f"it needs a GGUF file of the base; give one with --llama-cpp{known}"
     if model.device.type != "cpu":
         return f"it runs on the CPU here, and the base is on {model.device.type}"
-    return missing_llama_cpp()
+    if (lacks := missing_llama_cpp()) is not None:
+        return lacks
+    return Contender(name, answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base)))
 
 
 # ------------------------------------------------------------------ all together
@@ -328,28 +310,19 @@ def make_contenders(
     names = _expanded(names, model, drafters, files)
     for name in filter(_is_drafter, names):
         drafters.make(name)  # refused, if at all, before anything is measured
-    made: list[Contender] = []
-    skipped: dict[str, str] = {}
+    found: list[tuple[str, Contender | str]] = []
     for name in names:
         if name in THEIRS:
-            reason = _missing(name, model, settings)
-            made += [_theirs(name, model, settings)] if reason is None else []
+            found.append((name, _theirs(name, model, settings)))
         elif _is_llama_cpp(name):
-            reason = _missing_for_llama_cpp(name, model, files)
-            if reason is None:
-                answer = answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base))
-                made.append(Contender(name, answer))
+            found.append((name, _by_llama_cpp(name, model, files)))
         elif "=" in name:
-            reason = None
-            made.append(other_heads(name, model))
+            other = other_heads(name, model)
+            found.append((other.name, other))
         else:
-            reason = None
             for rule in (EXACT,) if name == PLAIN else dict.fromkeys(rules):
-                refused = _refused_pair(name, rule, model, drafters, is_greedy)
-                made += [_ours(name, rule, model, drafters)] if refused is None else []
-                skipped |= {} if refused is None else {pair_name(name, rule): refused}
-        skipped |= {} if reason is None else {name: reason}
-    found = {contender.name: contender for contender in made}
-    if len(found) < len(made):
-        raise ValueError(f"contenders must have names of their own, got {[each.name for each in made]}")
-    return found, skipped
+                found.append((pair_name(name, rule), _ours(name, rule, model, drafters, is_greedy)))
+    if len(dict(found)) < len(found):
+        raise ValueError(f"contenders must have names of their own, got {[name for name, _ in found]}")
+    contenders = {name: each for name, each in found if isinstance(each, Contender)}
+    return contenders, {name: reason for name, reason in found if isinstance(reason, str)}

@@ -63,7 +63,7 @@ def asking(system=None, plain=False, max_new_tokens=512, **answers):
 def scripted(*answers, color_depth=False, max_context=512, **asked):
     """A terminal over a scripted model, and what it has printed so far as a function."""
     model = ScriptedModel(*answers, max_context=max_context)
-    session = ChatSession(model, asking(**asked))
+    session = ChatSession(model, None, asking(**asked))
     screen = io.StringIO()
     console = Console(
         file=screen,
@@ -338,7 +338,7 @@ def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
     for is_plain in (False, True):
         for temperature in (0, 0.8):
             options = asking(plain=is_plain, max_new_tokens=30, seed=5, temperature=temperature)
-            session = ChatSession(chat_model(), options)
+            session = ChatSession(chat_model(), None, options)
             texts.append(["".join(said for said, _ in session.reply(text)) for text in ("Hello", "More")])
             assert session.messages[1]["content"] == texts[-1][0]
             assert bool(session.statistics.acceptance_rate) is not is_plain
@@ -350,14 +350,14 @@ def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
 
 
 def test_repeated_answers_of_a_session_draw_other_samples():
-    session = ChatSession(chat_model(), asking(max_new_tokens=20, seed=5, temperature=1.5))
+    session = ChatSession(chat_model(), None, asking(max_new_tokens=20, seed=5, temperature=1.5))
     first = list(session.reply("Hello"))
     session.reset()
     assert list(session.reply("Hello")) != first
 
 
 def test_statistics_of_a_stopped_answer_still_count():
-    session = ChatSession(chat_model(), asking(max_new_tokens=50))
+    session = ChatSession(chat_model(), None, asking(max_new_tokens=50))
     reply = session.reply("Hello")
     while not next(reply)[0]:
         pass
@@ -371,12 +371,12 @@ def test_a_model_without_a_chat_template_is_refused_with_the_way_out():
     model = chat_model()
     model.tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template.*medusa generate --raw"):
-        ChatSession(model, ChatOptions())
+        ChatSession(model, None, ChatOptions())
 
 
 def test_the_interrupted_model_is_as_good_as_new():
     model = chat_model()
-    session = ChatSession(model, asking(max_new_tokens=40))
+    session = ChatSession(model, None, asking(max_new_tokens=40))
     whole = "".join(text for text, _ in session.reply("Hello"))
     session.reset()
     stopped = session.reply("Hello")

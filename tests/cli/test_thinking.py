@@ -22,7 +22,8 @@ from medusa.heads.checkpoint import load_heads
 from medusa.progress import log_console
 from medusa.prompts import split_thoughts
 from medusa.serving.requests import ChatRequest
-from medusa.serving.service import Service, ServiceSettings
+from medusa.serving.service import Service
+from medusa.serving.settings import ServiceOptions
 from medusa.training.data.reading import parse_row
 from medusa.training.data.rendering import Renderer
 from medusa.training.distillation.answering import LocalAnswerer
@@ -124,7 +125,7 @@ def test_prompts_and_conversations_are_told(tmp_path):
     asked = DistillOptions(output=tmp_path / "a", prompts=path, template=TemplateOptions(False))
     assert [each.template_options for each in wanted_prompts(asked)] == expected
     model = MedusaModel(tiny_base(), tokenizer=chat_tokenizer(THINKING))
-    session = ChatSession(model, ChatOptions(prompts=options))
+    session = ChatSession(model, None, ChatOptions(prompts=options))
     session.template_options["x"] = 1
     session.reset()
     assert session.template_options == OFF
@@ -132,7 +133,7 @@ def test_prompts_and_conversations_are_told(tmp_path):
 
 def test_a_server_tells_the_template_what_a_request_does_not_say():
     model = MedusaModel(tiny_base(), tokenizer=chat_tokenizer(THINKING))
-    service = Service(model, ServiceSettings("tiny", template_options=OFF))
+    service = Service(model, ServiceOptions(), OFF)
     messages = [{"role": "user", "content": "a"}]
     for given, is_off in (({}, True), ({"enable_thinking": True}, False)):
         tokens = service.chat_prompt(ChatRequest(model="tiny", messages=messages, **given))
