@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,6 @@ FLOORS = (
 TRAINING = ("run", "recipes", "states", "data", "losses", "config")
 """What medusa/training is made of, from top to bottom in the same way; distillation stands beside."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TRAINING = ("run", "recipes", "states", "data", "losses", "config")
-"""What medusa/training is made of, from top to bottom in the same way; distillation stands beside."""
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def module_name(path):
@@ -52,6 +50,7 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imported_modules(path):
     """All that a file imports anywhere, inside functions and for type checkers too."""
     found = set()

@@ -12,14 +12,19 @@ import uvicorn
 from tiny_chat import chat_tokenizer
 
 from medusa import CandidateTree, MedusaModel
-from medusa.decoding.batch import BatchLimits
 from medusa.serving.application import create_application
-from medusa.serving.gate import AccessSettings
 from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket, bounded_protocol
-from medusa.serving.service import Service, ServiceSettings
+from medusa.serving.service import Service
+from medusa.serving.settings import AccessOptions, ServiceOptions
 
 TOKENIZER = chat_tokenizer()
 HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def tiny_service(model: MedusaModel, num_owners: int = 0, **options) -> Service:
+    """A service of the model called tiny, of few rows."""
+    given = {"served_model_name": ("tiny",), "max_rows": 4, "chunk": 32, **options}
+    return Service(model, ServiceOptions(**given), num_owners=num_owners)
 
 
 class Running:
@@ -39,13 +44,18 @@ def client_of(server: Running, key: str = "none") -> openai.OpenAI:
 
 
 @contextmanager
-def running(model: MedusaModel, access: AccessSettings | None = None, **options) -> Iterator[Running]:
-    limits = options.pop("limits", BatchLimits(max_rows=4, chunk=32))
-    protocol = bounded_protocol(options.pop("max_connections", MAX_CONNECTIONS))
-    grace_seconds = options.pop("grace_seconds", 30.0)
-    service = Service(model, ServiceSettings(options.pop("names", ("tiny",)), limits, **options))
+def running(
+    model: MedusaModel,
+    access: AccessOptions | None = None,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    grace_seconds: float = 30.0,
+    **options,
+) -> Iterator[Running]:
+    protocol = bounded_protocol(max_connections)
+    service = tiny_service(model, num_owners=len(access.api_key) if access else 0, **options)
     listening = bound_socket("127.0.0.1", 0)
-    app = create_application(service, access or AccessSettings())
+    app = create_application(service, access or AccessOptions())
     server = SignalledServer(uvicorn.Config(app, log_level="error", http=protocol), service, grace_seconds)
     service.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

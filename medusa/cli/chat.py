@@ -1,26 +1,27 @@
 """``medusa chat`` and ``medusa generate``: answers on a terminal, as they come.
 
-Questions come from a terminal, from a pipe (one a line) or from a prompts file; the conversation itself is in
-:mod:`medusa.cli.chat_session`.
+A :class:`ChatSession` is the conversation, and never prints; the screen around it is a :class:`ChatTerminal`.
+Questions come from a terminal, from a pipe (one a line) or from a prompts file.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from medusa.cli.answering import reply_sampling
-from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
+from medusa.base.causal_lm import context_length, end_ids
 from medusa.cli.commands import ChatOptions, GenerateOptions
-from medusa.cli.loading import chosen_drafter, load_for_replies
+from medusa.cli.loading import load_for_replies
 from medusa.cli.next_steps import command
 from medusa.cli.options import words_of
 from medusa.cli.terminal import (
@@ -31,13 +32,16 @@ from medusa.cli.terminal import (
     typed_questions,
     utf8_lines,
 )
+from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
+from medusa.drafters.protocol import Drafter
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.progress import log_console
 from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_prompts
 from medusa.tables import counted
 from medusa.text_stream import TextStream
+from medusa.trees.candidate_tree import CandidateTree
 
 SLASH_COMMANDS = {
     "/reset": "forget the conversation and start afresh",
@@ -57,6 +61,137 @@ ENDINGS = {
 VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
+EndedBy = Literal["end", "max_new_tokens", "context", "interrupt"]
+
+
+class ContextFullError(ValueError):
+    """The conversation has outgrown the model's context."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one reply said and cost."""
+
+    text: str
+    ended_by: EndedBy
+    seconds: float
+    """From the call to the last token, prefill included."""
+    statistics: DecodingStatistics
+
+
+class ChatSession:
+    """Question and answer, with everything said so far as context.
+
+    The n-th answer, counted from 0, is sampled with the seed of ``options`` + n. ``drafter`` guesses ahead
+    in place of the one that the model chooses.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, model: MedusaModel, drafter: Drafter | None, options: ChatOptions):
+        if model.tokenizer is None or model.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer of {model.base.name_or_path!r} has no chat template, so there is no way to "
+                "render a conversation; use a chat (instruct) model, or `medusa generate --raw`"
+            )
+        self.model = model
+        self.options = options
+        self.drafter = drafter
+        self.answers: list[Reply] = []
+        """Of the whole session, resets included."""
+        self.messages: list[Message] = []
+        self.template_options: dict[str, Any] = {}
+        """What the chat template gets beside the messages of this conversation."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation; the system message stays."""
+        system = self.options.replies.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.template_options = dict(self.options.prompts.told)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest guess of a step."""
+        return (self.drafter or self.model.drafter_for(1)).max_depth
+
+    @property
+    def statistics(self) -> DecodingStatistics:
+        """Of all answers of the session."""
+        return sum((answer.statistics for answer in self.answers), DecodingStatistics())
+
+    def reply(self, question: str | Message) -> Generator[tuple[str, int], None, None]:
+        """The answer in pieces, as soon as they are certain, each with the depth of the guess behind its last
+        token, 0 for the base model's own; afterwards it stands in ``answers`` and in the history.
+
+        Closing the iterator early stops the answer: what was said so far stays in the history, or,
+        when nothing was said yet, neither question nor answer does.
+
+        Raises:
+            ContextFullError: no room for an answer is left; the history is as it was.
+        """
+        asked = [
+            *self.messages,
+            {"role": "user", "content": question} if isinstance(question, str) else question,
+        ]
+        encoded, room = self._encoded(asked)
+        limit = min(room, self.options.answers.max_new_tokens)
+        statistics, began = DecodingStatistics(), time.perf_counter()
+        steps = self.model.stream(
+            **encoded,
+            **self.options.sampling,
+            max_new_tokens=limit,
+            eos_token_id=sorted(end_ids(self.model.base, self.model.tokenizer)) or None,
+            seed=self.options.answers.seed + len(self.answers),
+            tree=CandidateTree.chain(0) if self.options.replies.plain else None,
+            drafter=self.drafter,
+            statistics=statistics,
+        )
+        tokens: list[int] = []
+        said: list[str] = []
+        ended_by: EndedBy = "interrupt"
+        try:
+            for text, depth in self._pieces(steps, tokens):
+                said.append(text)
+                yield text, depth
+            ended_by = self._reason(tokens, limit)
+        finally:
+            text, seconds = "".join(said), time.perf_counter() - began
+            if text or ended_by != "interrupt":
+                self.answers.append(Reply(text, ended_by, seconds, statistics))
+                self.messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _encoded(self, messages: list[Message]) -> tuple[dict[str, Any], int]:
+        """The conversation as tensors, and how many tokens its answer may have."""
+        encoded = encode_messages(self.model.tokenizer, messages, self.model.device, self.template_options)
+        length, context = encoded["input_ids"].shape[1], context_length(self.model.base)
+        room = self.options.answers.max_new_tokens if context is None else context - length
+        if room < 1:
+            raise ContextFullError(
+                f"the conversation takes {length} tokens with this question, and the model's context is "
+                f"{context}: there is no room for an answer; start afresh, or ask something shorter"
+            )
+        return encoded, room
+
+    def _pieces(
+        self, steps: Iterator[StepResult], tokens: list[int]
+    ) -> Generator[tuple[str, int], None, None]:
+        """The text of ``steps``; their tokens are added to ``tokens``."""
+        stream = TextStream(self.model.tokenizer)
+        for step in steps:
+            for token, depth in zip(step.tokens[0], step.depths[0], strict=True):
+                tokens.append(token)
+                yield stream.feed(token), depth
+        yield stream.finish(), 0
+
+    def _reason(self, tokens: list[int], limit: int) -> EndedBy:
+        """Why a finished answer ended."""
+        if len(tokens) < limit or tokens[-1] in end_ids(self.model.base, self.model.tokenizer):
+            return "end"
+        return "max_new_tokens" if limit == self.options.answers.max_new_tokens else "context"
+
+
 def chat(options: ChatOptions) -> list[str]:
     """Hold the conversation that the flags ask for; report what it cost when it is over."""
     prompts = (
@@ -64,17 +199,7 @@ def chat(options: ChatOptions) -> list[str]:
         if options.prompts.prompts is None
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
-    model = load_for_replies(options, options.prompts)
-    answers, replies = options.answers, options.replies
-    settings = ChatSettings(
-        answers.max_new_tokens,
-        answers.seed,
-        reply_sampling(options),
-        replies.system,
-        replies.plain,
-        options.prompts.told,
-    )
-    session = ChatSession(model, settings, chosen_drafter(model, options))
+    session = ChatSession(*load_for_replies(options, options.prompts), options)
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
@@ -83,11 +208,11 @@ def chat(options: ChatOptions) -> list[str]:
         terminal.converse(typed_questions(terminal.console))
     else:
         terminal.converse(piped_lines(terminal.console))
-    end_with_json(session_report(session), options.report.json)
+    end_with_json(_session_report(session), options.report.json)
     return [command("serve", *words_of(options.model))]
 
 
-def session_report(session: ChatSession) -> dict[str, Any]:
+def _session_report(session: ChatSession) -> dict[str, Any]:
     """What a session's answers cost, for JSON."""
     statistics, seconds = session.statistics, sum(answer.seconds for answer in session.answers)
     return {
@@ -167,7 +292,7 @@ class ChatTerminal:
             self._note("stopped before the first word; the question is forgotten")
         else:
             answer = self.session.answers[-1]
-            self._note(cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
+            self._note(_cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
 
     def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
@@ -184,11 +309,11 @@ class ChatTerminal:
         return DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)] if self.color_depth else None
 
     def _show_statistics(self) -> None:
-        report = session_report(self.session)
+        report = _session_report(self.session)
         if not report["num_answers"]:
             self._note("No answers yet.")
             return
-        cost = cost_line(self.session.statistics, report["seconds"])
+        cost = _cost_line(self.session.statistics, report["seconds"])
         self._note(f"{counted(report['num_answers'], 'answer')} · {cost}")
         table = Table("depth", "accepted", "accepted once reached", style="dim", header_style="dim")
         rates = zip(report["acceptance_rate"], report["conditional_acceptance_rate"], strict=True)
@@ -213,7 +338,7 @@ class ChatTerminal:
         self.console.print(text, style="dim", markup=False, soft_wrap=not self.console.is_terminal)
 
 
-def cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:
+def _cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:
     """What an answer cost, in one line."""
     parts = [
         f"{counted(statistics.num_tokens, 'token')} in {seconds:.1f} s",
@@ -229,14 +354,14 @@ def generate(options: GenerateOptions) -> list[str]:
     prompt = "".join(utf8_lines()) if options.prompt == "-" else checked_utf8(options.prompt, "the prompt")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
-    model = load_for_replies(options, options.template)
+    model, drafter = load_for_replies(options, options.template)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
-        **reply_sampling(options),
+        **options.sampling,
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
-        "drafter": chosen_drafter(model, options),
+        "drafter": drafter,
         "prediction": None if options.prediction is None else _text_of(options.prediction),
     }
     text = TextStream(model.tokenizer)
@@ -245,7 +370,7 @@ def generate(options: GenerateOptions) -> list[str]:
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
-    log_console().print(cost_line(statistics, seconds), style="dim")
+    log_console().print(_cost_line(statistics, seconds), style="dim")
     return [command("chat", *words_of(options.model))]
 
 

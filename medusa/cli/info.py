@@ -35,29 +35,28 @@ COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
 
 def info(options: InfoOptions) -> list[str]:
     """Print what the heads are, or the base."""
-    if (config := base_config(options.heads)) is not None:
-        return _about_base(options, config)
-    description = describe_heads(load_heads(options.heads))
+    name, config = options.heads, _base_config(options.heads)
+    described = describe_heads(load_heads(name)) if config is None else describe_base(config)
     if options.json:
-        sys.stdout.write(json.dumps(description) + "\n")
+        sys.stdout.write(json.dumps(described) + "\n")
     else:
-        _print_table(options.heads, description)
-    can_be_tuned = not description["tuned_trees"] and Path(options.heads).is_dir()
-    return [command("tune" if can_be_tuned else "chat", "--heads", options.heads)]
+        title = f"Heads in {name}" if config is None else f"Base {name}"
+        table = Table(title=title, show_header=False, title_justify="left")
+        made = described.get("provenance", {})
+        for key, value in described.items():
+            if key != "provenance":
+                table.add_row(key, _in_words(key, value))
+        for key, value in made.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            table.add_row(f"made: {key}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
+        Console(highlight=False).print(table)
+    if config is not None:
+        return [] if described["decodes"].startswith("no") else [command("chat", "--base", name)]
+    can_be_tuned = not described["tuned_trees"] and Path(name).is_dir()
+    return [command("tune" if can_be_tuned else "chat", "--heads", name)]
 
 
-def _print_table(heads: str, description: dict[str, Any]) -> None:
-    table = Table(title=f"Heads in {heads}", show_header=False, title_justify="left")
-    for name, value in description.items():
-        if name != "provenance":
-            table.add_row(name, _in_words(name, value))
-    for name, value in description["provenance"].items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        table.add_row(f"made: {name}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
-    Console(highlight=False).print(table)
-
-
-def base_config(name: str) -> PreTrainedConfig | None:
+def _base_config(name: str) -> PreTrainedConfig | None:
     """The configuration of the base called ``name``; None where heads are called so, or nothing is."""
     if name in shipped_heads() or Path(name, PROVENANCE_FILE).exists():
         return None
@@ -92,19 +91,6 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _about_base(options: InfoOptions, config: PreTrainedConfig) -> list[str]:
-    description = describe_base(config)
-    if options.json:
-        sys.stdout.write(json.dumps(description) + "\n")
-    else:
-        table = Table(title=f"Base {options.heads}", show_header=False, title_justify="left")
-        for name, value in description.items():
-            layers = isinstance(value, dict) and ", ".join(f"{count} {kind}" for kind, count in value.items())
-            table.add_row(name, layers or _in_words(name, value))
-        Console(highlight=False).print(table)
-    return [] if description["decodes"].startswith("no") else [command("chat", "--base", options.heads)]
-
-
 def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
     """What a checkpoint holds, in plain values."""
     heads, tree = checkpoint.heads, checkpoint.tree
@@ -135,6 +121,8 @@ def _in_words(name: str, value: Any) -> str:
         return f"{value:,}"
     if name == "mtp_layers":
         return f"{value}, which draft where asked for: --heads mtp" if value else "none"
+    if name == "layers":
+        return ", ".join(f"{count} {kind}" for kind, count in value.items())
     if name == "base_config":
         return f"of type {value['model_type']}"
     if name == "tree":
@@ -172,11 +160,7 @@ def _adapter_in_words(value: dict[str, Any] | None) -> str:
 
 
 def configs(options: ConfigsOptions) -> list[str]:
-    """Print what there is, or the path of what is named, which says itself how it is used.
-
-    Raises:
-        FileNotFoundError: nothing that ships has this name.
-    """
+    """Print what there is, or the path of what is named, which says itself how it is used."""
     if options.name is None:
         files = sorted(shipped_files().iterdir(), key=lambda path: (path.suffix, path.stem))
         width = max(len(path.stem) for path in files)

@@ -1,16 +1,19 @@
-"""``medusa export``, ``medusa import`` and ``medusa check``: heads for other projects, and from them."""
+"""``medusa export``, ``import``, ``check`` and ``push``: heads for others, from them, and on the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
+from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions
+from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions, PushOptions
 from medusa.cli.loading import (
     chosen_device,
     encode_prompts,
@@ -20,11 +23,19 @@ from medusa.cli.loading import (
     recorded_base,
 )
 from medusa.cli.next_steps import command
-from medusa.files import Layout, check_writable_target, replaceable_files
+from medusa.cli.options import words_of
+from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
 from medusa.heads.ahead import AheadHead, Heads
-from medusa.heads.checkpoint import HEADS_LAYOUT, kind_of, load_heads
+from medusa.heads.checkpoint import (
+    HEADS_LAYOUT,
+    HeadsCheckpoint,
+    heads_directory,
+    kind_of,
+    load_heads,
+    weights_digest,
+)
 from medusa.heads.eagle3 import Eagle3Head
-from medusa.hub import split_revision
+from medusa.hub import looks_like_repository, split_revision
 from medusa.interop.conversion import (
     EXPORT_LAYOUT,
     FORMATS,
@@ -37,6 +48,15 @@ from medusa.interop.conversion import (
     save_base,
 )
 from medusa.interop.protocol import ForeignFormat, ReadRequest, ToExport
+from medusa.interop.repository import (
+    REPOSITORY_LAYOUT,
+    CardFacts,
+    check_repository_name,
+    files_in,
+    push_folder,
+    read_evaluation,
+    write_repository,
+)
 from medusa.measurement.report import Report, end_with_json
 from medusa.model import MedusaModel
 from medusa.places import base_named
@@ -48,7 +68,7 @@ from medusa.trees.candidate_tree import CandidateTree
 def export(options: ExportOptions) -> list[str]:
     """Write heads for another project; say what it does otherwise."""
     log, foreign = log_version(), FORMATS[options.to]
-    claim_output(options.output, options.overwrite, EXPORT_LAYOUT, (options.heads, options.base))
+    _claim_output(options.output, options.overwrite, EXPORT_LAYOUT, (options.heads, options.base))
     checkpoint = load_heads(options.heads)
     name = base_named(options.base or recorded_base(checkpoint, options.heads))  # others know no name of ours
     dtype = getattr(torch, options.dtype)
@@ -78,12 +98,12 @@ def export(options: ExportOptions) -> list[str]:
 def import_foreign(options: ImportOptions) -> list[str]:
     """Read heads of another project into a heads directory; say what was found."""
     log = log_version()
-    claim_output(options.output, options.overwrite, HEADS_LAYOUT, (options.source, options.base))
+    _claim_output(options.output, options.overwrite, HEADS_LAYOUT, (options.source, options.base))
     if options.base_output is not None:
         check_writable_target(options.base_output)  # nothing says that a model there is ours
     directory = foreign_directory(options.source)
     foreign = format_of(directory)
-    check_eagle3_alone(
+    _check_eagle3_alone(
         foreign, options.source, fused_layers=options.fused_layers, max_depth=options.max_depth
     )
     if options.base_output is not None and not foreign.holds_base:
@@ -91,9 +111,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
             f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
             "holds heads alone; leave --base-output out"
         )
-    name = options.base or foreign.base_of(directory)
-    if name is None:
-        raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
+    name = options.base or _base_of(directory, foreign)
     trusted = {"trust_remote_code": options.trust_remote_code}
     base = load_base(name, dtype="auto", **trusted)
     own_name = str(options.base_output or name)
@@ -132,21 +150,14 @@ def import_foreign(options: ImportOptions) -> list[str]:
 
 
 def check(options: CheckOptions) -> list[str]:
-    """Hold a directory to its consumer's rules, and measure its heads in a chain.
-
-    Raises:
-        ValueError: a rule is broken, or the heads guess no better than untrained ones.
-    """
+    """Hold a directory to its consumer's rules, and measure its heads in a chain."""
     log, foreign = log_version(), FORMATS[options.as_]
     directory, device = Path(options.directory), chosen_device(options.device)
     if not directory.is_dir():
         raise FileNotFoundError(f"no directory at {options.directory!r}; give one that `medusa export` wrote")
-    check_eagle3_alone(foreign, options.directory, max_depth=options.max_depth)
+    _check_eagle3_alone(foreign, options.directory, max_depth=options.max_depth)
     prompts = load_prompts(options.prompts)
-    name = options.base or foreign.base_of(directory)
-    if name is None:
-        raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
-    name = base_named(name)
+    name = base_named(options.base or _base_of(directory, foreign))
     base = load_base_on(device, name, options.dtype, options.trust_remote_code)
     read = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
     heads = read.heads
@@ -158,7 +169,7 @@ def check(options: CheckOptions) -> list[str]:
     encoded = encode_prompts(model, prompts, options.max_new_tokens)
     result = check_chain(model, track(encoded, "answering"), options.max_new_tokens)
     serve = _serve(foreign, options.directory, name, heads)
-    check_report(options, name, result, serve).publish(options.report.json)
+    _check_report(options, name, result, serve).publish(options.report.json)
     if not result.is_trained:
         raise ValueError(
             f"the first head of {directory} is right for {result.top1[0]:.1%} of the tokens, an untrained "
@@ -168,22 +179,23 @@ def check(options: CheckOptions) -> list[str]:
     return [serve]
 
 
-def claim_output(
+def _claim_output(
     output: Path, overwrite: bool, layout: Layout, sources: Iterable[str | Path | None] = ()
 ) -> None:
-    """See before long work that ``output`` may be written, and name what ``overwrite`` replaces.
-
-    Raises:
-        FileExistsError, ValueError: as :func:`medusa.files.check_writable_target` and
-            :func:`medusa.files.replaceable_files`.
-    """
+    """See before long work that ``output`` may be written, and name what ``overwrite`` replaces."""
     if not overwrite:
         check_writable_target(output)
     gone = replaceable_files(output, layout, filter(None, sources))
     print_list(log_console(), "to be replaced:", gone)
 
 
-def check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> None:
+def _base_of(directory: Path, foreign: ForeignFormat) -> str:
+    if (name := foreign.base_of(directory)) is None:
+        raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
+    return name
+
+
+def _check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> None:
     """Raise ValueError where options of an EAGLE-3 head are ``given`` for heads of another kind."""
     for name, value in given.items():
         if value is not None and not foreign.holds_eagle3:
@@ -193,7 +205,7 @@ def check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> 
             )
 
 
-def check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> Report:
+def _check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> Report:
     """Acceptance by position, beside what untrained heads guess."""
     statistics = result.statistics
     accepted, reached = statistics.acceptance_rate, statistics.conditional_acceptance_rate
@@ -248,3 +260,108 @@ def _in_words(heads: Heads) -> str:
 def _serve(foreign: ForeignFormat, directory: str, base: str, heads: Heads) -> str:
     assert foreign.serve is not None, "formats that are written say how they are served"
     return foreign.serve(directory, split_revision(base)[0], heads.num_heads)
+
+
+# ------------------------------------------------------------------ the hub
+
+
+def push(options: PushOptions) -> list[str]:
+    """Write a repository of heads and push it, or leave it in the folder of a dry run."""
+    log = log_version()
+    check_repository_name(options.repository)
+    directory = heads_directory(options.heads)
+    checkpoint = load_heads(directory)
+    base = _hub_base(options, checkpoint)
+    report = options.evaluation
+    facts = CardFacts(
+        options.repository,
+        base,
+        checkpoint,
+        options.exports,
+        None if report is None else read_evaluation(report, weights_digest(directory)),
+        options.license,
+        options.datasets,
+    )
+    load, dtype = partial(_load_base, options, checkpoint, base), getattr(torch, options.dtype)
+    request = ToExport(options.heads, checkpoint, load, split_revision(base)[0], dtype)
+    with _folder(options) as folder:
+        changes = write_repository(folder, directory, facts, request)
+        files = files_in(folder)
+        size = sum((folder / name).stat().st_size for name in files)
+        pushed = None
+        if options.dry_run is None:
+            pushed = push_folder(
+                folder, options.repository, base, private=options.private, overwrite=options.overwrite
+            )
+    where = str(options.dry_run) if pushed is None else pushed.url
+    deleted = [] if pushed is None else pushed.deleted
+    listed = [*files, *(f"deleted: {name}" for name in deleted)]
+    print_list(log, f"{where}: {counted(len(files), 'file')}, {size / 1e6:,.1f} MB", listed)
+    print_list(log, "note:", [*changes, *_missing(options)])
+    end_with_json(
+        {
+            "repository": options.repository,
+            "base": base,
+            "files": files,
+            "deleted": deleted,
+            "bytes": size,
+            "changes": changes,
+            "dry_run": where if pushed is None else None,
+            "url": None if pushed is None else pushed.url,
+            "commit": None if pushed is None else pushed.commit,
+        },
+        options.report.json,
+    )
+    if pushed is None:
+        return [command("push", *words_of(replace(options, dry_run=None)))]
+    return [command("chat", "--base", base, "--heads", options.repository)]
+
+
+def _hub_base(options: PushOptions, checkpoint: HeadsCheckpoint) -> str:
+    """The base's hub id, perhaps with a revision."""
+    name = options.base or checkpoint.base_model
+    where = "base" if options.base else f"{options.heads} records the base, which"
+    if not name or Path(name).exists() or not looks_like_repository(name) or "/" not in name:
+        raise ValueError(
+            f"{where} must be a hub id, so that others find it, got {name!r}; give the one of the same "
+            "weights: --base owner/name"
+        )
+    return name
+
+
+def _load_base(options: PushOptions, checkpoint: HeadsCheckpoint, base: str) -> CausalLM:
+    """The base for exports: where the heads were trained if it is still there, else the hub's."""
+    recorded = recorded_base(checkpoint, options.heads)
+    name = recorded if Path(recorded).is_dir() else base
+    return load_base(name, dtype="auto", trust_remote_code=options.trust_remote_code)
+
+
+@contextmanager
+def _folder(options: PushOptions) -> Iterator[Path]:
+    """The folder of the dry run, written whole or not at all; else one that goes with the push."""
+    if options.dry_run is not None:
+        _claim_output(
+            options.dry_run, options.overwrite, REPOSITORY_LAYOUT, (options.heads, options.evaluation)
+        )
+        with replaced_directory(options.dry_run, options.overwrite) as folder:
+            yield folder
+    else:
+        with TemporaryDirectory(prefix="medusa-push-") as temporary:
+            yield Path(temporary)
+
+
+def _missing(options: PushOptions) -> list[str]:
+    """What the reader of the card would like to know and is not told, and what is told to everyone."""
+    lines = []
+    if options.dry_run is not None:
+        lines.append(
+            f"nothing is pushed: read {options.dry_run}/README.md first. With a card of your own: `hf upload "
+            f"{options.repository} {options.dry_run}`"
+        )
+    if options.evaluation is None:
+        lines.append(
+            "the card says that nothing was measured: --evaluation takes what `medusa evaluate` writes"
+        )
+    if options.license is None:
+        lines.append("the card names no licence: --license")
+    return [*lines, "provenance.json tells everyone the commands, paths and versions of the training"]

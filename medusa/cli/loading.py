@@ -1,4 +1,7 @@
-"""What options name, loaded: the model, its drafter and the prompts."""
+"""What options name, loaded: the model, its drafter and the prompts; and these answered.
+
+What is not there, or is not what it should be, is an OSError or a ValueError of one sentence.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,24 @@ from medusa.cli.next_steps import command
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
-    DrafterOptions,
+    AnswerOptions,
     ModelOptions,
     PromptOptions,
     words_of,
 )
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.ahead import Heads
+from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import log_console
+from medusa.progress import log_console, track
 from medusa.prompts import (
     Prompt,
     check_told,
@@ -58,10 +63,6 @@ def load_model(
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
     heads too, so that the text is the same. Warns where heads were trained on conversations that tell the
     chat template otherwise than ``template``.
-
-    Raises:
-        FileNotFoundError: heads or base are not there; for the defaults the message says what makes them.
-        ValueError: there is no such device here, or the base is no causal language model.
     """
     log = log_version()
     check_told({} if template is None else template.told)
@@ -83,7 +84,7 @@ def load_model(
     )
     set_step(model, options.step)
     if with_heads and template is not None:
-        warn_of_other_template(checkpoint, tokenizer, template.told)
+        _warn_of_other_template(checkpoint, tokenizer, template.told)
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
@@ -96,7 +97,7 @@ def load_model(
     return model
 
 
-def warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Mapping[str, Any]) -> None:
+def _warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Mapping[str, Any]) -> None:
     """Warn where a question, told ``told``, is rendered otherwise than what the heads were trained on."""
     known = checkpoint.template_options
     if known and not is_told_alike(tokenizer, told, known):
@@ -110,11 +111,7 @@ def warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Ma
 
 
 def set_step(model: MedusaModel, asked: StepKind | None) -> None:
-    """Have ``model`` run its steps as was asked, or by :func:`default_step`.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Have ``model`` run its steps as was asked, or by :func:`default_step`."""
     step = asked or default_step(model)
     check_step(step, model.runner)
     model.step = step
@@ -142,22 +139,14 @@ def load_base_on(
     device: torch.device, name: str, dtype: Dtype | None, trust_remote_code: bool = False
 ) -> CausalLM:
     """The base model called ``name``; in float32 on a CPU and in its own type elsewhere, unless told
-    otherwise.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_base`.
-    """
+    otherwise."""
     dtype_here = dtype or ("float32" if device.type == "cpu" else "auto")
     base: Any = load_base(name, dtype=dtype_here, trust_remote_code=trust_remote_code)
     return base.to(device)
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device called ``name``.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
+    """The device called ``name``."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -169,11 +158,7 @@ def chosen_device(name: str) -> torch.device:
 
 
 def recorded_base(checkpoint: HeadsCheckpoint | None, heads: str) -> str:
-    """The base that ``heads`` were trained on.
-
-    Raises:
-        ValueError: the heads do not say.
-    """
+    """The base that ``heads`` were trained on."""
     if heads == EMBEDDED_HEADS:
         return EMBEDDED_BASE
     if checkpoint is None or not checkpoint.base_model:
@@ -198,20 +183,16 @@ def measured_on(model: MedusaModel) -> dict[str, Any]:
     }
 
 
-def drafter_settings(options: DrafterOptions) -> DrafterSettings:
-    """What the flags tell drafters."""
-    return DrafterSettings(**vars(options))
-
-
-def load_for_replies(options: AnsweringOptions, template: TemplateOptions) -> MedusaModel:
-    """:func:`load_model`, with heads where the drafter asked for needs them.
-
-    Raises:
-        ValueError: there is no such drafter.
-    """
+def load_for_replies(
+    options: AnsweringOptions, template: TemplateOptions
+) -> tuple[MedusaModel, Drafter | None]:
+    """:func:`load_model`, with heads where the drafter asked for needs them; and that drafter, or None, which
+    leaves the choice to the model."""
     name, is_plain = options.replies.drafter, options.replies.plain
     with_heads = not is_plain and (name is None or draft_with_heads(name))
-    return load_model(options.model, with_heads, template)
+    model = load_model(options.model, with_heads, template)
+    settings = DrafterSettings(**vars(options.drafters))
+    return model, None if name is None else Drafters(model, settings).make(name)
 
 
 def compile_model(options: CompileOptions) -> list[str]:
@@ -221,12 +202,6 @@ def compile_model(options: CompileOptions) -> list[str]:
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
     log_console().print(text, soft_wrap=True)
     return [command("chat", *words_of(options.model))]
-
-
-def chosen_drafter(model: MedusaModel, options: AnsweringOptions) -> Drafter | None:
-    """The drafter asked for; None leaves the choice to the model."""
-    name = options.replies.drafter
-    return None if name is None else Drafters(model, drafter_settings(options.drafters)).make(name)
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:
@@ -241,11 +216,7 @@ def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]
 def encode_prompts(
     model: MedusaModel, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[dict[str, Tensor]]:
-    """``input_ids`` and ``attention_mask``, (1, T) long, of each prompt, on the model's device.
-
-    Raises:
-        ValueError: a prompt and its answer do not fit the model's context; the message names the row.
-    """
+    """``input_ids`` and ``attention_mask``, (1, T) long, of each prompt, on the model's device."""
     context = context_length(model.base)
     encoded = [encode_prompt(model.tokenizer, prompt, model.device) for prompt in prompts]
     for prompt, tensors in zip(prompts, encoded, strict=True):
@@ -256,3 +227,37 @@ def encode_prompts(
                 f"more than the model's context of {context}; shorten the prompt or the answer"
             )
     return encoded
+
+
+def decode_prompt(
+    model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions, drafter: str | None = None
+) -> tuple[list[int], DecodingStatistics]:
+    """Prompt and answer as one list of tokens, and how its decoding went: with the drafter of that name, else
+    with the heads alone in their tree."""
+    guessing: dict[str, Any] = {"tree": model.tree} if drafter is None else {"drafter": drafter}
+    output: Any = model.generate(
+        **inputs,
+        **options.sampling,
+        **guessing,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0].tolist(), output.statistics
+
+
+def answered_prompts(
+    model: MedusaModel, prompts: Sequence[Prompt], options: AnswerOptions, label: str = "answering"
+) -> list[AnsweredTokens]:
+    """Prompts and answers as tokens: the answers in the file where there are some, else the model's own."""
+    encoded = encode_prompts(model, prompts, options.max_new_tokens)
+    rows = []
+    for prompt, inputs in track(list(zip(prompts, encoded, strict=True)), label):
+        prompt_tokens = inputs["input_ids"][0].tolist()
+        if prompt.answer is None:
+            tokens, _ = decode_prompt(model, inputs, options)
+        else:
+            answer = model.tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
+            tokens = prompt_tokens + answer[: options.max_new_tokens]
+        rows.append(AnsweredTokens.after_prompt(tokens, len(prompt_tokens)))
+    return rows

@@ -51,7 +51,7 @@ COMMANDS = {
     "export": Command("interop:export", "commands:ExportOptions", "write heads for vLLM and others"),
     "check": Command("interop:check", "commands:CheckOptions", "hold an export to its server's rules"),
     "import": Command("interop:import_foreign", "commands:ImportOptions", "read heads that others trained"),
-    "push": Command("push:push", "commands:PushOptions", "publish heads on the Hugging Face hub"),
+    "push": Command("interop:push", "commands:PushOptions", "publish heads on the Hugging Face hub"),
 }
 """Each is imported when it is asked for; options in :mod:`medusa.cli.commands` are read without torch."""
 

@@ -399,14 +399,20 @@ class AnswerOptions:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} goes with sampling, and temperature is 0 (greedy); give both")
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """For ``generate``, ours and ``transformers``': greedy or sampled, and from which tokens."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {"do_sample": self.temperature > 0} | {name: each for name, each in given.items() if each}
+
 
 @dataclass(frozen=True)
 class DrafterOptions:
     """What drafters other than heads need to know."""
 
     draft_length: int | None = None
-    """Draft tokens of a chain; none is the drafter's own, or, in benchmarks, the fastest here. Heads keep
-    their own tree, and are a chain only for rules that take nothing else."""
+    """Draft tokens of a chain; none is the drafter's own. Heads keep their own tree, and are a chain only for
+    rules that take nothing else."""
     draft_width: int = 1
     """Chains side by side, where the rule takes a tree."""
     draft_model: str | None = None

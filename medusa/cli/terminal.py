@@ -145,11 +145,7 @@ def piped_lines(console: Console) -> Iterator[str]:
 
 
 def checked_utf8(text: str, where: str) -> str:
-    """``text``, which came from outside the program.
-
-    Raises:
-        ValueError: it came from bytes that are no UTF-8; the message names ``where`` it came from.
-    """
+    """``text``, which came from outside the program."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -158,11 +154,7 @@ def checked_utf8(text: str, where: str) -> str:
 
 
 def utf8_lines() -> Iterator[str]:
-    """The lines of standard input.
-
-    Raises:
-        ValueError: they are not UTF-8.
-    """
+    """The lines of standard input."""
     try:
         for line in sys.stdin:
             yield checked_utf8(line, "standard input")

@@ -321,19 +321,6 @@ class Drafters:
             return BestPathDrafter(drafter)
         return drafter
 
-    def has_free_length(self, name: str) -> bool:
-        """Whether a number alone says how long the drafts of ``name``, no union, are: it drafts a chain, and
-        not in the model's tree."""
-        drafter = self._drafter(name)
-        if DRAFTERS[name].needs_heads or not drafter.max_depth:
-            return False
-        chain = CandidateTree.chain(drafter.max_depth)
-        return getattr(drafter, "tree", chain) == chain
-
-    def set_length(self, name: str, draft_length: int) -> None:
-        """Have ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""
-        self._made[name] = self._drafter(name).fill(CandidateTree.chain(draft_length))
-
     def is_idle(self, name: str, num_rows: int, step: StepKind | None = None) -> bool:
         """Whether nothing in ``name`` pays: only heads, which are there, and whose tree for so many rows is
         the root alone."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from medusa.measurement.contenders import (
     TRANSFORMERS,
     TYPICAL,
     Contender,
-    NamedDrafters,
     drafter_and_rule,
     is_ours,
     pair_name,
@@ -150,7 +148,7 @@ def runnable(
     return working, reasons
 
 
-class FirstTokenClock(BaseStreamer):
+class _FirstTokenClock(BaseStreamer):
     """Gets the prompt and then the tokens as they are written, and notes when the first one came."""
 
     def __init__(self) -> None:
@@ -189,7 +187,7 @@ def measure(
         seed = request.seed + (repeat * len(prompt) if request.arguments["do_sample"] else 0)
         extra: dict[str, Any] = {"seed": seed} if contenders[name].is_ours else {}
         wait_for(prompt.device)
-        clock = FirstTokenClock()
+        clock = _FirstTokenClock()
         extra |= {"streamer": clock} if takes_streamer else {}
         output = contenders[name].answer(**inputs, **request.arguments, **extra, return_dict_in_generate=True)
         wait_for(prompt.device)
@@ -201,33 +199,6 @@ def measure(
     return take_turns(
         list(contenders), len(batches), run, repeats=request.repeats, seconds=seconds, label=label
     )
-
-
-def choose_lengths(
-    drafters: NamedDrafters, model: MedusaModel, setting: Setting, request: Request
-) -> dict[str, dict[int, float]]:
-    """Seconds per token, by drafter and draft length; the fastest length is what it drafts from now on.
-
-    Measured as everything else is, under the exact rule; only drafters of chains take part.
-    """
-    trials = {
-        f"{name} {length}": Contender(
-            f"{name} {length}", partial(model.generate, drafter=drafters.chain(name, length))
-        )
-        for name, lengths in drafters.free_in_length.items()
-        for length in lengths
-    }
-    if not trials:
-        return {}
-    _warm_up(next(iter(trials.values())), setting.batches(request.pad_id)[0], request)
-    answers = by_contender(measure(trials, setting, request, label="choosing draft lengths"))
-    found = {
-        name: {length: seconds_per_token(answers[f"{name} {length}"]) for length in lengths}
-        for name, lengths in drafters.free_in_length.items()
-    }
-    for name, seconds in found.items():
-        drafters.set_length(name, min(seconds, key=seconds.__getitem__))
-    return found
 
 
 # ------------------------------------------------------------------ what the answers add up to
@@ -269,14 +240,14 @@ def setting_report(
         "identical": not differing if is_exact else None,
         "num_identical": num_identical,
         "compared": compared,
-        "same_as_plain": {name: same_as(plain, rows_said(given[name])) for name in checked},
+        "same_as_plain": {name: _same_as(plain, rows_said(given[name])) for name in checked},
         "num_prompts": len({(question, row) for question, _, row in plain}) // num_seeds,
         "num_answers": len(plain),
         "num_tokens": sum(map(len, rows_said(given[HEADS if HEADS in given else PLAIN]).values())),
         "acceptance_rate": {
             name: total_statistics(each).acceptance_rate for name, each in given.items() if is_ours(name)
         },
-        "ratios": ratio_reports(given),
+        "ratios": _ratio_reports(given),
         "by_category": {
             category: speeds([answer for answer in answers if answer.category == category])
             for category in sorted({answer.category for answer in answers if answer.category})
@@ -302,7 +273,7 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
         "speedup_over_plain": {name: ratio["ratio"] for name, ratio in against_plain.items()},
         "speedup_interval": {name: [ratio["low"], ratio["high"]] for name, ratio in against_plain.items()},
         "milliseconds_per_token": {name: 1000 * seconds for name, seconds in per_token.items()},
-        "milliseconds_to_first_token": {name: first_token_milliseconds(each) for name, each in given.items()},
+        "milliseconds_to_first_token": {name: _first_token(each) for name, each in given.items()},
         "milliseconds_per_step": {
             name: None if seconds is None else 1000 * seconds for name, seconds in step.items()
         },
@@ -310,13 +281,13 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def first_token_milliseconds(answers: Iterable[Answer]) -> float | None:
-    """Of one contender, the median over batches; None where nobody looked."""
+def _first_token(answers: Iterable[Answer]) -> float | None:
+    """Milliseconds of one contender, the median over batches; None where nobody looked."""
     seconds = median_of(answers, lambda answer: answer.first_token_seconds)
     return None if seconds is None else 1000 * seconds
 
 
-def same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict[str, int]:
+def _same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict[str, int]:
     """How many answers are the expected ones, and how many tokens before the first that is not."""
     return {
         "num_answers": sum(given[row] == tokens for row, tokens in expected.items()),
@@ -353,7 +324,7 @@ def paired_ratio(
     return {"num_prompts": len(counts), **ratio, "num_answers": len(rows_said(answers))}
 
 
-def ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
+def _ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
     """Tokens per step of every rule for sampled drafts over a first one, drafter by drafter.
 
     That is token verification where it takes part, else the rule that was named first.

@@ -52,15 +52,13 @@ def add_tables(report: Report) -> None:
     """Every setting: speed of each contender, and who said the same; then what a step is made of."""
     values = report.values
     for setting in values["by_setting"]:
-        add_speeds(report, setting)
-    add_splits(report, values["by_setting"])
-    add_depths(report, values["by_setting"][0]["acceptance_rate"])
-    add_categories(report, values["by_setting"][0])
-    if values["draft_lengths"]:
-        add_lengths(report, values["draft_lengths"])
+        _add_speeds(report, setting)
+    _add_splits(report, values["by_setting"])
+    _add_depths(report, values["by_setting"][0]["acceptance_rate"])
+    _add_categories(report, values["by_setting"][0])
     ratios = [ratio for setting in values["by_setting"] for ratio in setting["ratios"]]
     if ratios:
-        add_ratios(report, ratios)
+        _add_ratios(report, ratios)
     by_reason: dict[str, list[str]] = {}
     for name, reason in values["skipped"].items():
         by_reason.setdefault(reason, []).append(name)
@@ -74,7 +72,7 @@ def add_tables(report: Report) -> None:
     )
 
 
-def add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
+def _add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
     """How fast each contender was, and who said the same."""
 
     def of(key: str) -> Any:
@@ -107,11 +105,11 @@ def add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
         note="Medians over batches. first: ms until the first token is there. same: tokens before the first "
         "that plain decoding did not say; in law: sampled by a rule that keeps the distribution.",
     )
-    report.add_line(agreement(setting), "bold red" if setting["identical"] is False else "green")
+    report.add_line(_agreement(setting), "bold red" if setting["identical"] is False else "green")
     report.add_line("")
 
 
-def agreement(setting: Mapping[str, Any]) -> str:
+def _agreement(setting: Mapping[str, Any]) -> str:
     """Who said the same, or how far they strayed where the precision promises nothing."""
     names, count = ", ".join(setting["compared"]), setting["num_answers"]
     same = f"{setting['num_identical']} of {count} answers token-identical among {names}"
@@ -125,7 +123,7 @@ def agreement(setting: Mapping[str, Any]) -> str:
     return f"{same}, {promise}: {rates or 'not measured'}"
 
 
-def add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
+def _add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
     """Milliseconds of a step by phase, and how close the step is to what the device allows."""
 
     def around_verify(row: Any) -> float | None:
@@ -152,7 +150,7 @@ def add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
     report.add_table("Where a step's time goes, ms", columns, rows, num_labels=2, note=note)
 
 
-def add_depths(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
+def _add_depths(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
     """How often each contender's guesses of each depth stayed."""
     drafted = {name: each for name, each in rates.items() if each}
     deepest = max(map(len, drafted.values()), default=0)
@@ -166,7 +164,7 @@ def add_depths(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
         report.add_table("Accepted by depth, % of steps", columns, list(drafted.items()))
 
 
-def add_categories(report: Report, setting: Mapping[str, Any]) -> None:
+def _add_categories(report: Report, setting: Mapping[str, Any]) -> None:
     """By category of prompts: tokens per step of our own, and how fast each was against plain decoding."""
     entries = {**setting["by_category"], "all": setting}
     if len(entries) < 3:
@@ -184,22 +182,7 @@ def add_categories(report: Report, setting: Mapping[str, Any]) -> None:
     report.add_table("Tokens per step, and speed against plain, by category", columns, names)
 
 
-def add_lengths(report: Report, lengths: Mapping[str, Mapping[str, Any]]) -> None:
-    """How fast chains of each length were."""
-    columns: dict[str, Column] = {
-        "drafter": (0, "{}"),
-        "chosen": (lambda row: row[1]["chosen"], "{}"),
-    }
-    for length in max((list(each["milliseconds_per_token"]) for each in lengths.values()), key=len):
-        columns[length] = (
-            lambda row, length=length: row[1]["milliseconds_per_token"].get(length),
-            "{:.1f}",
-        )
-    title = "Draft lengths, chosen in a short trial: ms/token of chains"
-    report.add_table(title, columns, list(lengths.items()), num_labels=2)
-
-
-def add_ratios(report: Report, ratios: Sequence[Mapping[str, Any]]) -> None:
+def _add_ratios(report: Report, ratios: Sequence[Mapping[str, Any]]) -> None:
     """Rules for sampled drafts against each other."""
     columns: dict[str, Column] = {name: (name, "{}") for name in ("drafter", "rule", "against")}
     columns["ratio"] = ("ratio", "{:.3f}")

@@ -56,7 +56,7 @@ def step_floor_seconds(
 ) -> float:
     """The least time in which ``rates`` allow a step: N nodes for B rows of ``num_cached`` tokens each."""
     weights = read_weights(model.base)
-    num_bytes = sum(stored_bytes(model, weight) for weight in weights)
+    num_bytes = sum(_stored_bytes(model, weight) for weight in weights)
     num_bytes += num_rows * num_cached * cache_bytes(model.base)
     num_operations = 2.0 * sum(weight.numel() for weight in weights) * num_nodes * num_rows
     if with_heads:
@@ -65,7 +65,7 @@ def step_floor_seconds(
     return rates.floor_seconds(num_bytes, num_operations)
 
 
-def stored_bytes(model: MedusaModel, weight: Tensor) -> float:
+def _stored_bytes(model: MedusaModel, weight: Tensor) -> float:
     """What a pass reads for a parameter of the base, as the engine holds it."""
     engine = model.runtime.engine
     if weight.dim() != 2 or engine == "eager":
@@ -119,7 +119,7 @@ def best_expected_tokens(counts: RankCounts, num_nodes: int) -> float:
 
 
 @torch.no_grad()
-def gaps_to_likeliest(base: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+def _gaps_to_likeliest(base: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """(T,): how far the logit of each token of ``answer`` lies below the largest one, given all before it."""
     if not answer:
         return torch.zeros(0)
@@ -140,7 +140,7 @@ def divergence(
 
     Read are the first ``most`` of ``answers``, pairs of prompt and answer.
     """
-    gaps = torch.cat([torch.zeros(0), *(gaps_to_likeliest(base, *pair) for pair in islice(answers, most))])
+    gaps = torch.cat([torch.zeros(0), *(_gaps_to_likeliest(base, *pair) for pair in islice(answers, most))])
     num_diverging = int((gaps > 0).sum())
     return {
         "rate": num_diverging / max(1, len(gaps)),

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from medusa.acceptance.rules import rule_named
-from medusa.base.causal_lm import CausalLM, end_ids, output_embedding, vocab_size
+from medusa.base.causal_lm import end_ids, output_embedding, vocab_size
 from medusa.base.loading import load_base
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.heads import drafter_of_heads
@@ -52,8 +52,6 @@ ALL_DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
 """The rules that compare a candidate with the base alone, so that any drafter will do."""
-TRIED_LENGTHS = (1, 2, 4, 8, 16)
-"""Draft tokens of a chain, where the fastest length is looked for."""
 LOOKUP_TOKENS = 10
 """What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
 CPU_COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -78,7 +76,7 @@ class Contender:
         """Why it cannot answer ``num_rows`` rows at once; None when it can."""
         if num_rows > 1 and self.name in WORKS_ON_ONE_ROW:
             return "transformers offers it for one row at a time"
-        if num_rows > 1 and is_llama_cpp(self.name):
+        if num_rows > 1 and _is_llama_cpp(self.name):
             return "llama.cpp is compared on one row at a time"
         return None
 
@@ -86,14 +84,14 @@ class Contender:
 # ------------------------------------------------------------------ names
 
 
-def is_llama_cpp(name: str) -> bool:
+def _is_llama_cpp(name: str) -> bool:
     """Whether llama.cpp answers under this name."""
     return name == LLAMA_CPP or name.startswith(f"{LLAMA_CPP}-")
 
 
 def is_ours(name: str) -> bool:
     """Whether it is a drafter of ours, or plain decoding."""
-    return name not in THEIRS and not is_llama_cpp(name)
+    return name not in THEIRS and not _is_llama_cpp(name)
 
 
 def pair_name(drafter: str, rule: str) -> str:
@@ -107,7 +105,7 @@ def drafter_and_rule(name: str) -> tuple[str, str]:
     return drafter, rule or EXACT
 
 
-def is_drafter(name: str) -> bool:
+def _is_drafter(name: str) -> bool:
     """Whether ``name`` is a drafter's, or a union's; not a group's, plain decoding's or other heads'."""
     return is_ours(name) and name not in (PLAIN, DEFAULT, ALL_DRAFTERS) and "=" not in name
 
@@ -122,7 +120,7 @@ def check_names(names: Iterable[str]) -> None:
             raise ValueError(
                 f"contenders must be names, or LABEL=HEADS with a label of its own, got {name!r}"
             )
-        if is_drafter(name):
+        if _is_drafter(name):
             try:
                 part_names(name)
             except ValueError as error:
@@ -135,88 +133,50 @@ def default_names(model: MedusaModel) -> list[str]:
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
-    theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
+    _theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
+    return [*_theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:
     """Whether to load heads for these contenders; by default they take part."""
     return names is None or any(
-        name == DEFAULT or (is_drafter(name) and draft_with_heads(name)) for name in names
+        name == DEFAULT or (_is_drafter(name) and draft_with_heads(name)) for name in names
     )
 
 
-def expanded(
-    names: Iterable[str], model: MedusaModel, settings: DrafterSettings, files: Iterable[str]
+def _expanded(
+    names: Iterable[str], model: MedusaModel, drafters: Drafters, files: Iterable[str]
 ) -> list[str]:
     """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`ALL_DRAFTERS` stand for."""
-    drafters = Drafters(model, settings).available()
-    drafters += ["heads+suffix"] if HEADS in drafters else []
-    drafters += [DEFAULT_DRAFTER] if model.heads is not None else []
-    groups = {ALL_DRAFTERS: drafters, LLAMA_CPP: [*files] or [LLAMA_CPP]}
+    available = drafters.available()
+    available += ["heads+suffix"] if HEADS in available else []
+    available += [DEFAULT_DRAFTER] if model.heads is not None else []
+    groups = {ALL_DRAFTERS: available, LLAMA_CPP: [*files] or [LLAMA_CPP]}
     return list(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
 
 # ------------------------------------------------------------------ our own
 
 
-class NamedDrafters:
-    """The drafters called ``names``: what is slow to make is made once, :meth:`new` ones come at once.
+def _ours(name: str, rule: str, model: MedusaModel, drafters: Drafters, is_greedy: bool) -> Contender | str:
+    """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size.
 
-    Raises:
-        ValueError: a name is unknown, or a drafter lacks something.
+    Or why the two do not go together: drafts would be biased, or it is another contender in disguise.
     """
-
-    def __init__(self, names: Iterable[str], model: MedusaModel, settings: DrafterSettings):
-        self.keeps_state = keeps_state(model.base)
-        self._drafters = Drafters(model, settings)
-        named = [name for name in names if is_drafter(name)]
-        self._parts = list(dict.fromkeys(part for name in named for part in part_names(name)))
-        for name in named:
-            self._drafters.make(name)
-
-    def new(self, name: str, num_rows: int = 1, only_chain: bool = False) -> Drafter:
-        """A drafter for ``num_rows`` rows; ``only_chain`` is for rules that walk one path."""
-        return self._drafters.make(name, num_rows=num_rows, only_chain=only_chain)
-
-    @property
-    def free_in_length(self) -> dict[str, Sequence[int]]:
-        """[name] = lengths that its chains may have; of those whose length nothing else says."""
-        return {part: TRIED_LENGTHS for part in self._parts if self._drafters.has_free_length(part)}
-
-    def chain(self, name: str, draft_length: int) -> Drafter:
-        """A drafter of chains of ``draft_length``."""
-        return self._drafters.make(name, CandidateTree.chain(draft_length))
-
-    def set_length(self, name: str, draft_length: int) -> None:
-        """Let ``name``, by itself and in unions, draft chains of ``draft_length`` from now on."""
-        self._drafters.set_length(name, draft_length)
-
-
-def walks_one_path(rule: str) -> bool:
-    """Whether ``rule`` takes chains alone."""
-    return rule not in (EXACT, TYPICAL) and rule_named(rule).only_chains
-
-
-def refused_pair(drafters: NamedDrafters, name: str, rule: str, is_greedy: bool) -> str | None:
-    """Why a drafter and a rule do not go together: it would be biased, or is another one in disguise."""
-    if rule in (EXACT, TYPICAL):
-        return None
-    if is_greedy:
-        return "at temperature 0 it is the exact rule"
-    if not is_drafter(name):
-        return "rules for sampled drafts are for drafters that are named"
-    required, drafter = rule_named(rule), drafters.new(name, only_chain=walks_one_path(rule))
-    try:
-        kind = drafter.sampled_kind(required.draft_kinds[0])
-        required.require(kind, drafter.context_only, drafters.keeps_state)
-    except ValueError as reason:
-        return str(reason)
-    return None
-
-
-def ours(name: str, rule: str, model: MedusaModel, drafters: NamedDrafters) -> Contender:
-    """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size."""
+    only_chain = False
+    if rule not in (EXACT, TYPICAL):
+        if is_greedy:
+            return "at temperature 0 it is the exact rule"
+        if not _is_drafter(name):
+            return "rules for sampled drafts are for drafters that are named"
+        required = rule_named(rule)
+        only_chain = required.only_chains
+        drafter = drafters.make(name, only_chain=only_chain)
+        try:
+            kind = drafter.sampled_kind(required.draft_kinds[0])
+            required.require(kind, drafter.context_only, keeps_state(model.base))
+        except ValueError as reason:
+            return str(reason)
 
     def answer(input_ids: Tensor, **call: Any) -> Any:
         choice: dict[str, Any] = {}
@@ -225,7 +185,7 @@ def ours(name: str, rule: str, model: MedusaModel, drafters: NamedDrafters) -> C
         elif name == HEADS and rule in (EXACT, TYPICAL):
             choice["tree"] = model.tree_for(len(input_ids))
         elif name != DEFAULT:
-            choice["drafter"] = drafters.new(name, len(input_ids), walks_one_path(rule))
+            choice["drafter"] = drafters.make(name, num_rows=len(input_ids), only_chain=only_chain)
         return model.generate(input_ids=input_ids, acceptance=rule, **choice, **call)
 
     return Contender(pair_name(name, rule), answer)
@@ -267,44 +227,31 @@ def other_heads(name: str, model: MedusaModel) -> Contender:
 # ------------------------------------------------------------------ those of others
 
 
-def missing(name: str, model: MedusaModel, settings: DrafterSettings) -> str | None:
-    """Why a contender of ``transformers`` cannot run with this model on this machine; None when it can."""
-    if name == ASSISTED and settings.draft_model is None:
-        return "it needs a smaller model; give --draft-model"
-    if name == STATIC:
-        if model.device.type == "cpu" and not any(map(shutil.which, CPU_COMPILERS)):
-            return (
-                f"torch.compile needs a C++ compiler on a CPU ({', '.join(CPU_COMPILERS)}), none is installed"
-            )
-        if model.device.type == "cpu" and not hasattr(CompileConfig, "_compile_all_devices"):
-            return "this transformers compiles on graphics cards only"
-        if not getattr(model.base, "_can_compile_fullgraph", True):
-            return f"transformers cannot compile {type(model.base).__name__}"
-    return None
-
-
-def theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender:
-    """A contender of ``transformers``, on the base as it was loaded."""
+def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender | str:
+    """A contender of ``transformers``, on the base as it was loaded; or why it cannot run here."""
     base, options = model.base, dict[str, Any]()
     if name == STATIC:
+        if not getattr(base, "_can_compile_fullgraph", True):
+            return f"transformers cannot compile {type(base).__name__}"
         options["cache_implementation"] = "static"
         if base.device.type == "cpu":  # elsewhere `generate` compiles by itself
+            if not any(map(shutil.which, CPU_COMPILERS)):
+                known = ", ".join(CPU_COMPILERS)
+                return f"torch.compile needs a C++ compiler on a CPU ({known}), none is installed"
+            if not hasattr(CompileConfig, "_compile_all_devices"):
+                return "this transformers compiles on graphics cards only"
             options["compile_config"] = CompileConfig()
             options["compile_config"]._compile_all_devices = True
     elif name == LOOKUP:
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     elif name == ASSISTED:
-        options["assistant_model"] = loaded_assistant(settings, base)
+        if (given := settings.draft_model) is None:
+            return "it needs a smaller model; give --draft-model"
+        if not isinstance(given, PreTrainedModel):
+            loaded: Any = load_base(str(given), dtype=base.dtype)
+            given = loaded.to(base.device)
+        options["assistant_model"] = given
     return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
-
-
-def loaded_assistant(settings: DrafterSettings, base: CausalLM) -> CausalLM:
-    """The smaller model, where and how the base is."""
-    given = settings.draft_model
-    if isinstance(given, PreTrainedModel):
-        return given
-    assistant: Any = load_base(str(given), dtype=base.dtype)
-    return assistant.to(base.device)
 
 
 def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
@@ -327,14 +274,16 @@ def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[st
     return files
 
 
-def missing_for_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> str | None:
-    """Why llama.cpp cannot take part under ``name``; None when it can."""
+def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> Contender | str:
+    """llama.cpp with the file that is called so; or why it cannot take part."""
     if name not in files:
         known = f"; there are {', '.join(files)}" if files else ""
         return f"it needs a GGUF file of the base; give one with --llama-cpp{known}"
     if model.device.type != "cpu":
         return f"it runs on the CPU here, and the base is on {model.device.type}"
-    return missing_llama_cpp()
+    if (lacks := missing_llama_cpp()) is not None:
+        return lacks
+    return Contender(name, answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base)))
 
 
 # ------------------------------------------------------------------ all together
@@ -347,42 +296,33 @@ def make_contenders(
     gguf_files: Sequence[Path] | None = None,
     rules: Sequence[str] = (EXACT,),
     is_greedy: bool = True,
-    choose_lengths: Callable[[NamedDrafters], object] = lambda drafters: None,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders by name, our own under each of ``rules``, and the reasons of those that cannot run here.
 
-    ``gguf_files`` are for :func:`llama_cpp_files`; ``choose_lengths`` may set the length of chains.
+    ``gguf_files`` are for :func:`llama_cpp_files`.
 
     Raises:
         ValueError: a name is unknown, two contenders have one, one of our own drafters lacks something, heads
             do not fit, or a GGUF file is not one of this base.
     """
     files = llama_cpp_files(model, gguf_files)
-    names = expanded(names, model, settings, files)
-    drafters = NamedDrafters(names, model, settings)
-    choose_lengths(drafters)
-    made: list[Contender] = []
-    skipped: dict[str, str] = {}
+    drafters = Drafters(model, settings)
+    names = _expanded(names, model, drafters, files)
+    for name in filter(_is_drafter, names):
+        drafters.make(name)  # refused, if at all, before anything is measured
+    found: list[tuple[str, Contender | str]] = []
     for name in names:
         if name in THEIRS:
-            reason = missing(name, model, settings)
-            made += [theirs(name, model, settings)] if reason is None else []
-        elif is_llama_cpp(name):
-            reason = missing_for_llama_cpp(name, model, files)
-            if reason is None:
-                answer = answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base))
-                made.append(Contender(name, answer))
+            found.append((name, _theirs(name, model, settings)))
+        elif _is_llama_cpp(name):
+            found.append((name, _by_llama_cpp(name, model, files)))
         elif "=" in name:
-            reason = None
-            made.append(other_heads(name, model))
+            other = other_heads(name, model)
+            found.append((other.name, other))
         else:
-            reason = None
             for rule in (EXACT,) if name == PLAIN else dict.fromkeys(rules):
-                refused = refused_pair(drafters, name, rule, is_greedy)
-                made += [ours(name, rule, model, drafters)] if refused is None else []
-                skipped |= {} if refused is None else {pair_name(name, rule): refused}
-        skipped |= {} if reason is None else {name: reason}
-    found = {contender.name: contender for contender in made}
-    if len(found) < len(made):
-        raise ValueError(f"contenders must have names of their own, got {[each.name for each in made]}")
-    return found, skipped
+                found.append((pair_name(name, rule), _ours(name, rule, model, drafters, is_greedy)))
+    if len(dict(found)) < len(found):
+        raise ValueError(f"contenders must have names of their own, got {[name for name, _ in found]}")
+    contenders = {name: each for name, each in found if isinstance(each, Contender)}
+    return contenders, {name: reason for name, reason in found if isinstance(reason, str)}

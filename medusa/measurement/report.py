@@ -53,14 +53,14 @@ class Report:
 
     def publish(self, json_path: Path | None) -> None:
         """Print and draw, and end with the JSON object: :func:`end_with_json`."""
-        self.show(table_console())
+        self.show(_table_console())
         for path, draw in self._pictures.items():
             draw(path)
             log_console().print(f"picture: {path}", soft_wrap=True)
         end_with_json(self.values, json_path)
 
 
-def table_console(width: int = 118) -> Console:
+def _table_console(width: int = 118) -> Console:
     """Where tables are printed: standard output, ``width`` columns wide where it is no terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)

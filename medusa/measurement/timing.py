@@ -131,7 +131,7 @@ def total_statistics(answers: Iterable[Answer]) -> DecodingStatistics:
     return sum(first.values(), DecodingStatistics())
 
 
-def medians_by_question(
+def _medians_by_question(
     answers: Iterable[Answer], value: Callable[[Answer], float | None]
 ) -> dict[int, float]:
     """[question] = the median of ``value`` over one contender's answers to it; those of None are left out."""
@@ -143,14 +143,14 @@ def medians_by_question(
 
 
 def median_of(answers: Iterable[Answer], value: Callable[[Answer], float | None]) -> float | None:
-    """Median over questions of :func:`medians_by_question`; None where nothing was measured."""
-    found = medians_by_question(answers, value)
+    """Median over questions of :func:`_medians_by_question`; None where nothing was measured."""
+    found = _medians_by_question(answers, value)
     return median(found.values()) if found else None
 
 
 def seconds_per_token(answers: Iterable[Answer]) -> float:
     """Of one contender, prefill included."""
-    return median(medians_by_question(answers, lambda answer: answer.seconds_per_token).values())
+    return median(_medians_by_question(answers, lambda answer: answer.seconds_per_token).values())
 
 
 def step_seconds(answers: Iterable[Answer]) -> float | None:
@@ -215,7 +215,7 @@ def speedup(answers: Iterable[Answer], baseline: Iterable[Answer]) -> Ratio:
     Taken over the questions that both answered.
     """
     ours, theirs = (
-        medians_by_question(each, lambda answer: answer.seconds_per_token) for each in (answers, baseline)
+        _medians_by_question(each, lambda answer: answer.seconds_per_token) for each in (answers, baseline)
     )
     both = np.array([(ours[question], theirs[question]) for question in ours if question in theirs])
 

@@ -74,11 +74,7 @@ class AnswerForm:
         return r'call ("\n" call)*' if self.call in ("hermes", "xml") else "call"
 
     def call_rules(self, functions: Sequence[Mapping[str, Any]], spelt: Spelt) -> list[str]:
-        """``call``, which is one call of one of ``functions``, and the rules below it.
-
-        Raises:
-            ValueError: the parameters of a function are no schema that can be kept.
-        """
+        """``call``, which is one call of one of ``functions``, and the rules below it."""
         rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
         for index, function in enumerate(functions):
             schema = {"type": "object", **(function.get("parameters") or {})}

@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 
 import medusa
 from medusa.prompts import check_keepable
-from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, AccessSettings, Gate, answer_of
+from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.replies import DONE, Replies, RequestError, usage_of
 from medusa.serving.requests import (
     Body,
@@ -43,6 +43,7 @@ from medusa.serving.requests import (
 )
 from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses, named
 from medusa.serving.service import Service, overloaded, shutting_down
+from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Answer, Update
 
 log = logging.getLogger("medusa.serving")
@@ -59,14 +60,14 @@ NUM_PREPARING = 4
 """Requests that are read or tokenised at once."""
 
 
-def create_application(service: Service, access: AccessSettings) -> FastAPI:
+def create_application(service: Service, access: AccessOptions) -> FastAPI:
     """The application; ``service`` must have been started."""
     app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, access=access)
-    if access.cors_origins:
+    if access.cors_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(access.cors_origins),
+            allow_origins=list(access.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Ignored-Fields"],
@@ -77,7 +78,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
     endpoints = _Endpoints(service, access)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
-    if service.settings.allows_race:
+    if service.options.race:
         page = page.replace('id="race" hidden', 'id="race"')
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
 
@@ -108,7 +109,7 @@ def create_application(service: Service, access: AccessSettings) -> FastAPI:
 
     @readable("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card(name) for name in service.settings.names]}
+        return {"object": "list", "data": [service.model_card(name) for name in service.names]}
 
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
@@ -175,31 +176,6 @@ async def _http_refused(request: Request, error: Any) -> Response:
     return answer_of(refusal, request.scope, error.headers)
 
 
-class _Threads:
-    """Where requests are prepared, off the event loop, which answers everybody else meanwhile.
-
-    A body or a grammar may take a second and a hundred megabytes, so ``num_threads`` are worked on at once,
-    and no more wait than ``most``.
-    """
-
-    def __init__(self, num_threads: int, most: int):
-        self._limiter, self._num, self._most = CapacityLimiter(num_threads), 0, num_threads + most
-
-    async def run(self, work: Callable[..., Any], *given: Any) -> Any:
-        """The result of ``work``.
-
-        Raises:
-            RequestError: too much waits already.
-        """
-        if self._num >= self._most:
-            raise overloaded()
-        self._num += 1
-        try:
-            return await to_thread.run_sync(work, *given, limiter=self._limiter)
-        finally:
-            self._num -= 1
-
-
 async def _body(request: Request) -> bytes:
     try:
         return await asyncio.wait_for(request.body(), BODY_SECONDS)
@@ -208,11 +184,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _checked(raw: bytes, kind: Any) -> Any:
-    """The body as ``kind``.
-
-    Raises:
-        RequestError: it is no JSON object, or a field is wrong.
-    """
+    """The body as ``kind``."""
     try:
         body = json.loads(raw, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -240,25 +212,35 @@ def _no_number(name: str) -> None:
 class _Endpoints:
     """What is common to the endpoints that read a body."""
 
-    def __init__(self, service: Service, access: AccessSettings):
+    def __init__(self, service: Service, access: AccessOptions):
         self.service, self.access = service, access
-        most = service.settings.limits.max_rows + service.settings.limits.max_waiting
-        self.preparing, self.compiling = _Threads(NUM_PREPARING, most), _Threads(1, most)
+        self.most_waiting = service.limits.max_rows + service.limits.max_waiting
+        self.preparing, self.compiling = CapacityLimiter(NUM_PREPARING), CapacityLimiter(1)
+
+    async def _run(self, threads: CapacityLimiter, work: Callable[..., Any], *given: Any) -> Any:
+        """The result of ``work``, off the event loop, which answers everybody else meanwhile.
+
+        A body or a grammar may take a second and a hundred megabytes, so few are worked on at once, and no
+        more wait than could be answered.
+        """
+        if threads.statistics().tasks_waiting >= self.most_waiting:
+            raise overloaded()
+        return await to_thread.run_sync(work, *given, limiter=threads)
 
     async def computed(
         self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
         """What ``work`` makes of a body of this kind."""
-        asked = await self.preparing.run(_checked, await _body(request), kind)
+        asked = await self._run(self.preparing, _checked, await _body(request), kind)
         request.scope["state"]["unread"] = [*asked.unread()]
-        return await self.preparing.run(work, asked)
+        return await self._run(self.preparing, work, asked)
 
     async def answered(
         self, request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
     ) -> Response:
         """The answers to a request of this kind, whole or as a stream."""
         service = self.service
-        given = await self.preparing.run(_checked, await _body(request), kind)
+        given = await self._run(self.preparing, _checked, await _body(request), kind)
         asked = given.chat if isinstance(given, ResponsesRequest) else given
         unread = service.unread(asked)
         if isinstance(given, ResponsesRequest):
@@ -275,14 +257,14 @@ class _Endpoints:
 
             return listen
 
-        prompts = await self.preparing.run(service.prompts, asked)
+        prompts = await self._run(self.preparing, service.prompts, asked)
         grammar = None
         if asked.is_formed:
-            grammar = await self.compiling.run(service.grammar, asked, prompts[0])
+            grammar = await self._run(self.compiling, service.grammar, asked, prompts[0])
         owner = request.scope["state"].get("owner")
         answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
         service.submit(answers)
-        record = _Record(request, asked, answers, sum(map(len, prompts)), self.access.logs_prompts)
+        record = _Record(request, asked, answers, sum(map(len, prompts)), self.access.log_prompts)
 
         def end() -> None:
             service.worker.cancel(answers)
@@ -310,7 +292,7 @@ def _replies(
     prompts: Sequence[Sequence[int]],
 ) -> Replies | ResponseReplies:
     """What makes answers of the kind that was asked for."""
-    name = asked.model or service.settings.names[0]
+    name = asked.model or service.names[0]
     if isinstance(given, ResponsesRequest):
         return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
     echoed: list[str] = []
@@ -426,7 +408,7 @@ class _Record:
         asked: ChatRequest | CompletionRequest,
         answers: Sequence[Answer],
         num_prompt: int,
-        logs_prompts: bool,
+        log_prompts: bool,
     ):
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
         self.state = request.scope["state"]
@@ -436,7 +418,7 @@ class _Record:
         self.num_to_read = num_prompt * asked.n
         if unread := self.state["unread"]:
             self.said["ignored"] = unread[:MAX_TOLD]
-        if logs_prompts:
+        if log_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
             self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 

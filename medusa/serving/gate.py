@@ -13,7 +13,6 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
@@ -22,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from medusa.serving.replies import RequestError
 from medusa.serving.service import overloaded
+from medusa.serving.settings import AccessOptions
 
 log = logging.getLogger("medusa.serving")
 HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?")
@@ -37,24 +37,10 @@ MAX_TOLD, MAX_HEADER = 32, 1024
 """Fields that were not read, in the header and in the log; and the header's characters."""
 
 
-@dataclass(frozen=True)
-class AccessSettings:
-    """Who may ask, and how much at once."""
-
-    api_keys: tuple[str, ...] = ()
-    """One of these is wanted where there are any."""
-    max_body_bytes: int = 4 * 2**20
-    cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask, in lower case; * is all. None but the server's own by default."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names by which clients may reach the server, beside localhost and its addresses."""
-    logs_prompts: bool = False
-
-
 class Gate:
     """Hosts, origins, keys, body sizes and request ids, before anything is read or parsed."""
 
-    def __init__(self, app: Callable[..., Any], access: AccessSettings):
+    def __init__(self, app: Callable[..., Any], access: AccessOptions):
         self.app, self.access, self.num_under_way = app, access, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -97,16 +83,16 @@ class Gate:
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         refusal = None
         if b"host" in headers:  # without one it is no browser
-            refusal = refusal_of_host(host, scope["server"][0], self.access.allowed_hosts)
+            refusal = refusal_of_host(host, scope["server"][0], self.access.allowed_host)
         if refusal is None and b"origin" in headers:
-            refusal = refusal_of_origin(origin, host, self.access.cors_origins)
+            refusal = refusal_of_origin(origin, host, self.access.cors_origin)
         return refusal
 
     def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
         path = scope["path"]
-        if self.access.api_keys and path not in OPEN_PATHS:
+        if self.access.api_key and path not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_keys]
+            known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_key]
             if scheme.lower() != b"bearer" or not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
             scope["state"]["owner"] = known.index(True)

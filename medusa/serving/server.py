@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,8 +18,9 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from medusa.serving.application import create_application
-from medusa.serving.gate import MAX_REQUESTS, AccessSettings
+from medusa.serving.gate import MAX_REQUESTS
 from medusa.serving.service import Service
+from medusa.serving.settings import AccessOptions, AddressOptions
 
 MAX_CONNECTIONS = MAX_REQUESTS + 64
 """Connections at once, also to those paths that are never refused. Less than the 1,024 files that processes
@@ -60,39 +60,26 @@ class SignalledServer(uvicorn.Server):
             connection.transport.abort()  # whose client reads nothing, or sends nothing more
 
 
-@dataclass(frozen=True)
-class TlsFiles:
-    """With what a server proves who it is.
-
-    Raises:
-        OSError: a file is not there.
-        ValueError: they are no certificate and key that belong together.
-    """
-
-    certificate: str
-    key: str | None = None
-    """None: it is in the same file."""
-
-    def __post_init__(self) -> None:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password="")
-        except ssl.SSLError as error:
-            raise ValueError(
-                "tls_certificate and tls_key must be a certificate and its key in PEM, without a password, "
-                f"got {self.certificate} and {self.key or 'no other file'} ({error.reason or error})"
-            ) from error
-        except OSError as error:
-            raise OSError(f"tls_certificate or tls_key cannot be read: {error.strerror}") from error
+def check_certificate(address: AddressOptions) -> None:
+    """Raise where the certificate and its key, if there are any, cannot be read or do not belong together."""
+    if address.tls_certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(address.tls_certificate, address.tls_key, password="")
+    except ssl.SSLError as error:
+        raise ValueError(
+            "tls_certificate and tls_key must be a certificate and its key in PEM, without a password, got "
+            f"{address.tls_certificate} and {address.tls_key or 'no other file'} ({error.reason or error})"
+        ) from error
+    except OSError as error:
+        raise OSError(f"tls_certificate or tls_key cannot be read: {error.strerror}") from error
 
 
 def run_server(
-    service: Service,
-    access: AccessSettings,
-    bound: socket.socket,
-    grace_seconds: float = 30.0,
-    tls: TlsFiles | None = None,
+    service: Service, access: AccessOptions, bound: socket.socket, address: AddressOptions
 ) -> None:
-    """Serve on ``bound`` until SIGINT or SIGTERM; running answers then get ``grace_seconds`` to end.
+    """Serve on ``bound``, which has this ``address``, until SIGINT or SIGTERM.
 
     Raises:
         OSError: another listens there since it was bound.
@@ -106,16 +93,15 @@ def run_server(
                 access_log=False,
                 server_header=False,
                 http=bounded_protocol(MAX_CONNECTIONS),
-                ssl_certfile=None if tls is None else tls.certificate,
-                ssl_keyfile=None if tls is None else tls.key,
+                ssl_certfile=address.tls_certificate,
+                ssl_keyfile=address.tls_key,
             )
             where = address_of(bound)
-            with address_errors(where):
+            with _address_errors(where):
                 bound.listen()  # a client that connects before uvicorn accepts waits
-            log.info(
-                "ready: %s%s", "" if where.startswith("unix:") else "https://" if tls else "http://", where
-            )
-            SignalledServer(config, service, grace_seconds).run(sockets=[bound])
+            scheme = "https://" if address.tls_certificate else "http://"
+            log.info("ready: %s%s", "" if where.startswith("unix:") else scheme, where)
+            SignalledServer(config, service, address.grace).run(sockets=[bound])
         finally:
             service.worker.close()
 
@@ -130,7 +116,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        with address_errors(f"{host} port {port}"):
+        with _address_errors(f"{host} port {port}"):
             bound.bind((host, port))
     except OSError:
         bound.close()
@@ -148,7 +134,7 @@ def bound_unix_socket(path: str) -> Iterator[socket.socket]:
         OSError: the path cannot be had.
     """
     with socket.socket(socket.AF_UNIX) as bound:
-        with address_errors(f"unix:{path}"):
+        with _address_errors(f"unix:{path}"):
             if Path(path).is_socket() and not _is_answered(path):
                 Path(path).unlink()
             bound.bind(path)
@@ -173,7 +159,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 @contextmanager
-def address_errors(where: str) -> Iterator[None]:
+def _address_errors(where: str) -> Iterator[None]:
     """Names the address in an OSError, and what to do."""
     try:
         yield

@@ -6,7 +6,8 @@ import functools
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from medusa.model import MedusaModel
 from medusa.prompts import is_thinking
 from medusa.serving.answer_forms import AnswerForm, form_of
 from medusa.serving.answer_reader import AnswerReader
-from medusa.serving.answer_text import AnswerText
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
@@ -44,7 +44,8 @@ from medusa.serving.requests import (
     sampling_arguments,
     text_of,
 )
-from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
+from medusa.serving.settings import ServiceOptions
+from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnded
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
@@ -57,6 +58,9 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The rule of a grammar for each kind of form that a client may ask for."""
+CPU_CHUNK = 64
+"""Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
+running answers wait for the whole of it."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
@@ -73,54 +77,45 @@ def shutting_down() -> RequestError:
     return RequestError(text, 503, code="shutting_down", retry_after=RETRY_AFTER)
 
 
-@dataclass(frozen=True)
-class ServiceSettings:
-    """What a server allows."""
-
-    names: tuple[str, ...]
-    """Under which clients may ask; the first is what the model is called."""
-    limits: BatchLimits = field(default_factory=BatchLimits)
-    max_new_tokens: int = 4096
-    """Longest answer, also where the client says nothing."""
-    seconds: float = 600.0
-    """Longest time that an answer may take."""
-    plain: bool = False
-    """Guess nothing."""
-    allows_race: bool = False
-    """Clients may ask for answers without guessing, for comparison. They have a batch of their own, of as
-    much memory, and half of the time while both are busy."""
-    takes_any_name: bool = False
-    """Whatever clients call the model is this one."""
-
-    remember_bytes: int = 0
-    """Memory for what was answered before, from which guesses are copied; 0 remembers nothing."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is told where a request does not say it."""
-    num_owners: int = 1
-    """Clients with a key of their own, among whom this memory is divided."""
-    remembers_together: bool = False
-    """Answers to one owner help to guess those of others, and the time to answer tells of them."""
-
-
 class Service:
-    """Answers requests with one model.
+    """Answers requests with one model. What cannot be had is told by a :class:`RequestError`.
+
+    Args:
+        template_options: what the chat template is told where a request does not say it.
+        num_owners: clients with a key of their own, among whom the memory of answers is divided.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
     """
 
-    def __init__(self, model: MedusaModel, settings: ServiceSettings):
+    def __init__(
+        self,
+        model: MedusaModel,
+        options: ServiceOptions,
+        template_options: Mapping[str, Any] | None = None,
+        num_owners: int = 1,
+    ):
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
-        self.model, self.settings, self.tokenizer = model, settings, model.tokenizer
-        batches = {False: model.continuous_batch(settings.limits, plain=settings.plain)}
-        if settings.allows_race:
-            few = replace(settings.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
+        self.model, self.options, self.tokenizer = model, options, model.tokenizer
+        self.template_options, self.num_owners = template_options or {}, num_owners
+        self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
+        """Under which clients may ask; the first is what the model is called."""
+        self.limits = BatchLimits(
+            max_rows=options.max_rows,
+            max_slots=options.max_slots,
+            max_waiting=options.max_waiting,
+            chunk=options.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
+            prefix_bytes=options.prefix_mib * 2**20,
+        )
+        batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
+        if options.race:
+            few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = ServerMetrics(batches)
         self.worker = Worker(batches, self.metrics)
         self._corpora: dict[Hashable, SuffixCorpus] = {}
-        if settings.remember_bytes:
+        if options.remember:
             self.corpus_of(None)  # refused, if at all, at the start
         self.is_draining = False
         """New requests are refused."""
@@ -149,11 +144,7 @@ class Service:
             return False
 
     def chat_prompt(self, asked: ChatRequest) -> list[int]:
-        """The tokens of a conversation, as the chat template renders it.
-
-        Raises:
-            RequestError: there is no template, it knows no tools, or it refuses these messages.
-        """
+        """The tokens of a conversation, as the chat template renders it."""
         if self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         speaks_of_tools = any(message.needs_tools for message in asked.messages)
@@ -164,7 +155,7 @@ class Service:
             )
         messages = [message.as_template for message in asked.messages]
         try:
-            told = {**self.settings.template_options, **asked.template_arguments}
+            told = {**self.template_options, **asked.template_arguments}
             text = self._marked(messages, asked.offered, told)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
@@ -180,11 +171,7 @@ class Service:
         self, messages: list[dict[str, Any]], tools: Sequence[Any], arguments: Mapping[str, Any]
     ) -> str:
         """The conversation as text, with the mark inside of each control token that messages and tools spell:
-        tokenised on either side of it, what users write is text.
-
-        Raises:
-            RequestError: the template makes something else of it then.
-        """
+        tokenised on either side of it, what users write is text."""
         text = self._rendered(messages, tools, arguments)
         cut, *others = self._cut([messages, [*tools], dict(arguments)])
         if [cut, *others] == [messages, [*tools], arguments]:
@@ -238,11 +225,7 @@ class Service:
         return sorted(end_ids(self.model.base, self.tokenizer))
 
     def grammar(self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
-        """What the answer to ``prompt`` must keep to, behind its reasoning, where it ``is_formed``.
-
-        Raises:
-            RequestError: grammars are not to be had here, or not this one.
-        """
+        """What the answer to ``prompt`` must keep to, behind its reasoning, where it ``is_formed``."""
         chat = asked if isinstance(asked, ChatRequest) else None
         text, must_call = asked.text_form, chat.must_call if chat else []
         name = "tool_choice" if must_call or text is None else text.field
@@ -302,12 +285,7 @@ class Service:
         return found
 
     def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The tokens of a conversation, or of each text to continue.
-
-        Raises:
-            RequestError: nothing can be answered there, as in :meth:`chat_prompt`; a text is too long, has no
-                tokens, or a token id is none of the model's.
-        """
+        """The tokens of a conversation, or of each text to continue."""
         if isinstance(asked, ChatRequest):
             prompts = [self.chat_prompt(asked)]
         else:
@@ -330,7 +308,7 @@ class Service:
     @functools.cached_property
     def max_characters(self) -> int:
         """Characters of the longest prompt that can fit, if all its tokens are the longest one."""
-        tokens = min(self.settings.limits.max_slots, self.context or self.settings.limits.max_slots)
+        tokens = min(self.limits.max_slots, self.context or self.limits.max_slots)
         return tokens * max(map(len, self.tokenizer.get_vocab()))
 
     def _check_length(self, text: str, param: str) -> None:
@@ -344,13 +322,9 @@ class Service:
             )
 
     def check(self, asked: SharedFields) -> None:
-        """What can be said of a request before anything is computed for it.
-
-        Raises:
-            RequestError: something asked for is not to be had here, or there is no room now.
-        """
+        """What can be said of a request before anything is computed for it."""
         self.check_name(asked.model)
-        if asked.medusa_plain and not self.settings.allows_race:
+        if asked.medusa_plain and not self.options.race:
             raise RequestError(
                 "this server has no medusa_plain, which takes time from all others; leave it out, or have "
                 "the server started with --race",
@@ -360,7 +334,7 @@ class Service:
             raise RequestError(refusal[1], param=refusal[0])
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
         self._check_open()
-        if asked.num_answers > (most := self.settings.limits.max_rows + self.settings.limits.max_waiting):
+        if asked.num_answers > (most := self.limits.max_rows + self.limits.max_waiting):
             raise RequestError(
                 f"a request may want {most} answers here, got {asked.num_answers}; ask for fewer at once",
                 param="n",
@@ -372,8 +346,8 @@ class Service:
 
     def check_name(self, name: str | None) -> None:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
-        if name and not self.settings.takes_any_name and name not in self.settings.names:
-            there = ", ".join(map(repr, self.settings.names))
+        if name and not self.options.any_model_name and name not in self.names:
+            there = ", ".join(map(repr, self.names))
             text = f"the model {name!r} is not here; there is {there}"
             raise RequestError(text, 404, "model", "model_not_found")
 
@@ -387,16 +361,12 @@ class Service:
     ) -> list[Answer]:
         """The ``n`` answers to each of ``prompts``, not yet under way; choice i draws from ``seed + i``, and
         is told of by the listener of its number among all. What is read for them is read again for other
-        owners.
-
-        Raises:
-            RequestError: something asked for is not to be had here.
-        """
+        owners."""
         expected = (
             [] if asked.prediction is None else self._tokens_expected(text_of(asked.prediction.content))
         )
         marks = self._marks if isinstance(asked, ChatRequest) else None
-        told: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.settings.seconds}
+        told: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
         told |= {"owner": owner, "prediction": expected}
         requests = [
             request
@@ -453,21 +423,17 @@ class Service:
         Raises:
             ValueError: the memory is too small for the number of owners, or cannot be searched here.
         """
-        settings = self.settings
-        if not settings.remember_bytes:
+        if not self.options.remember:
             return None
-        owner = None if settings.remembers_together else owner
+        is_shared = self.options.remember_together
+        owner = None if is_shared else owner
         if owner not in self._corpora:
-            num_parts = 1 if settings.remembers_together else max(1, settings.num_owners)
-            self._corpora[owner] = SuffixCorpus(settings.remember_bytes // num_parts)
+            num_parts = 1 if is_shared else max(1, self.num_owners)
+            self._corpora[owner] = SuffixCorpus(self.options.remember * 2**20 // num_parts)
         return self._corpora[owner]
 
     def submit(self, answers: Sequence[Answer]) -> None:
-        """Have ``answers`` decoded.
-
-        Raises:
-            RequestError: there is no room now, or the server is about to end.
-        """
+        """Have ``answers`` decoded."""
         self._check_open()
         try:
             self.worker.submit(answers)
@@ -482,7 +448,7 @@ class Service:
 
     def _longest(self, asked: SharedFields, num_prompt: int) -> int:
         """Tokens that the answer may have."""
-        context, most = self.context, self.settings.max_new_tokens
+        context, most = self.context, self.options.max_new_tokens
         room = most if context is None else context - num_prompt
         name = "max_completion_tokens" if getattr(asked, "max_completion_tokens", None) else "max_tokens"
         if room < 1 or (asked.longest or 0) > room:
@@ -508,11 +474,7 @@ class Service:
                 )
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
-        """What a text or a conversation is as tokens.
-
-        Raises:
-            RequestError: as of :meth:`prompts`.
-        """
+        """What a text or a conversation is as tokens."""
         self.check_name(asked.model)
         if asked.prompt is None:
             ids = self.chat_prompt(asked.chat)
@@ -523,11 +485,7 @@ class Service:
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": spelt}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
-        """The text of tokens.
-
-        Raises:
-            RequestError: a token is none of the model's.
-        """
+        """The text of tokens."""
         self.check_name(asked.model)
         self._check_tokens(asked.tokens, "tokens")
         return {"prompt": self.text_of(asked.tokens)}
@@ -543,7 +501,7 @@ class Service:
             "object": "model",
             "created": 0,
             "owned_by": "medusa",
-            "root": self.settings.names[0],
+            "root": self.names[0],
             "max_model_len": self.context,
             "context_length": self.context,
         }

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, wide_tree
 
-from medusa.cli.chat import ChatTerminal
-from medusa.cli.chat_session import ChatSession, ChatSettings, ContextFullError
+from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError
+from medusa.cli.commands import ChatOptions, ReplyOptions
+from medusa.cli.options import AnswerOptions
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
@@ -53,10 +54,16 @@ class ScriptedModel:
             yield StepResult([new], [[1, 0][-len(new) :]])
 
 
-def scripted(*answers, color_depth=False, max_context=512, **chat_settings):
+def asking(system=None, plain=False, max_new_tokens=512, **answers):
+    return ChatOptions(
+        answers=AnswerOptions(max_new_tokens, **answers), replies=ReplyOptions(system=system, plain=plain)
+    )
+
+
+def scripted(*answers, color_depth=False, max_context=512, **asked):
     """A terminal over a scripted model, and what it has printed so far as a function."""
     model = ScriptedModel(*answers, max_context=max_context)
-    session = ChatSession(model, ChatSettings(**chat_settings))
+    session = ChatSession(model, None, asking(**asked))
     screen = io.StringIO()
     console = Console(
         file=screen,
@@ -329,8 +336,9 @@ def test_markup_in_an_answer_is_plain_text():
 def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
     texts = []
     for is_plain in (False, True):
-        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
-            session = ChatSession(chat_model(), ChatSettings(30, 5, sampling, is_plain=is_plain))
+        for temperature in (0, 0.8):
+            options = asking(plain=is_plain, max_new_tokens=30, seed=5, temperature=temperature)
+            session = ChatSession(chat_model(), None, options)
             texts.append(["".join(said for said, _ in session.reply(text)) for text in ("Hello", "More")])
             assert session.messages[1]["content"] == texts[-1][0]
             assert bool(session.statistics.acceptance_rate) is not is_plain
@@ -342,14 +350,14 @@ def test_the_answer_is_the_models_own_and_the_same_with_heads_and_without():
 
 
 def test_repeated_answers_of_a_session_draw_other_samples():
-    session = ChatSession(chat_model(), ChatSettings(20, 5, {"do_sample": True, "temperature": 1.5}))
+    session = ChatSession(chat_model(), None, asking(max_new_tokens=20, seed=5, temperature=1.5))
     first = list(session.reply("Hello"))
     session.reset()
     assert list(session.reply("Hello")) != first
 
 
 def test_statistics_of_a_stopped_answer_still_count():
-    session = ChatSession(chat_model(), ChatSettings(50))
+    session = ChatSession(chat_model(), None, asking(max_new_tokens=50))
     reply = session.reply("Hello")
     while not next(reply)[0]:
         pass
@@ -363,12 +371,12 @@ def test_a_model_without_a_chat_template_is_refused_with_the_way_out():
     model = chat_model()
     model.tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template.*medusa generate --raw"):
-        ChatSession(model, ChatSettings())
+        ChatSession(model, None, ChatOptions())
 
 
 def test_the_interrupted_model_is_as_good_as_new():
     model = chat_model()
-    session = ChatSession(model, ChatSettings(40))
+    session = ChatSession(model, None, asking(max_new_tokens=40))
     whole = "".join(text for text, _ in session.reply("Hello"))
     session.reset()
     stopped = session.reply("Hello")

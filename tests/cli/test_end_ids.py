@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
+from tiny_server import tiny_service
 
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
-from medusa.cli.chat_session import ChatSession, ChatSettings
+from medusa.cli.chat import ChatSession
+from medusa.cli.commands import ChatOptions
 from medusa.cli.loading import load_model
-from medusa.cli.options import ModelOptions
+from medusa.cli.options import AnswerOptions, ModelOptions
 from medusa.serving.requests import ChatRequest
-from medusa.serving.service import Service, ServiceSettings
 from medusa.training.distillation.answering import LocalAnswerer
 
 QUESTION = [{"role": "user", "content": "why"}]
@@ -39,11 +40,11 @@ def test_a_chat_a_server_and_a_distilled_answer_end_where_generate_ends(names):
     assert end_ids(base, tokenizer) == ends and OF_TOKENIZER not in ends
 
     model = MedusaModel(base, tokenizer=tokenizer)
-    session = ChatSession(model, ChatSettings(max_new_tokens=12, sampling={"do_sample": False}))
+    session = ChatSession(model, None, ChatOptions(answers=AnswerOptions(max_new_tokens=12)))
     list(session.reply("why"))
     assert session.answers[0].ended_by == "end" and session.answers[0].statistics.num_tokens == len(expected)
     assert LocalAnswerer(model, 1, 12).stop_ids == ends
-    service = Service(model, ServiceSettings(("tiny",)))
+    service = tiny_service(model)
     asked = ChatRequest(messages=QUESTION, max_tokens=12, temperature=0)
     (answer,) = service.answers(asked, [[1, 2, 3]], lambda choice: lambda update: None)
     assert answer.row.request.eos_ids == ends

@@ -20,13 +20,12 @@ import openai
 import pytest
 from conftest import CHECKOUT, REAL_BASE
 from tiny_chat import chat_model, save_chat_model
-from tiny_server import wait_until
+from tiny_server import tiny_service, wait_until
 
 from medusa.cli import serve
 from medusa.cli.main import main
 from medusa.serving import server
-from medusa.serving.gate import AccessSettings
-from medusa.serving.service import Service, ServiceSettings
+from medusa.serving.settings import AccessOptions, AddressOptions
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,8 @@ def flags_of(directories) -> list[str]:
 def test_flags_reach_the_server(directories, monkeypatch, capsys):
     started = []
 
-    def run(service, access, bound, grace, tls):
-        assert tls is None
-        started.append((service, access, bound.getsockname()[0], grace))
+    def run(service, access, bound, address):
+        started.append((service, access, bound.getsockname()[0], address.grace))
 
     monkeypatch.setattr(server, "run_server", run)
     monkeypatch.setenv("MEDUSA_API_KEY", "third, fourth")
@@ -58,11 +56,11 @@ def test_flags_reach_the_server(directories, monkeypatch, capsys):
     ((service, access, host, grace),) = started
     limits = service.worker.batches[False].limits
     assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
-    assert (service.settings.names, service.settings.seconds) == (("mine", "yours"), 9)
-    assert service.settings.takes_any_name
-    assert access.api_keys == ("first", "second", "third", "fourth")
-    assert access.allowed_hosts == ("0.0.0.0", "a.example", "b.example")
-    assert access.cors_origins == ("https://chat.example",)
+    assert (service.names, service.options.timeout) == (("mine", "yours"), 9)
+    assert service.options.any_model_name
+    assert access.api_key == ("first", "second", "third", "fourth")
+    assert access.allowed_host == ("0.0.0.0", "a.example", "b.example")
+    assert access.cors_origin == ("https://chat.example",)
     assert (host, grace) == ("0.0.0.0", 30)
     assert "warning" not in capsys.readouterr().err
 
@@ -167,14 +165,14 @@ def test_clients_can_connect_from_the_moment_that_the_server_says_ready(monkeypa
         with server.bound_socket("127.0.0.1", 0) as bound:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(bound.getsockname(), timeout=5)
-            server.run_server(Service(chat_model(), ServiceSettings(("tiny",))), AccessSettings(), bound)
+            server.run_server(tiny_service(chat_model()), AccessOptions(), bound, AddressOptions())
     finally:
         server.log.removeFilter(connect)
     assert connected
 
 
 @contextmanager
-def served(monkeypatch, bound, tls=None):
+def served(monkeypatch, bound, **address):
     """A server that runs as ``medusa serve`` has it run; its end is as after a signal."""
     run, begun = server.SignalledServer.run, []
 
@@ -183,8 +181,8 @@ def served(monkeypatch, bound, tls=None):
         run(self, sockets)
 
     monkeypatch.setattr(server.SignalledServer, "run", noted)
-    service = Service(chat_model(), ServiceSettings(("tiny",)))
-    thread = threading.Thread(target=server.run_server, args=(service, AccessSettings(), bound, 1.0, tls))
+    given = tiny_service(chat_model()), AccessOptions(), bound, AddressOptions(grace=1.0, **address)
+    thread = threading.Thread(target=server.run_server, args=given)
     thread.start()
     try:
         wait_until(lambda: begun and begun[0].started)
@@ -225,12 +223,13 @@ def certificate(tmp_path_factory):
 
 
 def test_with_a_certificate_a_server_answers_over_https_alone(monkeypatch, certificate):
+    made, key = certificate
     with (
         server.bound_socket("127.0.0.1", 0) as bound,
-        served(monkeypatch, bound, server.TlsFiles(*certificate)),
+        served(monkeypatch, bound, tls_certificate=made, tls_key=key),
     ):
         url = f"https://{server.address_of(bound)}"
-        trusted = ssl.create_default_context(cafile=certificate[0])
+        trusted = ssl.create_default_context(cafile=made)
         assert httpx.get(f"{url}/health", verify=trusted).json() == {"status": "ok"}
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url.replace('https', 'http')}/health")

@@ -12,7 +12,8 @@ from tiny_training import chat_tokenizer, counting_rows, save_tiny_base, tiny_ba
 
 from medusa import MedusaModel
 from medusa.choices import TemplateOptions
-from medusa.cli.chat_session import ChatSession, ChatSettings
+from medusa.cli.chat import ChatSession
+from medusa.cli.commands import ChatOptions
 from medusa.cli.jobs.distill import DistillOptions, summarise, wanted_prompts
 from medusa.cli.loading import load_model, load_prompts
 from medusa.cli.main import main
@@ -21,7 +22,8 @@ from medusa.heads.checkpoint import load_heads
 from medusa.progress import log_console
 from medusa.prompts import split_thoughts
 from medusa.serving.requests import ChatRequest
-from medusa.serving.service import Service, ServiceSettings
+from medusa.serving.service import Service
+from medusa.serving.settings import ServiceOptions
 from medusa.training.data.reading import parse_row
 from medusa.training.data.rendering import Renderer
 from medusa.training.distillation.answering import LocalAnswerer
@@ -123,7 +125,7 @@ def test_prompts_and_conversations_are_told(tmp_path):
     asked = DistillOptions(output=tmp_path / "a", prompts=path, template=TemplateOptions(False))
     assert [each.template_options for each in wanted_prompts(asked)] == expected
     model = MedusaModel(tiny_base(), tokenizer=chat_tokenizer(THINKING))
-    session = ChatSession(model, ChatSettings(4, template_options=OFF))
+    session = ChatSession(model, None, ChatOptions(prompts=options))
     session.template_options["x"] = 1
     session.reset()
     assert session.template_options == OFF
@@ -131,7 +133,7 @@ def test_prompts_and_conversations_are_told(tmp_path):
 
 def test_a_server_tells_the_template_what_a_request_does_not_say():
     model = MedusaModel(tiny_base(), tokenizer=chat_tokenizer(THINKING))
-    service = Service(model, ServiceSettings("tiny", template_options=OFF))
+    service = Service(model, ServiceOptions(), OFF)
     messages = [{"role": "user", "content": "a"}]
     for given, is_off in (({}, True), ({"enable_thinking": True}, False)):
         tokens = service.chat_prompt(ChatRequest(model="tiny", messages=messages, **given))

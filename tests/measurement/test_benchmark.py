@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tiny_chat import chat_model
 
 from medusa import DecodingStatistics
 from medusa.measurement.benchmark import Request, Setting, measure, paired_ratio, runnable, setting_report
 from medusa.measurement.benchmark_report import add_tables
 from medusa.measurement.contenders import Contender
+from medusa.measurement.prompts import earlier_exchanges, lengthened, num_tokens_of
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer, new_tokens
+from medusa.prompts import Prompt
 
 ASKING = Request({"max_new_tokens": 20, "do_sample": False}, frozenset({0}), pad_id=0)
 
@@ -42,25 +45,6 @@ def test_the_last_batch_goes_around_to_the_first_prompts():
     assert setting.num_prompt_tokens == 4
     assert setting.category(0) == ""
     assert Setting(1, None, encoded(3), ["a"]).category(0) == "a"
-
-
-def test_contenders_answer_in_an_order_that_rotates():
-    calls = []
-    both = {name: contender(name, calls) for name in ("plain", "heads")}
-    answers = measure(both, Setting(1, None, encoded(3, 4), ["a", "b"]), ASKING)
-    assert [name for name, _, _ in calls] == ["plain", "heads", "heads", "plain"]
-    assert [(t.contender, t.question, t.category, t.tokens) for t in answers][:2] == [
-        ("plain", 0, "a", ((5, 5),)),
-        ("heads", 0, "a", ((5, 5),)),
-    ]
-
-
-def test_measuring_stops_between_rounds_when_the_time_is_up():
-    calls = []
-    both = {name: contender(name, calls) for name in ("plain", "heads")}
-    setting = Setting(1, None, encoded(3, 4, 5), ["a"] * 3)
-    answers = measure(both, setting, ASKING, seconds=0.0)
-    assert [(t.contender, t.question) for t in answers] == [("plain", 0), ("heads", 0)], "one whole round"
 
 
 def test_the_time_to_the_first_token_is_taken_where_one_row_is_answered():
@@ -218,7 +202,6 @@ def test_tables_show_every_number_at_80_columns(capsys):
     report = {
         "by_setting": [setting],
         "skipped": {},
-        "draft_lengths": {},
         "device": "cpu",
         "dtype": "float32",
         "device_rates": rates,
@@ -291,3 +274,50 @@ def test_one_prompt_has_no_interval_and_unlike_sides_are_refused():
         paired_ratio(ours, [trial(0, [1], seed=1)])
     with pytest.raises(ValueError, match="every answer ended with its first token"):
         paired_ratio([trial(0, [])], [trial(0, [])])
+
+
+# ------------------------------------------------------------------ prompts after earlier talk
+
+
+def prompt(text, answer=None, system=None):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return Prompt((*messages, {"role": "user", "content": text}), answer=answer)
+
+
+def test_a_prompt_is_filled_up_with_earlier_exchanges_about_other_questions():
+    model = chat_model()
+    prompts = [prompt("first", "one"), prompt("second", "two"), prompt("third", "three")]
+    exchanges = earlier_exchanges(model, prompts, num_tokens=10_000)
+    assert [(q["content"], a["content"]) for q, a in exchanges] == [
+        ("first", "one"),
+        ("second", "two"),
+        ("third", "three"),
+    ]
+    asked = prompt("second", system="Be kind.")
+    longer = lengthened(model, asked, exchanges, num_tokens=80)
+    contents = [message["content"] for message in longer.messages]
+    assert (contents[0], contents[-1]) == ("Be kind.", "second")
+    assert contents.count("second") == 1, "the question itself is not asked before"
+    assert contents[-3:-1] == ["first", "one"] and contents[1:-1].count("first") > 1, "they come around again"
+    length = num_tokens_of(model, longer)
+    assert 80 - len("third" + "three") - 4 <= length <= 80
+
+
+def test_a_prompt_that_is_longer_by_itself_stays_as_it_is():
+    model = chat_model()
+    asked = prompt("a question of some length")
+    assert lengthened(model, asked, earlier_exchanges(model, [prompt("x", "y")], 50), 12) == asked
+
+
+def test_missing_answers_are_the_models_own_and_no_more_are_made_than_needed():
+    model = chat_model()
+    exchanges = earlier_exchanges(model, [prompt(text) for text in ("one", "two", "three")], num_tokens=20)
+    assert len(exchanges) == 1
+    assert exchanges[0][1]["role"] == "assistant"
+
+
+def test_without_a_chat_template_there_is_no_conversation_to_lengthen():
+    model = chat_model()
+    model.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template to render them"):
+        earlier_exchanges(model, [prompt("one")], 20)

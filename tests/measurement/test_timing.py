@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from medusa.measurement import timing
-from medusa.measurement.timing import Answer, speedup, take_turns, tokens_per_step_ratio, with_interval
+from medusa.measurement.timing import Answer, speedup, take_turns, with_interval
 
 
 def test_every_contender_goes_first_in_turn_and_answers_every_question():
@@ -39,15 +39,6 @@ def test_a_speedup_is_of_medians_over_questions_with_an_interval():
     assert found["low"] == pytest.approx(40 / 30) and found["high"] == 2.0
     alone = speedup(answers("fast", [1.0]), answers("slow", [2.0, 5.0]))
     assert alone == {"ratio": 2.0, "low": None, "high": None}
-
-
-def test_the_interval_of_a_ratio_is_about_prompts():
-    alike = np.array([[10, 30, 10, 20]] * 5)  # 3 tokens a step against 2
-    found = tokens_per_step_ratio(alike)
-    assert found["ratio"] == found["low"] == found["high"] == pytest.approx(1.5)
-    mixed = tokens_per_step_ratio(np.array([[10, 40, 10, 20], [10, 20, 10, 20]] * 10))
-    assert mixed["low"] < 1.5 < mixed["high"]
-    assert tokens_per_step_ratio(alike[:1])["low"] is None
 
 
 def test_the_same_samples_give_the_same_interval():

@@ -19,11 +19,6 @@ def test_there_are_training_configurations():
     }
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_a_configuration_is_complete(path):
-    parse(TrainingConfiguration, ["--config", str(path)])
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
     comment = [line for line in path.read_text().splitlines()[:4] if line.startswith("#")]
@@ -32,7 +27,7 @@ def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_a_configuration_runs_offline_as_it_stands(path):
+def test_a_configuration_is_complete_and_runs_offline_as_it_stands(path):
     """No account of a tracker, no model from the hub: the base is the one that `medusa fetch` fetches."""
     read = parse(TrainingConfiguration, ["--config", str(path)])
     assert read.run.tracker == "none"

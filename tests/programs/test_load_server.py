@@ -9,7 +9,6 @@ from tiny_chat import chat_model, chat_tokenizer
 from tiny_server import running
 
 from medusa.cli.options import parse
-from medusa.decoding.batch import BatchLimits
 
 MESSAGES = [[{"role": "user", "content": "Hello"}]]
 
@@ -28,7 +27,7 @@ def test_servers_take_turns_and_what_comes_in_the_time_is_counted(load, tmp_path
         words += ["--json", str(report), "--clients", "1", "3", "--seconds", "0.8", "--pause", "0.001"]
         words += [
             "--long-prompt",
-            "40",
+            "10",
             "--tokenizer",
             str(tmp_path / "tokenizer"),
             "--max-new-tokens",
@@ -47,16 +46,14 @@ def test_servers_take_turns_and_what_comes_in_the_time_is_counted(load, tmp_path
 
 
 def test_an_answer_under_way_counts_as_far_as_it_has_come(load):
-    with running(
-        chat_model(context=2**16), max_new_tokens=60_000, limits=BatchLimits(max_slots=2**17)
-    ) as server:
+    with running(chat_model(context=2**16), max_new_tokens=60_000, max_slots=2**17) as server:
         words = ["--seconds", "0.5", "--max-new-tokens", "50000", "50000", "--temperature", "1"]
         waits = asyncio.run(load.run(parse(load.LoadTestOptions, words), server.url, 1, MESSAGES, "tiny"))
     assert waits.num_answers == 0 and waits.as_dict(0.5, chat_tokenizer())["num_tokens"] > 0
 
 
 def test_refusals_are_counted_and_failures_are_said(load):
-    with running(chat_model(), limits=BatchLimits(max_rows=1, max_waiting=0)) as server:
+    with running(chat_model(), max_rows=1, max_waiting=0) as server:
         server.service.is_draining = True
         given = parse(load.LoadTestOptions, ["--seconds", "2"])  # each comes back later, as it is told
         assert asyncio.run(load.run(given, server.url, 2, MESSAGES, "tiny")).refused in range(2, 5)

@@ -25,18 +25,18 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from starlette.testclient import TestClient
 from tiny_chat import TOOL_TEMPLATE, chat_model, save_chat_model, tool_model
-from tiny_server import HELLO, Running, client_of, expected, running, wait_until
+from tiny_server import HELLO, Running, client_of, expected, running, tiny_service, wait_until
 
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.decoding import batch as decoding_batch
-from medusa.decoding.batch import Batch, BatchLimits
+from medusa.decoding.batch import Batch
 from medusa.serving import application, gate
 from medusa.serving import server as connections
 from medusa.serving.application import create_application
-from medusa.serving.gate import AccessSettings
 from medusa.serving.requests import ChatRequest, CompletionRequest
-from medusa.serving.service import Service, ServiceSettings
+from medusa.serving.settings import AccessOptions
 
 LONG = [{"role": "user", "content": "long " * 50}]
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
@@ -72,7 +72,7 @@ def post(server: Running, body: dict) -> socket.socket:
 
 
 def test_clients_that_read_slowly_or_vanish_keep_nobody_waiting(server, text):
-    endless = {**ASKED, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    endless = {**ASKED, "max_tokens": 200, "ignore_eos": True, "stream": True}
     slow = [post(server, endless) for _ in range(2)]
     assert whole(server) == text
     wait_until(lambda: server.num_active == 0)  # answered, though nobody has read it
@@ -210,8 +210,8 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     """MEDUSA_CHURN_SECONDS=600 is two hours of users who ask every five seconds."""
     seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
     chance, seen, num_asked = random.Random(0), [], 0
-    limits = BatchLimits(max_rows=4, chunk=32, prefix_bytes=2**20)  # full within seconds
-    with running(tool_model(TOOL_TEMPLATE + "<think>"), limits=limits, allows_race=True) as server:
+    of_little = {"prefix_mib": 1, "race": True}  # full within seconds
+    with running(tool_model(TOOL_TEMPLATE + "<think>"), **of_little) as server:
 
         async def visit(client: httpx.AsyncClient) -> None:
             words = [{"role": "user", "content": "Hello " * chance.randint(1, 40)}]
@@ -323,7 +323,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(server, pat
 
 
 def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
-    with running(chat_model(), limits=BatchLimits(max_rows=1, max_waiting=0)) as small:
+    with running(chat_model(), max_rows=1, max_waiting=0) as small:
         monkeypatch.setattr(small.service, "chat_prompt", fails)
         monkeypatch.setattr(Batch, "num_vacant", 0)
         with pytest.raises(openai.InternalServerError, match="as many requests wait as may"):
@@ -334,8 +334,7 @@ def test_no_more_bodies_wait_to_be_read_than_could_be_answered(monkeypatch):
     may_go_on = threading.Event()
     monkeypatch.setattr(application, "_checked", lambda *_: may_go_on.wait(5) and fails())
     monkeypatch.setattr(application, "NUM_PREPARING", 1)
-    limits = BatchLimits(max_rows=1, max_waiting=1)
-    with running(chat_model(), limits=limits) as small, ThreadPoolExecutor(4) as pool:
+    with running(chat_model(), max_rows=1, max_waiting=1) as small, ThreadPoolExecutor(4) as pool:
         posts = [pool.submit(httpx.post, f"{small.url}/v1/completions", timeout=60) for _ in range(4)]
         refused = next(as_completed(posts)).result()  # one is read, two wait
         may_go_on.set()
@@ -410,44 +409,15 @@ def bodies(draw) -> bytes:
     return body
 
 
-class InProcess:
-    """The application without a socket."""
-
-    def __init__(self) -> None:
-        model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
-        service = Service(model, ServiceSettings(("tiny",), allows_race=True, max_new_tokens=64))
-        service.start()
-        self.service, self.loop = service, asyncio.new_event_loop()
-        self.app = create_application(service, AccessSettings())
-
-    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        return self.loop.run_until_complete(self._post(path, body))
-
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
-        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
-        scope |= {"server": ("x", 80), "client": ("x", 1), "asgi": {"version": "3.0", "spec_version": "2.4"}}
-        given, sent = [{"type": "http.request", "body": body, "more_body": False}], []
-
-        async def receive():
-            return given.pop() if given else await asyncio.Event().wait()
-
-        async def send(message):
-            sent.append(message)
-
-        await self.app(scope, receive, send)
-        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
-
-    def close(self) -> None:
-        self.service.worker.close()
-        self.loop.close()
-
-
 @pytest.fixture(scope="module")
 def in_process():
-    started = InProcess()
-    yield started
-    started.close()
+    """A service, and its application without a socket."""
+    model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
+    service = tiny_service(model, race=True, max_new_tokens=64)
+    service.start()
+    with TestClient(create_application(service, AccessOptions()), base_url="http://localhost") as client:
+        yield service, client
+    service.worker.close()
 
 
 NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "150"))
@@ -462,9 +432,10 @@ NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "150"))
 )
 @given(path=st.sampled_from(PATHS), body=bodies())
 def test_no_body_breaks_the_server(in_process, path, body):
-    status, reply = in_process.post(path, body)
-    assert status in (200, 400, 404), reply
-    if status != 200:
-        error = json.loads(reply)["error"]
+    service, client = in_process
+    reply = client.post(path, content=body)
+    assert reply.status_code in (200, 400, 404), reply.text
+    if reply.status_code != 200:
+        error = reply.json()["error"]
         assert error["message"] and error["type"] and set(error) == {"message", "type", "param", "code"}
-    assert in_process.service.worker.num_active == 0 and in_process.service.is_ready
+    assert service.worker.num_active == 0 and service.is_ready

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import time
 
 import httpx
 import pytest
@@ -13,7 +15,8 @@ from transformers import AddedToken
 
 import medusa
 from medusa.serving import application
-from medusa.serving.gate import AccessSettings, as_header
+from medusa.serving.gate import as_header
+from medusa.serving.settings import AccessOptions
 
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 0}
 THINKING = TOOL_TEMPLATE + (
@@ -24,7 +27,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), names=("tiny", "gpt-4o")) as started:
+    with running(chat_model(), served_model_name=("tiny", "gpt-4o")) as started:
         yield started
 
 
@@ -81,7 +84,7 @@ def test_a_server_answers_to_all_its_names_or_to_every_name(server):
     assert ask(server, model=None).json()["model"] == "tiny"
     refused = ask(server, model="other").json()["error"]
     assert refused["message"] == "the model 'other' is not here; there is 'tiny', 'gpt-4o'"
-    with running(chat_model(), takes_any_name=True) as open_server:
+    with running(chat_model(), any_model_name=True) as open_server:
         assert ask(open_server, model="other").json()["model"] == "other"
         assert httpx.get(f"{open_server.url}/v1/models/o/ther").json()["id"] == "o/ther"
 
@@ -91,7 +94,7 @@ def test_the_version_is_told_and_browsers_may_ask_what_they_may(server):
     for path, methods in (("/v1/chat/completions", {"POST"}), ("/v1/models", {"GET", "HEAD"})):
         reply = httpx.options(server.url + path)
         assert reply.status_code == 204 and set(reply.headers["allow"].split(", ")) == methods
-    access = AccessSettings(api_keys=("secret",), cors_origins=("https://chat.example",))
+    access = AccessOptions(api_key=("secret",), cors_origin=("https://chat.example",))
     with running(chat_model(), access) as guarded:
         asks = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
         asks |= {"Access-Control-Request-Headers": "authorization"}
@@ -163,8 +166,6 @@ FORMS = [
 @pytest.mark.parametrize(("form", "pattern"), FORMS, ids=[next(iter(form)) for form, _ in FORMS])
 def test_answers_keep_to_a_structure(server, form, pattern, path):
     pytest.importorskip("llguidance")
-    import re
-
     body = {"prompt": "Hello"} if path == "completions" else {"messages": HELLO}
     for seed in range(3):
         reply = post(
@@ -241,9 +242,9 @@ def test_a_form_begins_behind_the_reasoning(has_token):
         model = medusa.MedusaModel(model.base, tokenizer=model.tokenizer)
     ends = {str(token): 5.0 for token in model.tokenizer("</think>")["input_ids"]}
     with running(model) as server:
-        for seed in range(4):
+        for seed in range(2):
             message = ask(
-                server, response_format=FORM, max_tokens=400, seed=seed, temperature=1, logit_bias=ends
+                server, response_format=FORM, max_tokens=150, seed=seed, temperature=1, logit_bias=ends
             ).json()["choices"][0]
             said = message["message"]
             assert message["finish_reason"] == "length" or json.loads(said["content"]) in ("yes", "no")
@@ -287,13 +288,7 @@ def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, m
     batch = server.service.worker.batches[False]
     step = batch.step
 
-    def slow():
-        import time
-
-        time.sleep(0.2)
-        return step()
-
-    monkeypatch.setattr(batch, "step", slow)
+    monkeypatch.setattr(batch, "step", lambda: time.sleep(0.2) or step())
     long = [{"role": "user", "content": "long " * 40}]
     lines = ask(server, messages=long, stream=True, max_tokens=2).text.split("\n\n")
     comments = [line for line in lines if line.startswith(": read ")]

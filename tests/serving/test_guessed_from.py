@@ -8,8 +8,8 @@ from tiny_chat import chat_model
 from tiny_server import HELLO, client_of, running
 
 from medusa.engine.kernels import missing_kernels
-from medusa.serving.gate import AccessSettings
 from medusa.serving.replies import common_subsequence_length
+from medusa.serving.settings import AccessOptions
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
@@ -18,7 +18,7 @@ ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), allows_race=True) as started:
+    with running(chat_model(), race=True) as started:
         yield started
 
 
@@ -35,10 +35,9 @@ def test_a_prediction_is_counted_and_never_changes_the_answer(server):
         if content == text:
             assert counted.accepted_prediction_tokens > 20  # random tokens: their text is cut otherwise
         assert (total > 0) == bool(content)
-        again = client.chat.completions.create(
-            **ASKED, prediction=expected, extra_body={"medusa_plain": True}
-        )
-        assert again.usage.model_extra["medusa"]["num_steps"] == again.usage.completion_tokens
+    given = {"prediction": {"type": "content", "content": text}, "extra_body": {"medusa_plain": True}}
+    again = client.chat.completions.create(**ASKED, **given)
+    assert again.usage.model_extra["medusa"]["num_steps"] == again.usage.completion_tokens
 
 
 def test_a_prediction_that_is_none_is_refused_in_words(server):
@@ -57,8 +56,8 @@ def num_steps(client):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_what_was_answered_to_one_key_drafts_for_another_only_where_that_was_asked_for(together):
-    access = AccessSettings(api_keys=("a", "b"))
-    remembers = {"remember_bytes": 2**20, "num_owners": 2, "remembers_together": together}
+    access = AccessOptions(api_key=("a", "b"))
+    remembers = {"remember": 1, "remember_together": together}
     with running(chat_model(), access, **remembers) as server:
         first, other = client_of(server, "a"), client_of(server, "b")
         fresh = num_steps(first)

@@ -55,7 +55,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium h
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), allows_race=True) as started:
+    with running(chat_model(), race=True) as started:
         yield started
 
 

@@ -13,8 +13,7 @@ import torch
 
 from medusa.acceptance.rules import RULES
 from medusa.checks import check_above, check_at_least
-from medusa.cli.answering import generation_arguments
-from medusa.cli.loading import drafter_settings, encode_prompts, load_model, load_prompts, measured_on
+from medusa.cli.loading import encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -22,6 +21,7 @@ from medusa.cli.options import (
     GrowingInts,
     ProgramOptions,
 )
+from medusa.drafters.registry import DrafterSettings
 from medusa.engine import QUANTISED
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
@@ -29,7 +29,6 @@ from medusa.measurement.benchmark import (
     Setting,
     bounds,
     calibrated_counts,
-    choose_lengths,
     divergences,
     measure,
     runnable,
@@ -44,7 +43,6 @@ from medusa.measurement.contenders import (
     PLAIN,
     TYPICAL,
     Contender,
-    NamedDrafters,
     check_names,
     default_names,
     drafter_and_rule,
@@ -60,7 +58,6 @@ from medusa.plots import short_name
 from medusa.progress import log_console
 from medusa.trees.rank_counts import RankCounts
 
-TRIAL_PROMPTS, TRIAL_TOKENS = 3, 32
 NOTHING_LEFT_OUT = {"top_k": 0, "top_p": 1.0}
 """For ``generate``: sample from all tokens, whatever the base's own configuration leaves out."""
 
@@ -75,8 +72,7 @@ class BenchmarkOptions(ProgramOptions):
     machine that slows down does so for all; each warms up first. Times are medians over batches of
     seconds per new token, prefill included; tokens are counted alike for all. Each batch size and each
     context length is a setting of its own; a context length puts earlier turns (other prompts with the
-    model's own answers) before each question. Where --draft-length is not given, the length of the chains of
-    a drafter that is named is chosen in a short trial. f_hw is the least time the device needs for a
+    model's own answers) before each question. f_hw is the least time the device needs for a
     step over the step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a
     large matrix product. f_tree is tokens per step over what the heads' best tree of as many nodes should
     give on these answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else
@@ -141,31 +137,32 @@ class BenchmarkOptions(ProgramOptions):
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
-    model = load_model(options.model, wants_heads(options), options.prompts)
-    settings = list(make_settings(model, options))
-    contenders, skipped, lengths = chosen_contenders(model, settings[0], options)
+    model = load_model(options.model, _wants_heads(options), options.prompts)
+    settings = list(_make_settings(model, options))
+    names = options.contenders or default_names(model)
+    contenders, skipped = make_contenders(
+        names if PLAIN in names else [PLAIN, *names],
+        model,
+        DrafterSettings(**vars(options.drafters)),
+        options.llama_cpp,
+        options.acceptance,
+        options.answers.temperature == 0,
+    )
     rates = measured_rates(model.device, model.base.dtype)
     found: list[dict[str, Any]] = []
     counts: RankCounts | None = None
     shown: list[Answer] = []
     for setting in settings:
-        answers, reasons = answers_in(setting, model, contenders, options)
+        answers, reasons = _answers_in(setting, model, contenders, options)
         if counts is None and options.answers.temperature == 0 and any(a.contender == HEADS for a in answers):
             counts = calibrated_counts(model, answers, setting)
-        found.append(measured_setting(model, setting, answers, rates, counts, options))
+        found.append(_measured_setting(model, setting, answers, rates, counts, options))
         skipped = reasons | skipped
         shown = shown or answers
     values = {
         **found[0],
         "by_setting": found,
         "skipped": skipped,
-        "draft_lengths": {
-            name: {
-                "chosen": min(seconds, key=seconds.__getitem__),
-                "milliseconds_per_token": {str(each): 1000 * taken for each, taken in seconds.items()},
-            }
-            for name, seconds in lengths.items()
-        },
         "device_rates": asdict(rates),
         **measured_on(model),
         "temperature": options.answers.temperature,
@@ -182,10 +179,10 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     title = f"{short_name(values['base'])} with {short_name(options.model.heads)} on {machine}"
     report.add_picture(options.plot, partial(plot_benchmark, values, title=title))
     report.publish(options.report.json)
-    return [chat_with_fastest(values, options)]
+    return [_chat_with_fastest(values, options)]
 
 
-def wants_heads(options: BenchmarkOptions) -> bool:
+def _wants_heads(options: BenchmarkOptions) -> bool:
     """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
     if needs_heads(options.contenders):
         return True
@@ -194,7 +191,7 @@ def wants_heads(options: BenchmarkOptions) -> bool:
     return fit and ALL_DRAFTERS in (options.contenders or ())
 
 
-def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
+def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
     """Every batch size after every context length, with the prompts that these make."""
     prompts, lengths = load_prompts(options.prompts), options.context_lengths or (None,)
     longest = max((length for length in lengths if length is not None), default=0)
@@ -211,47 +208,19 @@ def make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Set
         yield Setting(batch_size, length, encoded, categories, options.num_seeds)
 
 
-def chosen_contenders(
-    model: MedusaModel, setting: Setting, options: BenchmarkOptions
-) -> tuple[dict[str, Contender], dict[str, str], dict[str, dict[int, float]]]:
-    """Who takes part, plain decoding among them, why others do not, and what :func:`choose_lengths` found."""
-    names = options.contenders or default_names(model)
-    lengths: dict[str, dict[int, float]] = {}
-
-    def choose(drafters: NamedDrafters) -> None:
-        if options.drafters.draft_length is None:
-            arguments = answer_arguments(options)
-            arguments["max_new_tokens"] = min(TRIAL_TOKENS, options.answers.max_new_tokens)
-            some = setting.prompts[:: -(-len(setting.prompts) // TRIAL_PROMPTS)]
-            trial = Setting(1, setting.context_length, some, [""] * len(some))
-            request = Request.for_base(model.base, arguments, 1, options.answers.seed)
-            lengths.update(choose_lengths(drafters, model, trial, request))
-
-    contenders, skipped = make_contenders(
-        names if PLAIN in names else [PLAIN, *names],
-        model,
-        drafter_settings(options.drafters),
-        options.llama_cpp,
-        options.acceptance,
-        options.answers.temperature == 0,
-        choose,
-    )
-    return contenders, skipped, lengths
-
-
-def answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
+def _answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
     """For ``generate``: how long, and greedy or sampled; from all tokens where rules for sampled drafts are
     compared, so that the same command compares the same distributions on every base."""
-    arguments = generation_arguments(options.answers)
+    arguments = {"max_new_tokens": options.answers.max_new_tokens, **options.answers.sampling}
     compares_rules = options.answers.temperature > 0 and {*options.acceptance} - {EXACT, TYPICAL}
     return NOTHING_LEFT_OUT | arguments if compares_rules else arguments
 
 
-def answers_in(
+def _answers_in(
     setting: Setting, model: MedusaModel, contenders: Mapping[str, Contender], options: BenchmarkOptions
 ) -> tuple[list[Answer], dict[str, str]]:
     """What all said in one setting, and why some could not answer."""
-    request = Request.for_base(model.base, answer_arguments(options), options.repeats, options.answers.seed)
+    request = Request.for_base(model.base, _answer_arguments(options), options.repeats, options.answers.seed)
     log_console().print(f"warming up, {setting.label}", style="dim")
     working, reasons = runnable(contenders, setting, request)
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
@@ -259,7 +228,7 @@ def answers_in(
     return measure(working, setting, request, seconds, f"measuring, {setting.label}"), reasons
 
 
-def measured_setting(
+def _measured_setting(
     model: MedusaModel,
     setting: Setting,
     answers: Sequence[Answer],
@@ -282,7 +251,7 @@ def measured_setting(
     }
 
 
-def chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> str:
+def _chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> str:
     """The chat with the drafter or the heads that answered fastest, exactly."""
     milliseconds = values["milliseconds_per_token"]
     exact = [name for name in values["step_milliseconds"] if drafter_and_rule(name)[1] == EXACT]

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from transformers.utils import logging as transformers_logging
 
-import medusa
 from medusa.base.loading import load_tokenizer
 from medusa.checks import check_at_least
 from medusa.choices import Dtype, Engine, TemplateOptions
-from medusa.cli.loading import chosen_device, load_base_on, set_step
+from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
 from medusa.cli.next_steps import command
 from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import ProgressReporter, log_console
+from medusa.progress import ProgressReporter
 from medusa.prompts import Prompt, read_prompts, with_told
 from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
@@ -100,7 +98,7 @@ class DistillOptions:
             raise ValueError("one of prompts and prompt_free must be given")
 
 
-class AnswerProgress:
+class _AnswerProgress:
     """Answers done, tokens a second, and the time left by the rate of answers or by the time limit."""
 
     def __init__(self, reporter: ProgressReporter, num_conversations: int, limit: TimeLimit):
@@ -122,7 +120,7 @@ class AnswerProgress:
         self.reporter.show(max(of_time, self.num_ended / self.num_conversations), note, elapsed)
 
 
-def configuration(options: DistillOptions) -> dict[str, Any]:
+def _configuration(options: DistillOptions) -> dict[str, Any]:
     """What the answers depend on."""
     return {
         "base": options.model if options.endpoint else options.base,
@@ -160,12 +158,11 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     return with_told(prompts, options.template.told)
 
 
-def load_answerer(options: DistillOptions, log: Console) -> Answerer:
+def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
     if options.endpoint and options.model:
         say = partial(log.print, soft_wrap=True, markup=False)
         endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
-    transformers_logging.disable_progress_bar()
     device = chosen_device(options.device)
     base = load_base_on(device, options.base, options.dtype, options.trust_remote_code)
     tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
@@ -175,21 +172,20 @@ def load_answerer(options: DistillOptions, log: Console) -> Answerer:
 
 
 def run(options: DistillOptions) -> list[str]:
-    log = log_console()
-    log.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", style="dim", soft_wrap=True)
+    log = log_version()
     check(options)
     prompts = wanted_prompts(options)
     use = ("--base", options.model or options.base, "--data", options.output)
     train = command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")
-    with AnswerFile(options.output, configuration(options)) as answers:
+    with AnswerFile(options.output, _configuration(options)) as answers:
         conversations = unanswered(prompts, answers, options.temperatures, options.seed)
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
         if not conversations:
             return [train]
-        answerer = load_answerer(options, log)
+        answerer = _load_answerer(options, log)
         limit = TimeLimit(options.max_minutes)
         with ProgressReporter("answers", log) as reporter:
-            progress = AnswerProgress(reporter, len(conversations), limit)
+            progress = _AnswerProgress(reporter, len(conversations), limit)
             report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
         summarise(report, limit.elapsed, options.output, log)
     return [train]

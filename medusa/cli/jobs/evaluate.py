@@ -14,8 +14,15 @@ from torch import Tensor
 
 from medusa.base.causal_lm import vocab_size
 from medusa.checks import check_at_least
-from medusa.cli.answering import answered_prompts, decode_prompt
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
+from medusa.cli.loading import (
+    answered_prompts,
+    decode_prompt,
+    encode_prompts,
+    heads_of,
+    load_model,
+    load_prompts,
+    measured_on,
+)
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, words_of
 from medusa.decoding.statistics import DecodingStatistics
@@ -176,23 +183,23 @@ class EvaluationOptions(ProgramOptions):
 def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
     if options.engines.fidelity:
-        return evaluate_engine(options)
+        return _evaluate_engine(options)
     sets = read_named(options.sets or [options.model.heads]) if options.compares else []
     heads = split_label(options.sets[0])[1] if options.sets else options.model.heads
     heads = sets[0].source if sets else heads
     options = replace(options, model=replace(options.model, heads=heads), sets=())
-    return compare_sets(sets, options) if sets else evaluate_set(options)
+    return _compare_sets(sets, options) if sets else _evaluate_set(options)
 
 
 # ------------------------------------------------------------------ one set of heads
 
 
-def evaluate_set(options: EvaluationOptions) -> list[str]:
+def _evaluate_set(options: EvaluationOptions) -> list[str]:
     """Decode with the heads, and ask each about every token of the answers."""
     model, drafter = load_model(options.model, template=options.prompts), options.decoding.drafter
     if drafter is not None:
         Drafters(model).make(drafter)  # refused before anything is answered
-    use_tree_asked_for(model, options)
+    _use_tree_asked_for(model, options)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     evaluated = []
@@ -201,7 +208,7 @@ def evaluate_set(options: EvaluationOptions) -> list[str]:
         row = AnsweredTokens.after_prompt(tokens, prompt_length=inputs["input_ids"].shape[1])
         counts = calibrate(model.base, heads_of(model), [row], max_rank=max(TOP_KS))
         evaluated.append(Evaluated(prompt.category, statistics, counts))
-    others = {each: decoded_at(model, encoded, each, options) for each in options.decoding.also_at}
+    others = {each: _decoded_at(model, encoded, each, options) for each in options.decoding.also_at}
     answers = {name: getattr(options.answers, name) for name in ("temperature", "max_new_tokens", "seed")}
     answers["drafter"] = drafter or "heads"
     made = evaluation.made_by(model, options.model.heads, answers)
@@ -216,7 +223,7 @@ def evaluate_set(options: EvaluationOptions) -> list[str]:
     return [command("tune" if can_be_tuned else "benchmark", *words_of(options.model))]
 
 
-def decoded_at(
+def _decoded_at(
     model: MedusaModel, encoded: Sequence[dict[str, Any]], temperature: float, options: EvaluationOptions
 ) -> list[DecodingStatistics]:
     """How decoding of every prompt goes at another temperature."""
@@ -225,14 +232,12 @@ def decoded_at(
     return [decode_prompt(model, inputs, there, drafter)[1] for inputs in track(encoded, label)]
 
 
-def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
+def _use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
     """Let ``model`` decode with the tree of --tree-nodes, if it is given."""
     tree_nodes, calibrate_on = options.decoding.tree_nodes, options.decoding.calibrate_on
     if tree_nodes is None or calibrate_on is None:
         return
-    prompts = read_prompts(calibrate_on)
-    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    rows = answered_prompts(model, prompts, encoded, options.answers, "answering to calibrate")
+    rows = answered_prompts(model, read_prompts(calibrate_on), options.answers, "answering to calibrate")
     (counts,) = ranked(model, [heads_of(model)], rows, MAX_RANK)
     model.use_tree(counts.best_tree(tree_nodes))
     log_console().print(
@@ -246,16 +251,16 @@ def use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
 # ------------------------------------------------------------------ several
 
 
-def compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list[str]:
+def _compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list[str]:
     """Ask all sets of heads about the same answers."""
     asked = options.comparison
     model = load_model(options.model, template=options.prompts)
-    rows = sorted(answers_to_compare_on(model, sets, options), key=lambda row: len(row.token_ids))
+    rows = sorted(_answers_to_compare_on(model, sets, options), key=lambda row: len(row.token_ids))
     modules = [each.checkpoint.heads.to(model.device).eval() for each in sets]
     counts = ranked(model, modules, rows, asked.max_rank, ROWS_PER_PASS)
     times = {}
     if asked.rounds:
-        beginnings = [beginning(row, model.device) for row in rows]
+        beginnings = [_beginning(row, model.device) for row in rows]
         chosen = [beginnings[place % len(rows)] for place in range(1 + asked.rounds)]
         times = comparison.measured_steps(model, sets, counts, asked.step_nodes, chosen, label="timing steps")
     about = f"answers to {options.prompts.prompts or 'the prompts of the demo'}"
@@ -278,19 +283,17 @@ def compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list
     return [command("chat", *words_of(replace(options.model, heads=best["heads"])))]
 
 
-def answers_to_compare_on(
+def _answers_to_compare_on(
     model: MedusaModel, sets: Sequence[NamedHeads], options: EvaluationOptions
 ) -> list[AnsweredTokens]:
     """The finished answers that all heads are asked about."""
     if options.comparison.held_out:
         provenance = {each.label: each.checkpoint.provenance for each in sets}
         return held_out_answers(provenance, model.tokenizer)[: options.prompts.limit]
-    prompts = load_prompts(options.prompts)
-    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    return answered_prompts(model, prompts, encoded, options.answers)
+    return answered_prompts(model, load_prompts(options.prompts), options.answers)
 
 
-def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
+def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
     """What stands before the first answer of ``row``, as a prompt: (1, T) long each."""
     length = max(1, list(row.is_label).index(True))
     ids = torch.tensor([row.token_ids[:length]], device=device)
@@ -300,19 +303,18 @@ def beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 # ------------------------------------------------------------------ an engine
 
 
-def evaluate_engine(options: EvaluationOptions) -> list[str]:
+def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     """Hold what the engine computes, and llama.cpp, against float32."""
     model = load_model(replace(options.model, dtype=options.model.dtype or "float32"))
     if model.base.dtype != torch.float32:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
-    others = readers(model, options.engines)
+    others = _readers(model, options.engines)
     prompts = load_prompts(options.prompts)
-    encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
     exact = model
     if any(prompt.answer is None for prompt in prompts):
         # Answers are float32's, whatever the engine: its own would be another model's.
         exact = MedusaModel(model.base, model.heads, model.tree, model.tokenizer, engine="auto")
-    rows = answered_prompts(exact, prompts, encoded, options.answers)
+    rows = answered_prompts(exact, prompts, options.answers)
     found = fidelity.compared(reader_of(model.base), others, track(rows, "reading"))
     engines = {name: fidelity.fidelity(each) for name, each in found.items()}
     report = Report(
@@ -330,7 +332,7 @@ def evaluate_engine(options: EvaluationOptions) -> list[str]:
     return [command("benchmark", *words_of(options.model))]
 
 
-def readers(model: MedusaModel, options: FidelityOptions) -> dict[str, Reader]:
+def _readers(model: MedusaModel, options: FidelityOptions) -> dict[str, Reader]:
     """Who is held against float32: the engine, then each GGUF file."""
     engine, step = resolved_engine(model.base, model.engine), options.tokens_per_pass
     found: dict[str, Reader] = {engine: reader_of(model.runner, step)}

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from medusa.checks import check_at_least
-from medusa.cli.answering import answered_prompts
-from medusa.cli.loading import encode_prompts, heads_of, load_model, load_prompts, measured_on
+from medusa.cli.loading import (
+    answered_prompts,
+    encode_prompts,
+    heads_of,
+    load_model,
+    load_prompts,
+    measured_on,
+)
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ProgramOptions, words_of
 from medusa.heads.calibration import AnsweredTokens
@@ -90,18 +96,18 @@ def tune(options: TuneOptions) -> list[str]:
     model = load_model(options.model, template=options.prompts)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)
-    rows = answered_prompts(model, prompts, encoded, options.answers)
+    rows = answered_prompts(model, prompts, options.answers)
     (counts,) = ranked(model, [heads_of(model)], rows, options.max_rank)
-    tables = {} if options.num_nodes else measure_sizes(model, counts, encoded, rows, options)
+    tables = {} if options.num_nodes else _measure_sizes(model, counts, encoded, rows, options)
     chosen = {batch: fastest(table).num_nodes for batch, table in tables.items()}
     num_nodes = options.num_nodes or chosen[min(chosen)]
     tree = counts.best_tree(num_nodes, options.max_depth)
-    values = tuning_values(model, counts, tree, tables, options)
+    values = _tuning_values(model, counts, tree, tables, options)
     report = Report(values)
     runtime = ", ".join(values[key] for key in ("device", "dtype", "engine"))
     where = f"{runtime}, {model.step} steps, {values['num_threads']} threads"
     for batch_size, entry in values["by_batch_size"].items():
-        add_sizes(report, entry, f"batch size {batch_size}, {where}")
+        _add_sizes(report, entry, f"batch size {batch_size}, {where}")
     if tables:
         title = f"{short_name(options.model.heads)} on {where}"
         report.add_picture(options.plot, partial(plot_tuning, values["by_batch_size"], title=title))
@@ -141,7 +147,7 @@ def save(
         log_console().print(sentence, soft_wrap=True)
 
 
-def measure_sizes(
+def _measure_sizes(
     model: MedusaModel,
     counts: RankCounts,
     encoded: Sequence[dict[str, Any]],
@@ -166,7 +172,7 @@ def measure_sizes(
     return tables
 
 
-def tuning_values(
+def _tuning_values(
     model: MedusaModel,
     counts: RankCounts,
     tree: CandidateTree,
@@ -196,7 +202,7 @@ def tuning_values(
     }
 
 
-def add_sizes(report: Report, entry: Mapping[str, Any], where: str) -> None:
+def _add_sizes(report: Report, entry: Mapping[str, Any], where: str) -> None:
     """Every size that was compared at one batch size, the chosen one marked."""
     rows = entry["by_num_nodes"]
     columns: dict[str, Column] = {
