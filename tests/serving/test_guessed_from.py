@@ -10,6 +10,7 @@ from tiny_server import HELLO, client_of, running
 from medusa.engine.kernels import missing_kernels
 from medusa.serving.replies import common_subsequence_length
 from medusa.serving.settings import AccessOptions
+from medusa.serving.worker import Worker
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 
@@ -68,6 +69,20 @@ def test_what_was_answered_to_one_key_drafts_for_another_only_where_that_was_ask
     assert (of_other < 0.7 * fresh) == together
     assert len(texts) == 1
     assert [*owned.values()] == ([2**16] if together else [2**15] * 2)  # tokens, of 16 bytes each
+
+
+def test_an_answer_that_was_given_up_is_not_remembered(monkeypatch):
+    with running(chat_model(), remember=1) as server:
+        client, tell = client_of(server), Worker._tell
+        with monkeypatch.context() as broken:
+            broken.setattr(
+                Worker, "_tell", lambda self, given: self._end(given.row.tag, "timeout") or tell(self, given)
+            )
+            with pytest.raises(openai.APIStatusError):
+                client.with_options(max_retries=0).chat.completions.create(**ASKED)
+        assert server.service.corpus_of(None).num_tokens == 0
+        client.chat.completions.create(**ASKED)
+        assert server.service.corpus_of(None).num_tokens > 60
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 from tiny_chat import chat_model, tool_model
 from tiny_server import Running, client_of, running
 
-from medusa.serving.responses import ResponsesRequest
-from medusa.serving.worker import Worker
+from medusa.serving.answer_reader import Part
+from medusa.serving.responses import ResponseReplies, ResponsesRequest
+from medusa.serving.worker import Update, Worker
 
 ASKED = {"model": "tiny", "input": "Hello", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {
@@ -222,3 +223,53 @@ def test_a_stream_that_fails_ends_with_the_failed_response(client, server, monke
     *_, last = client.responses.create(**ASKED, stream=True)
     assert last.type == "response.failed" and last.response.status == "failed"
     assert last.response.error.code == "timeout" and "longer than" in last.response.error.message
+
+
+def test_the_lines_of_a_stream_name_their_events(server):
+    lines = post(server, stream=True).text.splitlines()
+    data = [(number, json.loads(line[6:])) for number, line in enumerate(lines) if line.startswith("data: {")]
+    assert len(data) > 10
+    assert [lines[number - 1] for number, _ in data] == [f"event: {event['type']}" for _, event in data]
+
+
+class Script:
+    """A reader that hands out what it was given, one part for each update."""
+
+    num_calls = 2
+
+    def __init__(self, *parts: Part):
+        self.parts = [*parts]
+
+    def feed(self, text: str) -> list[Part]:
+        return [self.parts.pop(0)]
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+def test_an_item_is_closed_before_the_next_is_opened_and_what_was_told_stays_as_it_was():
+    parts = [Part("reasoning", "a"), Part("text", "b"), Part("text", "c")]
+    parts += [
+        Part("call", "weather"),
+        Part("arguments", "{}"),
+        Part("call", "weather"),
+        Part("arguments", "1"),
+    ]
+    replies = ResponseReplies(
+        ResponsesRequest(input="Hello"), "tiny", lambda text: {"input_ids": [*text]}, Script(*parts)
+    )
+    events = replies.begin(1)
+    for _ in parts:
+        events += replies.part(0, Update())
+    counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    events += replies.end(counts | {"prompt_tokens_details": {}, "medusa": {}})
+    told = [(event["type"], event["item"]["type"]) for event in events if "item" in event]
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    steps = ("response.output_item.added", "response.output_item.done")
+    assert told == [(step, kind) for kind in kinds for step in steps]
+    assert events[0]["response"]["output"] == [], "though items came later"
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("arguments", item.get("content")) for item in added] == [[], [], "", ""]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"] and done[1]["content"][0]["text"] == "bc"
+    assert [item["arguments"] for item in done[2:]] == ["{}", "1"]
