@@ -58,7 +58,7 @@ class AheadHead(TokenMapped):
     @property
     def reads_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
-        return ()
+        return self.config.fused_layers
 
     @property
     def reads_text(self) -> bool:

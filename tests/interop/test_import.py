@@ -234,7 +234,7 @@ BAD_HEADS = [
         "tensor '1.0.linear.bias' must hold floats, got torch.int32",
     ),
     (
-        changed(PICKLE, {"1.0.linear.bias": torch.full((32), torch.nan)}),
+        changed(PICKLE, {"1.0.linear.bias": torch.full((32,), torch.nan)}),
         "tensor '1.0.linear.bias' must hold finite numbers",
     ),
     (lambda directory: (directory / "config.json").unlink(), "config.json does not exist"),

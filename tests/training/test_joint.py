@@ -370,7 +370,7 @@ def test_perplexity_before_and_after_is_that_of_transformers_own_loss(tmp_path, 
     def perplexity() -> float:
         total, count = 0.0, 0
         for index in range(len(trainer.data.held_out)):
-            tokens, is_label, _ = trainer.data.held_out[index]
+            tokens, is_label = trainer.data.held_out[index]
             ids, wanted = torch.from_numpy(tokens).long()[None], torch.from_numpy(is_label).clone()
             wanted[0] = False
             labels = ids.masked_fill(~wanted, -100)

@@ -39,10 +39,9 @@ def filtered(documents: Iterable[Document], options: DataOptions, counts: Counte
     seen: set[bytes] = set()
     for document in documents:
         counts["documents"] += 1
-        tokens, is_label, origin = document
-        if len(tokens) > options.max_length:
+        if len(document.tokens) > options.max_length:
             counts["cut to max_length"] += 1
-            document = Document(tokens[: options.max_length], is_label[: options.max_length], origin)
+            document = Document(*(each[: options.max_length] for each in document))
         reason = _reason_to_drop(document, options, seen)
         if reason:
             counts[f"dropped: {reason}"] += 1

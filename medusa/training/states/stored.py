@@ -33,6 +33,7 @@ from medusa.training.data.dataset import Documents
 from medusa.training.losses.targets import needed_states
 from medusa.training.states.base import LiveStates
 from medusa.training.states.format import (
+    DOCUMENTS,
     DOCUMENTS_FILE,
     MANIFEST,
     StatesDirectory,
@@ -69,6 +70,8 @@ class StoredStates(StatesDirectory):
         kind, name = base.device.type, Path(base.name_or_path)  # another program may run in another directory
         has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
         needed = _needed(documents, num_heads, reads_text)
+        parts = (documents.tokens, documents.is_label, needed, documents.starts)
+        self._parts = dict(zip(DOCUMENTS, parts, strict=True))
         starts, width = documents.starts, (1 + len(layers)) * hidden_size(base)
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
@@ -76,7 +79,7 @@ class StoredStates(StatesDirectory):
             **_identity_of(base),
             "base_dtype": str(base.dtype),
             "arithmetic": str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
-            "documents": digest_of_documents(documents.tokens, documents.is_label, needed, starts),
+            "documents": digest_of_documents(self._parts),
             "num_heads": num_heads,
             "layers": list(layers),
             "width": width,
@@ -110,8 +113,7 @@ class StoredStates(StatesDirectory):
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
-            documents = self.documents
-            write_documents(self.directory, documents.tokens, documents.is_label, self.needed, self.starts)
+            write_documents(self.directory, self._parts)
             write_json(manifest, self.header)
         if replace:
             for shard in set(range(len(self.ends))) - set(self.missing()):
