@@ -226,6 +226,10 @@ BAD_HEADS = [
         r"tensor '1.0.linear.bias' must have shape \(32,\).* got \(31,\)",
     ),
     (
+        changed(PICKLE, {"0.1.weight": torch.zeros(9, 31)}),
+        r"'0.1.weight' must have shape \(9, 32\), got \(9, 31\)",
+    ),
+    (
         changed(PICKLE, {"0.0.linear.weight": torch.zeros(())}),
         "tensor '0.0.linear.weight' must have 2 dimensions",
     ),

@@ -167,7 +167,7 @@ def test_the_parameters_of_an_eagle3_head_are_the_codes_own(tmp_path):
 def test_the_operations_of_a_label_are_those_that_are_counted(tmp_path, objective):
     trainer = new_trainer(tmp_path, counting_rows(40), objective=objective, held_out_fraction=0)
     rows = [[index] for index in range(len(trainer.training))]
-    given = trainer.recipe.feed(trainer.training, "training")(rows)
+    given = trainer.recipe.read(trainer.training, "training", rows)
     num_scored = torch.from_numpy(trainer.num_scored.sum(0))
     with FlopCounterMode(display=False) as counter:
         arguments = (*given, output_embedding(trainer.base), num_scored, trainer.recipe.teacher)

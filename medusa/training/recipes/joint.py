@@ -37,7 +37,7 @@ from medusa.training.losses.fused import FusedLoss, LossSums, TargetBlock, added
 from medusa.training.losses.targets import Alignment, Teacher, expected, teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss, new_heads
 from medusa.training.recipes.recipe import Recipe, RunState
-from medusa.training.states.feeds import BaseStates, Feed
+from medusa.training.states.stored import BaseStates
 
 
 class JointRecipe(Recipe):
@@ -65,8 +65,11 @@ class JointRecipe(Recipe):
             f"{options.lambda_0:g}"
         )
 
-    def feed(self, documents: Documents, name: str) -> Feed:
-        return _JointFeed(self.states, documents, name, self.heads.num_heads, self.columns)
+    def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
+        """No states: the loss runs the base itself."""
+        padded, device = collate(documents, batch), self.states.base.device
+        own = padded.aligned(num_heads=0)  # the base has a column for every token
+        return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
 
     def check_launch(self, accelerator: Accelerator) -> None:
         plugin = accelerator.state.deepspeed_plugin
@@ -237,15 +240,6 @@ class _JointBatch(NamedTuple):
 
     padded: PaddedBatch
     own: Alignment
-
-
-class _JointFeed(Feed):
-    """Gives micro-batches as :class:`_JointLoss` reads them, which runs the base itself."""
-
-    def __call__(self, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
-        padded, device = collate(self.documents, batch), self.states.base.device
-        own = padded.aligned(num_heads=0)  # the base has a column for every token
-        return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
 
 
 class _JointLoss(nn.Module):
