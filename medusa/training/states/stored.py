@@ -234,8 +234,8 @@ def _padded_states(stored: StoredStates, batch: MicroBatch, padded: PaddedBatch)
     """The stored states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
     states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
     for row, indices in zip(states, batch, strict=False):
-        needed = np.concatenate([stored.needed[stored.span(index)] for index in indices])
-        row[: len(needed)][torch.from_numpy(needed)] = stored.of(indices)
+        found = torch.cat([stored.row(index) for index in indices])
+        row[: len(found)] = found
     return states
 
 
