@@ -237,11 +237,6 @@ def test_layers_that_the_base_has_not_are_refused(tmp_path):
         new_trainer(tmp_path / "far", fused_layers=[1, 3]).train()
 
 
-def test_the_layer_is_that_of_the_base(tmp_path):
-    base = tiny_base()
-    config = new_trainer(tmp_path, base, intermediate_size=40, norm_output=True).heads.config
-    assert config.num_attention_heads == base.config.num_attention_heads
-    assert config.num_key_value_heads == base.config.num_key_value_heads
-    assert config.head_dim == base.config.hidden_size // base.config.num_attention_heads
-    assert config.rope_parameters["rope_theta"] == base.config.rope_parameters["rope_theta"]
+def test_the_head_is_what_the_options_say(tmp_path):
+    config = new_trainer(tmp_path, intermediate_size=40, norm_output=True).heads.config
     assert (config.intermediate_size, config.norm_output, config.fc_norm) == (40, True, False)

@@ -408,16 +408,11 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
         TrainedAdapter(tiny_base(), JointOptions(joint=True), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("q_projj", r"'q_projj' matches no linear layer of LlamaForCausalLM; did you mean 'q_proj'"),
-        ("experts", r"'experts' matches no linear layer of LlamaForCausalLM; there are q_proj, k_proj"),
-        ("self_attn", r"'self_attn' matches no linear layer"),
-        ("lm_head", r"'lm_head' is the output embedding, which the heads share: it must stay as it is"),
-    ],
-)
-def test_a_target_that_cannot_be_adapted_is_refused(target, message):
+@pytest.mark.parametrize("target", ["q_projj", "experts", "self_attn", "lm_head"])
+def test_a_target_that_cannot_be_adapted_is_refused(target):
+    message = (
+        rf"'{target}' matches no linear layer of LlamaForCausalLM, whose output .* there are q_proj, k_proj"
+    )
     with pytest.raises(ValueError, match=message):
         target_layers(tiny_base(), ["v_proj", target])
 

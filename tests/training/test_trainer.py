@@ -322,13 +322,6 @@ def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate_and_says_so(tmp_
     ]
 
 
-def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, checkpoint_steps=2, keep_checkpoints=3)
-    trainer.train()
-    names = sorted(path.name for path in trainer.run.checkpoints.iterdir())
-    assert names == ["step-00000008", "step-00000010", "step-00000012"]
-
-
 @pytest.mark.parametrize("kind", [{}, {**JOINT, "joint_warmup_fraction": 0.25}], ids=["heads", "joint"])
 def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path, kind):
     """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
@@ -414,13 +407,6 @@ def test_a_run_plans_for_the_switch_of_its_base(tmp_path, rows, monkeypatch):
     assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1, 2}
     monkeypatch.setattr("medusa.training.run.trainer.switch_length", lambda base: switch)
     assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1}
-
-
-def test_epochs_end_the_run(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, max_steps=None, num_epochs=2)
-    trainer.train()
-    assert trainer.state.epoch == 2
-    assert trainer.state.num_tokens == 2 * trainer.data.training.num_tokens
 
 
 def test_running_out_of_memory_names_what_to_lower_and_other_errors_stay(tmp_path, rows, monkeypatch):
