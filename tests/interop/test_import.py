@@ -280,7 +280,7 @@ def test_a_base_of_other_sizes_is_refused(size, vocab, base, tmp_path, capsys):
         ["import", str(directory), "--base", str(tmp_path / "other")],
         tmp_path,
         capsys,
-        f"{PICKLE} holds heads for {name}={theirs}, the base model .*other' has {ours}; .*--base",
+        f"{PICKLE} holds heads for {name}={theirs}, base model .*other' has {ours}; .*--base",
     )
 
 
