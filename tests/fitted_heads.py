@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from torch.nn import functional as F
 
-from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import hidden_size, hidden_states, output_embedding, vocab_size
 from medusa.heads.ahead import drafted_states
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+from medusa.interop.conversion import FORMATS, check_chain, export_heads
+from medusa.interop.protocol import ReadRequest, ToExport
 from medusa.prompts import encode_messages
 
 NUM_HEADS, NUM_TOKENS = 4, 64
@@ -77,3 +82,23 @@ def plain_answers(base, tokenizer) -> tuple[list[dict[str, torch.Tensor]], list[
     return prompts, [
         plain.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False) for prompt in prompts
     ]
+
+
+def exported(to: str, heads, base, tokenizer, prompts, directory: Path) -> list[float]:
+    """Export ``heads`` into ``directory``; how often our own chain of what is read back is accepted, by
+    depth."""
+    name = str(Path(base.name_or_path).resolve())
+    request = ToExport("the heads", HeadsCheckpoint(heads, name), lambda: base, name, torch.float32)
+    export_heads(request, to, directory)
+    read = FORMATS[to].read(ReadRequest(directory, base)).heads
+    model = MedusaModel(base, read, tokenizer=tokenizer, engine="auto")
+    return check_chain(model, prompts, NUM_TOKENS).statistics.acceptance_rate
+
+
+def assert_accepted_alike(ours: list[float], theirs: list[float], drafts: int) -> None:
+    print(json.dumps({"drafts": drafts, "theirs": theirs, "ours": ours}))
+    assert ours[0] > 0.2, "the heads know the answers"
+    for our_rate, their_rate in zip(ours, theirs, strict=True):
+        # engines also count what they accept past the end of an answer
+        error = (our_rate * (1 - our_rate) / drafts) ** 0.5
+        assert abs(our_rate - their_rate) <= 2 * error + len(PROMPTS) / drafts

@@ -21,7 +21,7 @@ from medusa.training.data.loading import Dataset, load_data
 from medusa.training.run.job import RECIPES, stored_states
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
-from medusa.training.states.feeds import BaseStates
+from medusa.training.states.stored import BaseStates
 
 MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
 """Trains as `medusa train` does, and dies as the environment says."""

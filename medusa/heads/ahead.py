@@ -58,7 +58,7 @@ class AheadHead(TokenMapped):
     @property
     def reads_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
-        return ()
+        return self.config.fused_layers
 
     @property
     def reads_text(self) -> bool:
@@ -92,11 +92,20 @@ Heads = MedusaHeads | AheadHead
 
 def check_heads_fit(heads: Heads, base: CausalLM) -> None:
     """Raise ValueError unless ``heads`` can sit on a base of these sizes."""
-    for name, ours in (("hidden_size", hidden_size(base)), ("vocab_size", vocab_size(base))):
-        if (theirs := getattr(heads.config, name)) != ours:
+    advice = "load the base model that the heads were trained on"
+    check_sizes(base, heads.config.hidden_size, heads.config.vocab_size, "heads were trained", advice)
+
+
+def check_sizes(base: CausalLM, size: int, vocabulary: int | None, what: str, advice: str) -> None:
+    """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows. The
+    message says ``what`` has other sizes, and the ``advice``."""
+    for name, theirs, ours in (
+        ("hidden_size", size, hidden_size(base)),
+        ("vocab_size", vocabulary, vocab_size(base)),
+    ):
+        if theirs is not None and theirs != ours:
             raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {base.name_or_path!r} has {ours}; load "
-                "the base model that the heads were trained on"
+                f"{what} for {name}={theirs}, base model {base.name_or_path!r} has {ours}; {advice}"
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -133,13 +133,11 @@ def _drafted_states(base: PreTrainedModel, head: AheadHead, ids: Tensor, hidden:
 
 def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """(start, end) of each run of labelled tokens; token 0 is left out, since no state comes before it."""
-    start = None
-    for position, labelled in enumerate([*is_label, False]):
-        if labelled and start is None and position > 0:
-            start = position
-        elif not labelled and start is not None:
-            yield start, position
-            start = None
+    end = 0
+    for is_answer, run in groupby(is_label):
+        start, end = max(end, 1), end + len(list(run))
+        if is_answer and start < end:
+            yield start, end
 
 
 def _true_ranks(

@@ -128,11 +128,6 @@ class Eagle3Head(AheadHead):
             self.lm_head = nn.Linear(size, config.token_map_size or config.vocab_size, bias=False)
 
     @property
-    def reads_layers(self) -> tuple[int, ...]:
-        """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
-        return self.config.fused_layers
-
-    @property
     def scores_base_rows(self) -> bool:
         return not self.config.own_lm_head
 

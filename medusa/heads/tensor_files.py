@@ -75,7 +75,7 @@ def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
 
 
 def check_tensors(
-    held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]], what: str, where: Path
+    held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, where: Path
 ) -> None:
     """Raise ValueError unless ``held`` has the tensors of these ``shapes`` and no others.
 

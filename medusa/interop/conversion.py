@@ -20,7 +20,7 @@ from torch import Tensor
 import medusa
 from medusa.base.causal_lm import CausalLM
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.files import Layout, check_writable_target, read_json, replaced_directory, write_json
+from medusa.files import Layout, read_json, replaced_directory, write_json
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
@@ -99,8 +99,6 @@ def export_heads(request: ToExport, to: str, output: str | Path, overwrite: bool
     if export is None:
         written = ", ".join(name for name, each in FORMATS.items() if each.export is not None)
         raise ValueError(f"heads are not written as {to!r}; choose one of {written}")
-    if not overwrite:
-        check_writable_target(output)
     files = export(request)
     weights = {
         name: each.detach()
@@ -138,8 +136,6 @@ def import_heads(
         FileNotFoundError: a file is missing.
         ValueError: the files are damaged, contradict each other, or belong to another base.
     """
-    if not overwrite:
-        check_writable_target(output)
     read = foreign.read(request)
     record = {
         "command": shlex.join(sys.orig_argv),

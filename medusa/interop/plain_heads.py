@@ -69,11 +69,22 @@ class PlainHeads:
     """Rows (V, D) that all heads share are called "shared"; else the base's output embedding scores."""
     num_heads: int
     num_layers: int
-    hidden_size: int
-    vocab_size: int | None
-    """None where the heads read the base's output embedding."""
     notes: tuple[str, ...]
     """What was decided while reading."""
+
+    @property
+    def hidden_size(self) -> int:
+        return next(each.shape[-1] for name, each in self.tensors.items() if not name.endswith("bias"))
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Rows (V, D) of each head, or those that all share."""
+        return [each for name, each in self.tensors.items() if name.startswith(("unembed.", _OURS.shared))]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """None where the heads read the base's output embedding."""
+        return len(self.rows[0]) if self.rows else None
 
     @property
     def shared_rows(self) -> Tensor | None:
@@ -115,22 +126,21 @@ def read_plain_heads(tensors: Mapping[str, Tensor], names: TensorNames, where: P
         for name, place in of_blocks.items():
             block = held.pop(name)
             held |= {names.block.format(**{**place, "layer": layer}): block for layer in range(num_layers)}
-    rows = []
+    shapes = dict[str, tuple[int, ...]]()
     if names.shared in held:
-        rows = [names.shared]
+        shapes[names.shared] = matrix_shape(held, names.shared, where)
     elif of_rows:
         rows = [names.rows.format(head=head, layer=num_layers) for head in range(num_heads)]
-    vocabulary, size = matrix_shape(held, rows[0], where) if rows else (None, 0)
+        shapes = dict.fromkeys(rows, matrix_shape(held, rows[0], where))
     if num_layers:
         size = matrix_shape(held, first_block, where)[1]
-    shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(rows, (vocabulary, size))
-    sizes = {"weight": (size, size), "bias": (size,)}
-    for part in {each["part"] for each in of_blocks.values()}:
-        for head, layer in product(range(num_heads), range(num_layers)):
-            shapes[names.block.format(head=head, layer=layer, part=part)] = sizes[part]
+        shapes = {name: (shape[0], size) for name, shape in shapes.items()}
+        sizes = {"weight": (size, size), "bias": (size,)}
+        for part in {each["part"] for each in of_blocks.values()}:
+            for head, layer in product(range(num_heads), range(num_layers)):
+                shapes[names.block.format(head=head, layer=layer, part=part)] = sizes[part]
     check_tensors(held, shapes, f"{num_heads} heads with {num_layers} layers", where)
-    ours = _renamed(held, names, _OURS, num_layers)
-    return PlainHeads(ours, num_heads, num_layers, size, vocabulary, notes)
+    return PlainHeads(_renamed(held, names, _OURS, num_layers), num_heads, num_layers, notes)
 
 
 def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path, config: Mapping[str, Any]) -> MedusaHeads:
@@ -198,8 +208,7 @@ def expanded_rows(rows: Tensor, token_map: Tensor) -> Tensor:
 
 def _unembedding_of(plain: PlainHeads, base: CausalLM, where: Path) -> tuple[Unembedding, Tensor | None]:
     """What the rows of ``plain`` are on ``base``, and the token map that they score."""
-    rows = [each for name, each in plain.tensors.items() if name.startswith(("unembed.", _OURS.shared))]
-    if not rows:
+    if not (rows := plain.rows):
         return "shared", None
     embedding = output_embedding(base)
     if getattr(embedding, "bias", None) is not None:  # which the rows go without

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
 from medusa.files import read_json
-from medusa.heads.ahead import Heads
+from medusa.heads.ahead import Heads, check_sizes
 from medusa.heads.checkpoint import HeadsCheckpoint
 
 CONFIG_FILE = "config.json"
@@ -149,15 +149,8 @@ def checked_against_config(
 
 def check_fits(where: Path | str, size: int, vocabulary: int | None, base: CausalLM) -> None:
     """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows."""
-    for name, theirs, ours in (
-        ("hidden_size", size, hidden_size(base)),
-        ("vocab_size", vocabulary, vocab_size(base)),
-    ):
-        if theirs is not None and theirs != ours:
-            raise ValueError(
-                f"{where} holds heads for {name}={theirs}, the base model {base.name_or_path!r} has {ours}; "
-                "give the base that they were trained on: --base"
-            )
+    advice = "give the base that they were trained on: --base"
+    check_sizes(base, size, vocabulary, f"{where} holds heads", advice)
 
 
 def check_belongs(request: ToExport) -> None:

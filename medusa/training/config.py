@@ -93,24 +93,6 @@ class MedusaOptions:
         if self.context_layers not in (0, 1):
             raise ValueError(f"context_layers must be 0 or 1, got {self.context_layers}")
 
-    def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
-        """The heads for ``base``."""
-        config = self._heads_of_size(heads, hidden_size(base), vocab_size(base))
-        return replace(config, context=LayerConfig.of_base(base)) if self.context_layers else config
-
-    def _heads_of_size(self, heads: HeadOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
-        """The heads on a base of these sizes."""
-        return HeadsConfig(
-            hidden_size,
-            vocab_size,
-            heads.num_heads,
-            self.num_layers,
-            self.unembedding,
-            token_map_size=heads.token_map_size,
-            reads_path=self.reads_path,
-            fused_layers=tuple(heads.fused_layers or ()),
-        )
-
 
 @dataclass(frozen=True)
 class Eagle3Options:
@@ -125,18 +107,6 @@ class Eagle3Options:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "intermediate_size")
-
-    def heads_config(self, heads: HeadOptions, base: CausalLM) -> Eagle3Config:
-        """The head for ``base``."""
-        return Eagle3Config.of_base(
-            base,
-            self.intermediate_size,
-            fused_layers=heads.fused_layers,
-            max_depth=heads.num_heads,
-            token_map_size=heads.token_map_size,
-            fc_norm=self.fc_norm,
-            norm_output=self.norm_output,
-        )
 
 
 @dataclass(frozen=True)
@@ -363,7 +333,7 @@ class TrainingConfiguration:
 
     def __post_init__(self) -> None:
         if self.heads.head_kind == "medusa":  # refuses heads that no base could have
-            self.medusa._heads_of_size(self.heads, 1, self.heads.token_map_size or 1)
+            self._medusa_heads(1, self.heads.token_map_size or 1)
         if not self.data.data:
             raise ValueError("data must name at least one file or hub id; pass --data FILE")
         joint, base_placement = self.joint.joint, self.base.base_placement
@@ -431,10 +401,28 @@ class TrainingConfiguration:
         Raises:
             ValueError: there are no such heads.
         """
-        if self.heads.head_kind == "mtp":
-            return MtpConfig.of_base(base, self.heads.num_heads, token_map_size=self.heads.token_map_size)
-        group: MedusaOptions | Eagle3Options = getattr(self, self.heads.head_kind)
-        return group.heads_config(self.heads, base)
+        heads = self.heads
+        sizes: dict[str, Any] = {"max_depth": heads.num_heads, "token_map_size": heads.token_map_size}
+        if heads.head_kind == "mtp":
+            return MtpConfig.of_base(base, **sizes)
+        if heads.head_kind == "eagle3":
+            own = dataclasses.asdict(self.eagle3)
+            return Eagle3Config.of_base(base, fused_layers=heads.fused_layers, **sizes, **own)
+        config = self._medusa_heads(hidden_size(base), vocab_size(base))
+        return replace(config, context=LayerConfig.of_base(base)) if self.medusa.context_layers else config
+
+    def _medusa_heads(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
+        """Medusa heads on a base of these sizes, without a layer over the text."""
+        return HeadsConfig(
+            hidden_size,
+            vocab_size,
+            self.heads.num_heads,
+            self.medusa.num_layers,
+            self.medusa.unembedding,
+            token_map_size=self.heads.token_map_size,
+            reads_path=self.medusa.reads_path,
+            fused_layers=tuple(self.heads.fused_layers or ()),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """All keys and values, flat."""

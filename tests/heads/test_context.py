@@ -25,7 +25,7 @@ from medusa.interop.vllm_medusa import checked_plain
 from medusa.training.config import LossOptions
 from medusa.training.losses.targets import align
 from medusa.training.recipes.medusa_heads import HeadsLoss
-from medusa.training.states.feeds import StateBatch
+from medusa.training.states.stored import StateBatch
 from medusa.trees.rank_counts import UNKNOWN
 
 CONTEXT = LayerConfig(32, 4, 2, 8, 48)

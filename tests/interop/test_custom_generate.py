@@ -72,23 +72,6 @@ def test_stop_strings_stop_where_the_base_stops(base, directory):
     assert torch.equal(generate(base, directory, **stops), plain)
 
 
-def test_what_a_tree_cannot_honour_is_refused_by_name(base, directory):
-    with pytest.raises(ValueError, match="assistant_model is not used here"):
-        generate(base, directory, assistant_model=chat_base())
-
-
-def test_code_that_is_not_trusted_does_not_run(base, directory):
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        base.generate(PROMPT, custom_generate=directory, trust_remote_code=False)
-
-
-def test_heads_of_another_base_are_refused(directory):
-    from conftest import tiny_model
-
-    with pytest.raises(ValueError, match="heads were trained for vocab_size=260"):
-        generate(tiny_model("llama"), directory)
-
-
 def test_heads_are_read_once_for_a_base(base, directory, monkeypatch):
     read = []
 

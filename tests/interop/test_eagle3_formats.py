@@ -349,11 +349,11 @@ def test_a_base_of_other_sizes_or_too_few_layers_is_refused(make, base, tmp_path
     for change, message in (
         (
             {"vocab_size": 300},
-            "holds heads for vocab_size=260, the base model .* has 300; .*--base",
+            "holds heads for vocab_size=260, base model .* has 300; .*--base",
         ),
         (
             {"hidden_size": 64},
-            "holds heads for hidden_size=32, the base model .* has 64; .*--base",
+            "holds heads for hidden_size=32, base model .* has 64; .*--base",
         ),
         ({"num_hidden_layers": 6}, "config.json names no layers: .* has 6 layers, .*fused_layers, .*--base"),
     ):

@@ -226,6 +226,10 @@ BAD_HEADS = [
         r"tensor '1.0.linear.bias' must have shape \(32,\).* got \(31,\)",
     ),
     (
+        changed(PICKLE, {"0.1.weight": torch.zeros(9, 31)}),
+        r"'0.1.weight' must have shape \(9, 32\), got \(9, 31\)",
+    ),
+    (
         changed(PICKLE, {"0.0.linear.weight": torch.zeros(())}),
         "tensor '0.0.linear.weight' must have 2 dimensions",
     ),
@@ -234,7 +238,7 @@ BAD_HEADS = [
         "tensor '1.0.linear.bias' must hold floats, got torch.int32",
     ),
     (
-        changed(PICKLE, {"1.0.linear.bias": torch.full((32), torch.nan)}),
+        changed(PICKLE, {"1.0.linear.bias": torch.full((32,), torch.nan)}),
         "tensor '1.0.linear.bias' must hold finite numbers",
     ),
     (lambda directory: (directory / "config.json").unlink(), "config.json does not exist"),
@@ -276,7 +280,7 @@ def test_a_base_of_other_sizes_is_refused(size, vocab, base, tmp_path, capsys):
         ["import", str(directory), "--base", str(tmp_path / "other")],
         tmp_path,
         capsys,
-        f"{PICKLE} holds heads for {name}={theirs}, the base model .*other' has {ours}; .*--base",
+        f"{PICKLE} holds heads for {name}={theirs}, base model .*other' has {ours}; .*--base",
     )
 
 

@@ -13,7 +13,6 @@ It needs the source of llama.cpp with one of its examples built, and a Python fo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -22,11 +21,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fitted_heads import NUM_HEADS, NUM_TOKENS, PROMPTS, eagle3_that_knows, plain_answers
-
-from medusa import HeadsCheckpoint, MedusaModel
-from medusa.interop.conversion import FORMATS, check_chain, export_heads
-from medusa.interop.protocol import ReadRequest, ToExport
+from fitted_heads import (
+    NUM_HEADS,
+    NUM_TOKENS,
+    assert_accepted_alike,
+    eagle3_that_knows,
+    exported,
+    plain_answers,
+)
 
 LLAMA_CPP = os.environ.get("LLAMA_CPP")
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON", sys.executable)
@@ -72,12 +74,8 @@ def test_llama_cpp_writes_the_plain_text_and_accepts_what_our_chain_accepts(
 ):
     prompts, answers = plain_answers(real_base, real_tokenizer)
     base = Path(real_base.name_or_path).resolve()
-    checkpoint = HeadsCheckpoint(eagle3_that_knows(real_base, answers), str(base))
-    request = ToExport("the heads", checkpoint, lambda: real_base, str(base), torch.float32)
-    export_heads(request, "vllm-eagle3", tmp_path / "export")
-    heads = FORMATS["vllm-eagle3"].read(ReadRequest(tmp_path / "export", real_base)).heads
-    model = MedusaModel(real_base, heads, tokenizer=real_tokenizer, engine="auto")
-    ours = check_chain(model, prompts, NUM_TOKENS).statistics.acceptance_rate
+    heads = eagle3_that_knows(real_base, answers)
+    ours = exported("vllm-eagle3", heads, real_base, real_tokenizer, prompts, tmp_path / "export")
 
     target = converted(base, tmp_path / "base.gguf")
     drafter = converted(tmp_path / "export", tmp_path / "drafter.gguf", "--target-model-dir", str(base))
@@ -87,10 +85,4 @@ def test_llama_cpp_writes_the_plain_text_and_accepts_what_our_chain_accepts(
         text, more, positions = answered(target, drafter, real_tokenizer.decode(answer[0, :length]))
         assert text.startswith(real_tokenizer.decode(answer[0, length:], skip_special_tokens=True))
         drafts, accepted = drafts + more, accepted + torch.tensor(positions)
-    rates = (accepted / drafts).tolist()
-    print(json.dumps({"drafts": drafts, "theirs": rates, "ours": ours}))
-    assert ours[0] > 0.2, "the heads know the answers"
-    for our_rate, their_rate in zip(ours, rates, strict=True):
-        # llama.cpp also counts what it accepts past the end of an answer.
-        error = (our_rate * (1 - our_rate) / drafts) ** 0.5
-        assert abs(our_rate - their_rate) <= 2 * error + len(PROMPTS) / drafts
+    assert_accepted_alike(ours, (accepted / drafts).tolist(), drafts)

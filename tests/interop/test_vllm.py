@@ -19,15 +19,12 @@ import torch
 from fitted_heads import (
     NUM_HEADS,
     NUM_TOKENS,
-    PROMPTS,
+    assert_accepted_alike,
     eagle3_that_knows,
+    exported,
     heads_that_know,
     plain_answers,
 )
-
-from medusa import HeadsCheckpoint, MedusaModel
-from medusa.interop.conversion import FORMATS, check_chain, export_heads
-from medusa.interop.protocol import ReadRequest, ToExport
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 FITTED = {"vllm-medusa": heads_that_know, "vllm-eagle3": eagle3_that_knows, "speculators": eagle3_that_knows}
@@ -42,26 +39,13 @@ def test_vllm_writes_the_plain_text_and_accepts_what_our_chain_accepts(
     to, real_base, real_tokenizer, tmp_path
 ):
     prompts, answers = plain_answers(real_base, real_tokenizer)
-    base_name = str(Path(real_base.name_or_path).resolve())
-    checkpoint = HeadsCheckpoint(FITTED[to](real_base, answers), base_name)
-    request = ToExport("the heads", checkpoint, lambda: real_base, base_name, torch.float32)
-    export_heads(request, to, tmp_path / "vllm")
-
-    heads = FORMATS[to].read(ReadRequest(tmp_path / "vllm", real_base)).heads
-    model = MedusaModel(real_base, heads, tokenizer=real_tokenizer, engine="auto")
-    ours = check_chain(model, prompts, NUM_TOKENS).statistics.acceptance_rate
-
+    heads, base_name = FITTED[to](real_base, answers), str(Path(real_base.name_or_path).resolve())
+    ours = exported(to, heads, real_base, real_tokenizer, prompts, tmp_path / "vllm")
     theirs = answered_by_vllm(base_name, tmp_path / "vllm", prompts, METHODS.get(to))
     for prompt, answer, tokens in zip(prompts, answers, theirs["tokens"], strict=True):
         assert tokens == answer[0, prompt["input_ids"].shape[1] :].tolist()
     drafts = theirs["num_drafts"]
-    rates = [count / drafts for count in theirs["accepted_per_position"]]
-    print(json.dumps({"to": to, "vllm": theirs["version"], "drafts": drafts, "theirs": rates, "ours": ours}))
-    assert ours[0] > 0.2, "the heads know the answers"
-    for our_rate, their_rate in zip(ours, rates, strict=True):
-        # vLLM also counts what it accepts past the end of an answer.
-        error = (our_rate * (1 - our_rate) / drafts) ** 0.5
-        assert abs(our_rate - their_rate) <= 2 * error + len(PROMPTS) / drafts
+    assert_accepted_alike(ours, [count / drafts for count in theirs["accepted_per_position"]], drafts)
 
 
 def answered_by_vllm(

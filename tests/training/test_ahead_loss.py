@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from medusa.training.losses.targets import align
 from medusa.training.recipes.ahead_head import AheadLoss
 from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
-from medusa.training.states.feeds import BaseStates, Feed, StateBatch
+from medusa.training.states.stored import BaseStates, StateBatch
 
 DEPTH, HIDDEN, VOCAB, LAYERS = 3, 16, 40, (1, 2)
 LENGTHS = (5, 8)
@@ -161,7 +162,7 @@ def test_a_trained_head_is_accepted_more_than_half_the_time_live(counted):
     tree = calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, num_nodes=4)
     assert tree == CandidateTree.chain(3)
     trainer.save(trainer.run.heads, trainer.heads, metrics, tree)
-    model = MedusaModel.from_pretrained(trainer.base, trainer.run.heads)
+    model = MedusaModel.from_pretrained(trainer.base, trainer.run.heads, engine="eager")
     prompts = torch.tensor([[3, 4, 5, 6], [20, 21, 22, 23]])
     arguments = {"do_sample": False, "max_new_tokens": 21}
     out = model.generate(prompts, **arguments, tree=tree, return_dict_in_generate=True)
@@ -175,7 +176,7 @@ def test_packed_documents_have_the_loss_of_documents_alone(tmp_path):
     for name, options in {"alone": {}, "packed": {"packing": True, "max_length": 200}}.items():
         trainer = new_trainer(tmp_path / name, **options)
         sums, embedding = trainer.window, trainer.base.get_output_embeddings()
-        source = trainer.recipe.feed(trainer.data.training, "training")
+        source = partial(trainer.recipe.read, trainer.data.training, "training")
         batches = [batch for group in trainer._plan(0) for batch in group]
         assert (max(len(row) for batch in batches for row in batch) > 1) == (name == "packed")
         with torch.no_grad():
@@ -203,9 +204,9 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=LAYERS[:1], max_depth=DEPTH))
-    source = Feed(BaseStates.of(base), Documents.of([]), "training", DEPTH, layers=head.reads_layers)
+    rows, padded = BaseStates.of(base).of_batch(Documents.of([]), "training", [], head.reads_layers)
     module = AheadLoss(head, LossOptions("ce"), base.get_input_embeddings())
-    loss, sums = module(*source([]), base.get_output_embeddings(), problem.num_scored)
+    loss, sums = module(rows, padded.aligned(DEPTH), base.get_output_embeddings(), problem.num_scored)
     loss.backward()
     assert float(loss.detach()) == 0 and int(sums.num_labels.sum()) == 0
     for name, parameter in head.named_parameters():
@@ -236,11 +237,6 @@ def test_layers_that_the_base_has_not_are_refused(tmp_path):
         new_trainer(tmp_path / "far", fused_layers=[1, 3]).train()
 
 
-def test_the_layer_is_that_of_the_base(tmp_path):
-    base = tiny_base()
-    config = new_trainer(tmp_path, base, intermediate_size=40, norm_output=True).heads.config
-    assert config.num_attention_heads == base.config.num_attention_heads
-    assert config.num_key_value_heads == base.config.num_key_value_heads
-    assert config.head_dim == base.config.hidden_size // base.config.num_attention_heads
-    assert config.rope_parameters["rope_theta"] == base.config.rope_parameters["rope_theta"]
+def test_the_head_is_what_the_options_say(tmp_path):
+    config = new_trainer(tmp_path, intermediate_size=40, norm_output=True).heads.config
     assert (config.intermediate_size, config.norm_output, config.fc_norm) == (40, True, False)

@@ -19,7 +19,7 @@ from medusa.training.data.dataset import Document, Documents
 from medusa.training.losses.fused import added
 from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
 from medusa.training.states.base import LiveStates, check_packing
-from medusa.training.states.feeds import BaseStates, Feed
+from medusa.training.states.stored import BaseStates
 
 ROW = 64
 LENGTHS = st.lists(st.integers(2, ROW), min_size=1, max_size=60)
@@ -100,16 +100,15 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    source, loss = (
-        Feed(BaseStates.of(base), documents, "training", num_heads=3),
-        HeadsLoss(heads, LossOptions()),
-    )
+    states, loss = BaseStates.of(base), HeadsLoss(heads, LossOptions())
 
     @torch.no_grad()
     def sums_of(plan: list[MicroBatch]) -> LossSums:
         total = LossSums.zeros(3)
         for batch in plan:
-            total = added(total, loss(*source(batch), output_embedding(base), torch.ones(3))[1])
+            rows, padded = states.of_batch(documents, "training", batch, ())
+            given = rows, padded.aligned(3), output_embedding(base), torch.ones(3)
+            total = added(total, loss(*given)[1])
         return total
 
     alone = sums_of([[[index]] for index in range(5)])

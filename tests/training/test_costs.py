@@ -1,4 +1,4 @@
-"""docs/guides/scale.md: its formulas are the code's own numbers at small scale, its tables what they give."""
+"""docs/guides/scale.md: its formulas are the code's own numbers at small scale."""
 
 from __future__ import annotations
 
@@ -62,17 +62,11 @@ def test_the_memory_of_shared_out_heads_is_what_the_page_says(tmp_path, kind, nu
 class Base(NamedTuple):
     """Sizes of a base model."""
 
-    name: str
-    parameters: float
     hidden_size: int  # D
     vocab_size: int  # V
     intermediate_size: int  # I
     attention: int  # numbers of all query heads of a token
     key_value: int  # and of all key heads
-
-
-LLAMA_8B = Base("8B", 8.03e9, 4096, 128256, 14336, 4096, 1024)
-LLAMA_70B = Base("70B", 70.6e9, 8192, 128256, 28672, 8192, 1024)
 
 
 def states_of(num_answer_tokens: int, num_answers: int, num_heads: int) -> int:
@@ -117,8 +111,6 @@ def small(trainer) -> Base:
     config = trainer.base.config
     heads, size = config.num_attention_heads, config.head_dim
     return Base(
-        "small",
-        sum(each.numel() for each in trainer.base.parameters()),
         config.hidden_size,
         config.vocab_size,
         config.intermediate_size,
@@ -167,7 +159,7 @@ def test_the_parameters_of_an_eagle3_head_are_the_codes_own(tmp_path):
 def test_the_operations_of_a_label_are_those_that_are_counted(tmp_path, objective):
     trainer = new_trainer(tmp_path, counting_rows(40), objective=objective, held_out_fraction=0)
     rows = [[index] for index in range(len(trainer.training))]
-    given = trainer.recipe.feed(trainer.training, "training")(rows)
+    given = trainer.recipe.read(trainer.training, "training", rows)
     num_scored = torch.from_numpy(trainer.num_scored.sum(0))
     with FlopCounterMode(display=False) as counter:
         arguments = (*given, output_embedding(trainer.base), num_scored, trainer.recipe.teacher)

@@ -22,7 +22,6 @@ from medusa.training.data.loading import (
     filtered,
     held_out_indices,
     load_data,
-    repeated_fraction,
     tokenised,
 )
 from medusa.training.data.reading import expanded
@@ -171,12 +170,6 @@ def prose(length: int) -> np.ndarray:
 def kept(documents: list[Document], **options) -> tuple[int, Counter]:
     counts: Counter[str] = Counter()
     return len(list(filtered(documents, DataOptions(**options), counts))), counts
-
-
-def test_a_loop_is_told_from_prose():
-    assert repeated_fraction(prose(300)) == 0
-    assert repeated_fraction(np.tile(prose(10), 30)) > 0.9
-    assert repeated_fraction(prose(5)) == 0
 
 
 def test_looping_answers_are_dropped_and_counted():

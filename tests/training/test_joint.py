@@ -149,7 +149,7 @@ def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(
     batch = [[0], [3], [5]]
     num_targets = torch.tensor([50, 40, 30, 20])
     trainer.loss.is_joint = True
-    source = trainer.recipe.feed(trainer.data.training, "training")
+    source = partial(trainer.recipe.read, trainer.data.training, "training")
     loss, _ = trainer.loss(*source(batch), output_embedding(trainer.base), num_targets)
     expected = plain_loss(trainer, batch, num_targets)
     torch.testing.assert_close(loss, expected)
@@ -175,7 +175,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_less(tmp_path
         trainer = new_trainer(tmp_path / str(is_on), rows, **options)
         disturb(trainer.recipe.trained_adapter)
         trainer.loss.is_joint = True
-        given = trainer.recipe.feed(trainer.data.training, "training")([[0], [3], [5]])
+        given = trainer.recipe.read(trainer.data.training, "training", [[0], [3], [5]])
         kept = []
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
@@ -194,7 +194,7 @@ def test_heads_held_to_the_base_are_held_to_the_adapted_one(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, objective="kl", heads_weight=1, base_objective="ce")
     disturb(trainer.recipe.trained_adapter, std=0.5)
     batch, ones = [[0], [3]], torch.ones(4)
-    source = trainer.recipe.feed(trainer.data.training, "training")
+    source = partial(trainer.recipe.read, trainer.data.training, "training")
     embedding = output_embedding(trainer.base)
     with torch.no_grad():
         given, alignment = source(batch)
@@ -296,7 +296,10 @@ def test_the_adapter_s_moments_begin_with_the_second_stage(tmp_path, rows):
 def test_the_first_stage_gives_the_adapter_zero_gradients_rather_than_none(tmp_path, rows):
     """Every process of a distributed run must have a gradient for every parameter."""
     trainer = new_trainer(tmp_path, rows)
-    source, embedding = trainer.recipe.feed(trainer.data.training, "training"), output_embedding(trainer.base)
+    source, embedding = (
+        partial(trainer.recipe.read, trainer.data.training, "training"),
+        output_embedding(trainer.base),
+    )
     for batch, is_joint in (([[0]], False), ([], False), ([], True)):
         trainer.loss.is_joint = is_joint
         trainer.loss.zero_grad()
@@ -350,7 +353,7 @@ def test_a_checkpoint_holds_heads_and_adapter_and_none_of_the_base(tmp_path, row
 
 def test_token_map_heads_leave_the_base_all_its_targets(tmp_path, rows):
     trainer = new_trainer(tmp_path, rows, unembedding="token_map", token_map_size=8, max_steps=2)
-    source = trainer.recipe.feed(trainer.data.training, "training")
+    source = partial(trainer.recipe.read, trainer.data.training, "training")
     joined, alignment = source([[0], [1]])
     labels = sum(int(trainer.data.training[index].is_label[1:].sum()) for index in (0, 1))
     assert len(joined.own.columns) == labels > len(alignment.columns)
@@ -370,7 +373,7 @@ def test_perplexity_before_and_after_is_that_of_transformers_own_loss(tmp_path, 
     def perplexity() -> float:
         total, count = 0.0, 0
         for index in range(len(trainer.data.held_out)):
-            tokens, is_label, _ = trainer.data.held_out[index]
+            tokens, is_label = trainer.data.held_out[index]
             ids, wanted = torch.from_numpy(tokens).long()[None], torch.from_numpy(is_label).clone()
             wanted[0] = False
             labels = ids.masked_fill(~wanted, -100)
@@ -405,16 +408,11 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
         TrainedAdapter(tiny_base(), JointOptions(joint=True), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("q_projj", r"'q_projj' matches no linear layer of LlamaForCausalLM; did you mean 'q_proj'"),
-        ("experts", r"'experts' matches no linear layer of LlamaForCausalLM; there are q_proj, k_proj"),
-        ("self_attn", r"'self_attn' matches no linear layer"),
-        ("lm_head", r"'lm_head' is the output embedding, which the heads share: it must stay as it is"),
-    ],
-)
-def test_a_target_that_cannot_be_adapted_is_refused(target, message):
+@pytest.mark.parametrize("target", ["q_projj", "experts", "self_attn", "lm_head"])
+def test_a_target_that_cannot_be_adapted_is_refused(target):
+    message = (
+        rf"'{target}' matches no linear layer of LlamaForCausalLM, whose output .* there are q_proj, k_proj"
+    )
     with pytest.raises(ValueError, match=message):
         target_layers(tiny_base(), ["v_proj", target])
 

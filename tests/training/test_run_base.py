@@ -48,7 +48,7 @@ from medusa.training.states.base import (
     load_live,
     load_without_layers,
 )
-from medusa.training.states.feeds import BaseStates
+from medusa.training.states.stored import BaseStates
 
 BASES = {
     "t5": lambda: T5ForConditionalGeneration(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -39,9 +39,8 @@ from medusa.training.losses.targets import teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss
 from medusa.training.states import format as states_format
 from medusa.training.states.base import LiveStates
-from medusa.training.states.feeds import BaseStates, Feed
 from medusa.training.states.format import StatesDirectory, digest_of_weights
-from medusa.training.states.stored import StoredStates, final_norm
+from medusa.training.states.stored import BaseStates, StoredStates, final_norm
 
 NUM_HEADS = 3
 BATCH = [[[4], [0]], [[2], [1]]]
@@ -71,15 +70,23 @@ def stored(directory: Path, documents: Documents, replace: bool = False, **optio
     return states
 
 
-def live_feed(documents: Documents, layers=()) -> Feed:
-    return Feed(BaseStates.of(tiny_model("llama")), documents, "training", NUM_HEADS, layers=layers)
+class Feed(NamedTuple):
+    """Gives what a loss reads of a micro-batch, and its targets."""
+
+    documents: Documents
+    layers: tuple[int, ...] = ()
+    stored: StoredStates | None = None
+
+    def __call__(self, batch):
+        base = tiny_model("llama")
+        states = BaseStates(base, LiveStates(base), {} if self.stored is None else {"training": self.stored})
+        rows, padded = states.of_batch(self.documents, "training", batch, self.layers)
+        return rows, padded.aligned(NUM_HEADS)
 
 
 def fill(directory: Path, documents: Documents, replace: bool = False, layers=(), **options) -> Feed:
     """Of states that are stored first."""
-    states = stored(directory, documents, replace, layers=layers, **options)
-    feed = live_feed(documents, layers)
-    return dataclasses.replace(feed, states=dataclasses.replace(feed.states, stored={"training": states}))
+    return Feed(documents, layers, stored(directory, documents, replace, layers=layers, **options))
 
 
 def losses(source: Feed, layers=()) -> torch.Tensor:
@@ -102,7 +109,7 @@ def losses(source: Feed, layers=()) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 3e-3)])
 def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, layers):
     documents = documents_of()
-    live = losses(live_feed(documents, layers), layers)
+    live = losses(Feed(documents, layers), layers)
     assert live.min() > 1
     found = losses(fill(tmp_path, documents, dtype=dtype, layers=layers), layers)
     torch.testing.assert_close(found, live, rtol=tolerance, atol=tolerance)
@@ -122,10 +129,10 @@ def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
 def test_stored_features_are_those_of_the_base(tmp_path, batch):
     documents = documents_of()
     feed = fill(tmp_path, documents, reads_text=True)
-    states = feed.states.stored["training"]
+    states = feed.stored
     ends = [documents.is_label[states.span(index)].nonzero()[0][-1] for index in range(len(documents))]
     assert states.num_bytes == sum(ends) * 32 * 4, "all up to the one before the last label"
-    (found, found_alignment), (live, live_alignment) = feed(batch), live_feed(documents)(batch)
+    (found, found_alignment), (live, live_alignment) = feed(batch), Feed(documents)(batch)
     assert torch.equal(found_alignment.sources, live_alignment.sources)
     assert torch.equal(found.next_tokens, live.next_tokens)
     for row, indices in enumerate(batch):
@@ -232,9 +239,9 @@ def test_a_run_that_died_goes_on_at_the_first_missing_shard(tmp_path, small_shar
         lambda self, shard, *rest: computed.append(shard) or compute(self, shard, *rest),
     )
     feed = fill(tmp_path, documents)
-    assert computed == list(range(len(feed.states.stored["training"].ends)))
+    assert computed == list(range(len(feed.stored.ends)))
     assert len(computed) > 2
-    live = losses(live_feed(documents))
+    live = losses(Feed(documents))
     torch.testing.assert_close(losses(feed), live)
 
 

@@ -47,10 +47,11 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["medusa", "eagle3"])
 def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows, kind):
-    trainer = new_trainer(tmp_path, rows, evaluation_steps=1, max_steps=30, **kind)
+    trainer = new_trainer(tmp_path, rows, max_steps=30, **kind)
+    trainer.run.begin(trainer.configuration)
+    before = trainer.evaluate()
     metrics = trainer.train()
-    evaluated = history(trainer, "held_out")
-    assert metrics["held_out/loss"] < 0.8 * evaluated[1]["held_out/loss"]
+    assert metrics["held_out/loss"] < 0.8 * before["held_out/loss"]
     assert all(
         f"held_out/{key}_{depth}" in metrics for key in ("loss", "top1", "top5") for depth in (1, 2, 3)
     )
@@ -92,7 +93,7 @@ def test_larger_heads_begin_as_the_heads_that_they_start_from(tmp_path, rows, mo
     given = save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), tmp_path / "given")
     again = new_trainer(tmp_path / "again", rows, start_from=given, **more)
     again.run.begin(again.configuration)
-    before = again.evaluate(again.recipe.feed(again.data.held_out, "held-out"))
+    before = again.evaluate()
     assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
     again.train()
     assert all(block.linear.weight.abs().max() > 0 for blocks in again.heads.blocks for block in blocks)
@@ -118,21 +119,20 @@ def test_every_head_reaches_100_percent_on_a_counting_sequence(tmp_path):
         [{"text": sequence}],
         num_heads=4,
         unembedding="full",
-        max_steps=200,
+        max_steps=120,
         held_out_fraction=0,
         decay=1.0,
-        logging_steps=200,
+        logging_steps=120,
     )
     trainer.train()
     trainer.data = Dataset(trainer.data.training, trainer.data.training, {})
-    final = trainer.evaluate(trainer.recipe.feed(trainer.data.training, "training"))
+    final = trainer.evaluate()
     assert [final[f"held_out/top1_{depth}"] for depth in (1, 2, 3, 4)] == [1.0] * 4
 
 
 EVERY_STEP = {**JOINT, "checkpoint_steps": 1, "evaluation_steps": 3, "lora_dropout": 0.2}
 STOPPED = {
     "live states": ({}, 7),
-    "stored states": ({"cache_hidden_states": True}, 5),
     "stored states in bf16": ({"cache_hidden_states": True, "precision": "bf16"}, 7),
     "an EAGLE-3 head": (EAGLE3, 6),
     "an adapter, in the first stage": (EVERY_STEP, 3),
@@ -322,13 +322,6 @@ def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate_and_says_so(tmp_
     ]
 
 
-def test_only_the_latest_checkpoints_are_kept(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, checkpoint_steps=2, keep_checkpoints=3)
-    trainer.train()
-    names = sorted(path.name for path in trainer.run.checkpoints.iterdir())
-    assert names == ["step-00000008", "step-00000010", "step-00000012"]
-
-
 @pytest.mark.parametrize("kind", [{}, {**JOINT, "joint_warmup_fraction": 0.25}], ids=["heads", "joint"])
 def test_accumulated_micro_batches_train_like_one_large_batch(tmp_path, kind):
     """Two conversations with very different numbers of labels: weighting them alike would be wrong."""
@@ -414,13 +407,6 @@ def test_a_run_plans_for_the_switch_of_its_base(tmp_path, rows, monkeypatch):
     assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1, 2}
     monkeypatch.setattr("medusa.training.run.trainer.switch_length", lambda base: switch)
     assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1}
-
-
-def test_epochs_end_the_run(tmp_path, rows):
-    trainer = new_trainer(tmp_path, rows, max_steps=None, num_epochs=2)
-    trainer.train()
-    assert trainer.state.epoch == 2
-    assert trainer.state.num_tokens == 2 * trainer.data.training.num_tokens
 
 
 def test_running_out_of_memory_names_what_to_lower_and_other_errors_stay(tmp_path, rows, monkeypatch):

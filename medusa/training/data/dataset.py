@@ -33,7 +33,6 @@ class Document(NamedTuple):
 
     tokens: np.ndarray  # (T,) int32
     is_label: np.ndarray  # (T,) bool; tokens that the model wrote
-    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Documents:
         """
         counts = np.zeros((len(self), num_heads), dtype=np.int64)
         for index in range(len(self)):
-            tokens, is_label, _ = self[index]
+            tokens, is_label = self[index]
             targets = is_label.nonzero()[0]
             if has_column is not None:
                 targets = targets[has_column[tokens[targets]]]

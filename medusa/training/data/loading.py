@@ -39,10 +39,9 @@ def filtered(documents: Iterable[Document], options: DataOptions, counts: Counte
     seen: set[bytes] = set()
     for document in documents:
         counts["documents"] += 1
-        tokens, is_label, origin = document
-        if len(tokens) > options.max_length:
+        if len(document.tokens) > options.max_length:
             counts["cut to max_length"] += 1
-            document = Document(tokens[: options.max_length], is_label[: options.max_length], origin)
+            document = Document(*(each[: options.max_length] for each in document))
         reason = _reason_to_drop(document, options, seen)
         if reason:
             counts[f"dropped: {reason}"] += 1
@@ -55,7 +54,7 @@ def _reason_to_drop(document: Document, options: DataOptions, seen: set[bytes]) 
     if not len(written):
         return "no label"
     limit = options.max_repeated_fraction
-    if limit is not None and repeated_fraction(written) > limit:
+    if limit is not None and _repeated_fraction(written) > limit:
         return "looping"
     if options.drop_duplicates:
         digest = hashlib.sha256(document.tokens.tobytes()).digest()
@@ -65,11 +64,11 @@ def _reason_to_drop(document: Document, options: DataOptions, seen: set[bytes]) 
     return None
 
 
-def repeated_fraction(tokens: np.ndarray, length: int = _LOOP_NGRAM) -> float:
+def _repeated_fraction(tokens: np.ndarray) -> float:
     """The part of the n-grams of tokens (T,) that occurred before in it; 0 for text shorter than one."""
-    if len(tokens) < length:
+    if len(tokens) < _LOOP_NGRAM:
         return 0.0
-    ngrams = np.lib.stride_tricks.sliding_window_view(tokens, length)
+    ngrams = np.lib.stride_tricks.sliding_window_view(tokens, _LOOP_NGRAM)
     return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
 
 

@@ -39,7 +39,6 @@ class RenderedText:
 
     text: str
     written: tuple[tuple[int, int], ...]
-    origin: str
     add_special_tokens: bool = False
     """True for plain text; a chat template writes its own."""
 
@@ -63,7 +62,7 @@ class Renderer:
                 with its continuation.
         """
         if example.text is not None:
-            return [RenderedText(example.text, ((0, len(example.text)),), example.origin, True)]
+            return [RenderedText(example.text, ((0, len(example.text)),), True)]
         if not self.tokenizer.chat_template:
             return self._continued(example)
         example = replace(example, template_options={**self.told, **example.template_options})
@@ -75,12 +74,12 @@ class Renderer:
             if not answer:
                 continue
             if written and not prompt.startswith(text):
-                documents.append(RenderedText(text, tuple(written), example.origin))
+                documents.append(RenderedText(text, tuple(written)))
                 written = []
             text = prompt + answer
             written.append((len(prompt), len(text)))
         if written:
-            documents.append(RenderedText(text, tuple(written), example.origin))
+            documents.append(RenderedText(text, tuple(written)))
             given = example.template_options.items()
             told = {key: value for key, value in given if key not in ("tools", "documents")}
             if told not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
@@ -101,7 +100,7 @@ class Renderer:
             self._skip("an empty answer")
             return []
         text = prompt + answer + ("" if example.answer_was_cut else self.tokenizer.eos_token or "")
-        return [RenderedText(text, ((len(prompt), len(text)),), example.origin, True)]
+        return [RenderedText(text, ((len(prompt), len(text)),), True)]
 
     def _answered(self, example: Example, index: int, is_cut: bool) -> tuple[str, str]:
         """What inference puts before the answer at ``index``, and what the model then wrote; nothing where
@@ -200,7 +199,7 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 51
                 batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
             ):
                 mask = _label_mask(np.asarray(offsets).reshape(-1, 2), text.written)
-                yield Document(np.asarray(ids, dtype=np.int32), mask, text.origin)
+                yield Document(np.asarray(ids, dtype=np.int32), mask)
 
 
 def _label_mask(offsets: np.ndarray, written: Sequence[tuple[int, int]]) -> np.ndarray:

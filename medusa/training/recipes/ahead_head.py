@@ -21,7 +21,7 @@ from medusa.training.data.dataset import Documents
 from medusa.training.losses.fused import FusedLoss, LossSums
 from medusa.training.losses.targets import Alignment, Teacher
 from medusa.training.recipes.recipe import Recipe, built_heads
-from medusa.training.states.feeds import BaseStates, StateBatch
+from medusa.training.states.stored import BaseStates, StateBatch
 
 
 class AheadRecipe(Recipe):

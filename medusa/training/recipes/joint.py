@@ -14,7 +14,6 @@ base in memory. The second stage warms up like the first, for the adapter only.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from medusa.training.losses.fused import FusedLoss, LossSums, TargetBlock, added
 from medusa.training.losses.targets import Alignment, Teacher, expected, teacher_of
 from medusa.training.recipes.medusa_heads import HeadsLoss, new_heads
 from medusa.training.recipes.recipe import Recipe, RunState
-from medusa.training.states.feeds import BaseStates, Feed
+from medusa.training.states.stored import BaseStates
 
 
 class JointRecipe(Recipe):
@@ -65,8 +64,11 @@ class JointRecipe(Recipe):
             f"{options.lambda_0:g}"
         )
 
-    def feed(self, documents: Documents, name: str) -> Feed:
-        return _JointFeed(self.states, documents, name, self.heads.num_heads, self.columns)
+    def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
+        """No states: the loss runs the base itself."""
+        padded, device = collate(documents, batch), self.states.base.device
+        own = padded.aligned(num_heads=0)  # the base has a column for every token
+        return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
 
     def check_launch(self, accelerator: Accelerator) -> None:
         plugin = accelerator.state.deepspeed_plugin
@@ -239,15 +241,6 @@ class _JointBatch(NamedTuple):
     own: Alignment
 
 
-class _JointFeed(Feed):
-    """Gives micro-batches as :class:`_JointLoss` reads them, which runs the base itself."""
-
-    def __call__(self, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
-        padded, device = collate(self.documents, batch), self.states.base.device
-        own = padded.aligned(num_heads=0)  # the base has a column for every token
-        return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
-
-
 class _JointLoss(nn.Module):
     """Heads, adapter and their loss.
 
@@ -398,25 +391,18 @@ def target_layers(base: CausalLM, targets: list[str]) -> list[str]:
     """
     unembedding = output_embedding(base)
     linear = [name for name, each in base.named_modules() if linear_sizes(each) and each is not unembedding]
-    if not targets:
-        return linear
-    chosen: list[str] = []
     for target in targets:
-        matching = [name for name in linear if name == target or name.endswith(f".{target}")]
-        if not matching:
-            raise ValueError(f"lora_targets {target!r} {_why_not(base, target, linear)}")
-        chosen += [name for name in matching if name not in chosen]
-    return chosen
+        if not any(_ends_in(name, target) for name in linear):
+            known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+            raise ValueError(
+                f"lora_targets {target!r} matches no linear layer of {type(base).__name__}, whose output "
+                f"embedding stays as it is; there are {', '.join(known)}"
+            )
+    return [name for name in linear if not targets or any(_ends_in(name, target) for target in targets)]
 
 
-def _why_not(base: CausalLM, target: str, linear: list[str]) -> str:
-    named = [each for name, each in base.named_modules() if name == target or name.endswith(f".{target}")]
-    if any(each is output_embedding(base) for each in named):
-        return "is the output embedding, which the heads share: it must stay as it is; leave it out"
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    nearest = difflib.get_close_matches(target, known, n=1)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}"
-    return f"matches no linear layer of {type(base).__name__}; {advice}"
+def _ends_in(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
 
 
 def _plain(value: Any) -> Any:

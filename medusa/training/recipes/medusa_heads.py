@@ -19,7 +19,7 @@ from medusa.training.data.dataset import Documents, trained_on
 from medusa.training.losses.fused import FusedLoss, LossSums, SplitHeads
 from medusa.training.losses.targets import Alignment, Teacher, needed_states
 from medusa.training.recipes.recipe import Recipe, built_heads
-from medusa.training.states.feeds import BaseStates, StateBatch
+from medusa.training.states.stored import BaseStates, StateBatch
 
 _SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""

@@ -23,10 +23,11 @@ from medusa.heads.checkpoint import KINDS, load_heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpHead, own_head
 from medusa.training.config import TrainingConfiguration
+from medusa.training.data.batching import MicroBatch, PaddedBatch
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.fused import LossSums
-from medusa.training.losses.targets import teacher_of
-from medusa.training.states.feeds import BaseStates, Feed
+from medusa.training.losses.targets import Alignment, teacher_of
+from medusa.training.states.stored import BaseStates
 
 
 @dataclass
@@ -65,7 +66,8 @@ class RunState:
 
 
 class Recipe:
-    """A kind of training: its heads, loss, feed, sums and metrics, learning rates, and what is saved.
+    """A kind of training: its heads, loss, what that reads, sums and metrics, learning rates, what
+    is saved.
 
     What stands here suits heads that are trained alone, on a frozen base.
     """
@@ -76,8 +78,9 @@ class Recipe:
     def __init__(
         self, configuration: TrainingConfiguration, states: BaseStates, heads: Heads, loss: nn.Module
     ):
-        """``loss`` is what is wrapped and optimised. It is called with what the feed gives, the base's output
-        embedding, the targets of the whole step (K,) and the teacher; the loss () and its sums come back."""
+        """``loss`` is what is wrapped and optimised. It is called with what :meth:`read` gives, the base's
+        output embedding, the targets of the whole step (K,) and the teacher; the loss () and its sums come
+        back."""
         self.configuration, self.states, self.heads, self.loss = configuration, states, heads, loss
         self.teacher = teacher_of(states.base, heads.token_map) if configuration.loss.needs_teacher else None
         self.columns: Tensor | None = None
@@ -100,10 +103,15 @@ class Recipe:
             text += f", which can guess {is_mapped.sum():,} tokens: {coverage:.1%} of the training labels"
         return text
 
-    def feed(self, documents: Documents, name: str) -> Feed:
-        """What the loss reads of ``documents``, whose states are stored under ``name`` if at all."""
-        heads = self.heads
-        return Feed(self.states, documents, name, heads.num_heads, self.columns, heads.reads_layers)
+    def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[Any, Alignment]:
+        """What the loss reads of a micro-batch of ``documents``, whose states are stored under ``name`` if at
+        all, and the alignment with it, which counts the B * T positions row by row."""
+        rows, padded = self.states.of_batch(documents, name, batch, self.heads.reads_layers)
+        return rows, self.aligned(padded)
+
+    def aligned(self, padded: PaddedBatch) -> Alignment:
+        """The targets of the heads in a micro-batch, on the base's device."""
+        return padded.aligned(self.heads.num_heads, self.columns).to(self.states.base.device)
 
     def check_launch(self, accelerator: Accelerator) -> None:
         """Raise ValueError when this kind of training cannot run as it was launched."""

@@ -35,8 +35,7 @@ from medusa.training.states.base import (
     load_tokenizer,
     load_without_layers,
 )
-from medusa.training.states.feeds import BaseStates
-from medusa.training.states.stored import StoredStates
+from medusa.training.states.stored import BaseStates, StoredStates
 
 RECIPES = {"medusa": MedusaRecipe, "eagle3": AheadRecipe, "mtp": AheadRecipe, "joint": JointRecipe}
 """Every kind of training by its name."""

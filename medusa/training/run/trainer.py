@@ -45,7 +45,6 @@ from medusa.training.run.processes import (
     whole_number,
 )
 from medusa.training.run.run_directory import RunDirectory, provenance
-from medusa.training.states.feeds import Feed
 from medusa.trees.candidate_tree import CandidateTree
 
 Position = tuple[list[MicroBatch], int, int]
@@ -137,33 +136,31 @@ class Trainer:
         """
         self._begin()
         with _memory_advice(self.configuration):
-            held_out = self.recipe.feed(self.data.held_out, "held-out")
             with StopSignal() as stop, ProgressReporter("training", self.console, self._is_main) as line:
-                evaluated, metrics = self._loop(held_out, line, stop)
+                evaluated, metrics = self._loop(line, stop)
             self.watch.check()
             self.save(self.run.heads, self.gathered_heads(), metrics)  # what comes now may fail
             if not on_main_process(self.accelerator, lambda: self.run.has_checkpoint(self.state.step)):
                 self.checkpoint()  # from which a longer run goes on
-            return metrics if evaluated == self.state.step else self.evaluate(held_out)
+            return metrics if evaluated == self.state.step else self.evaluate()
 
-    def _loop(self, held_out: Feed, line: ProgressReporter, stop: StopSignal) -> tuple[int, dict[str, float]]:
+    def _loop(self, line: ProgressReporter, stop: StopSignal) -> tuple[int, dict[str, float]]:
         """Step until a limit is reached: the step of the last evaluation, -1 for none, and its metrics."""
         options, evaluated, metrics = self.configuration.run, -1, dict[str, float]()
         spent_before, began, note = self.state.seconds, time.monotonic(), ""
         logged, checkpointed = (self.state.seconds, self.state.num_tokens), self.state.seconds
-        training = self.recipe.feed(self.training, "training")
         groups = self._groups()
         with stop.deferred():
             while self._progress < 1:
                 group, *after = next(groups)
-                self._step(training, group)
+                self._step(group)
                 self.state.epoch, self.state.step_in_epoch = after
                 seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
                 self.state.seconds, is_stopped = self.hosts.maximum(seconds, stop.has_come)
                 if self._is_due(options.logging_steps):
                     note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
                 if self._is_due(options.evaluation_steps) and not is_stopped:
-                    evaluated, metrics = self.state.step, self.evaluate(held_out)
+                    evaluated, metrics = self.state.step, self.evaluate()
                     line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
                 minutes = (self.state.seconds - checkpointed) / 60
                 is_time = options.checkpoint_minutes is not None and minutes >= options.checkpoint_minutes
@@ -176,7 +173,7 @@ class Trainer:
                 line.show(self._progress, f"step {self.state.step}  {note}", self.state.seconds)
         return evaluated, metrics
 
-    def evaluate(self, feed: Feed) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
         them would have had; empty when there are none. The heads with most tokens per step are kept."""
         self.watch.check()
@@ -185,7 +182,7 @@ class Trainer:
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
         for batch in share_of(plan, self.accelerator):
             with torch.no_grad():
-                sums = added(sums, self._loss(feed, batch, ones)[1])
+                sums = added(sums, self._loss("held-out", batch, ones)[1])
         at_most = self.configuration.run.replayed_documents
         heads, states = (self.gathered_heads(), self.held_out_states(at_most)) if at_most else (None, None)
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most, states)
@@ -279,7 +276,7 @@ class Trainer:
             self.run.forget_metrics_after(self.state.step, is_over=self._progress >= 1)
         self.accelerator.wait_for_everyone()
 
-    def _step(self, feed: Feed, group: list[MicroBatch]) -> None:
+    def _step(self, group: list[MicroBatch]) -> None:
         """One optimisation step on a group of micro-batches, of which this process reads its share."""
         state, device = self.state, self.accelerator.device
         documents = [index for batch in group for row in batch for index in row]
@@ -293,7 +290,7 @@ class Trainer:
         mine = share_of(group, self.accelerator)
         for number, batch in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
-                loss, sums = self._loss(feed, batch, num_scored)
+                loss, sums = self._loss("training", batch, num_scored)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
             self.window = added(self.window, sums)
@@ -306,10 +303,11 @@ class Trainer:
         state.num_tokens += int(self.training.lengths[documents].sum())
         self.watch.see(state.step, total + self.gradient_norm)
 
-    def _loss(self, feed: Feed, batch: MicroBatch, num_scored: Tensor) -> tuple[Tensor, Any]:
-        """The loss () of a micro-batch and its sums."""
+    def _loss(self, name: str, batch: MicroBatch, num_scored: Tensor) -> tuple[Tensor, Any]:
+        """The loss () of a micro-batch of the "training" or the "held-out" documents, and its sums."""
+        documents = self.training if name == "training" else self.data.held_out
         with self.accelerator.autocast():  # base and loss, whatever wraps the loss
-            given = feed(batch)
+            given = self.recipe.read(documents, name, batch)
             return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
 
     def _groups(self) -> Iterator[Position]:

@@ -65,14 +65,13 @@ class StatesDirectory:
             FileNotFoundError, ValueError: the directory is none of states.
         """
         header = read_json(directory / MANIFEST)
-        documents = load_file(directory / DOCUMENTS_FILE)
-        if digest_of_documents(*(documents[name].numpy() for name in DOCUMENTS)) != header["documents"]:
+        documents = {name: each.numpy() for name, each in load_file(directory / DOCUMENTS_FILE).items()}
+        if digest_of_documents(documents) != header["documents"]:
             raise ValueError(
                 f"{directory / DOCUMENTS_FILE} is not what manifest.json is of; delete {directory} "
                 "and give the training command again"
             )
-        starts, needed = documents["starts"].numpy(), documents["is_needed"].numpy()
-        return cls(directory, header, starts, needed), documents["tokens"].numpy()
+        return cls(directory, header, documents["starts"], documents["is_needed"]), documents["tokens"]
 
     @property
     def num_bytes(self) -> int:
@@ -191,22 +190,17 @@ class StatesDirectory:
 DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")
 
 
-def write_documents(
-    directory: Path, tokens: np.ndarray, is_label: np.ndarray, is_needed: np.ndarray, starts: np.ndarray
-) -> None:
-    """Write what the states are of, beside the manifest."""
-    parts = zip(DOCUMENTS, (tokens, is_label, is_needed, starts), strict=True)
+def write_documents(directory: Path, documents: Mapping[str, np.ndarray]) -> None:
+    """Write what the states are of, by the names of :data:`DOCUMENTS`, beside the manifest."""
     with replaced_file(directory / DOCUMENTS_FILE) as partial:
-        save_file({name: torch.from_numpy(np.array(each)) for name, each in parts}, partial)
+        save_file({name: torch.from_numpy(np.array(each)) for name, each in documents.items()}, partial)
 
 
-def digest_of_documents(
-    tokens: np.ndarray, is_label: np.ndarray, is_needed: np.ndarray, starts: np.ndarray
-) -> str:
+def digest_of_documents(documents: Mapping[str, np.ndarray]) -> str:
     """A hash of everything in :func:`write_documents`'s file."""
     content = hashlib.sha256()
-    for part in (tokens, is_label, is_needed, starts):
-        content.update(np.ascontiguousarray(part).data)
+    for name in DOCUMENTS:
+        content.update(np.ascontiguousarray(documents[name]).data)
     return content.hexdigest()
 
 

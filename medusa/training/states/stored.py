@@ -1,4 +1,4 @@
-"""Hidden states of the frozen base, computed once and kept in shards.
+"""Hidden states of the frozen base, computed once and kept in shards; and a run's, stored or not.
 
 The base never changes, so neither do its states: the shards hold those that some depth predicts a label
 from, for heads that read the text also those before them, and every later epoch does without the base's
@@ -13,9 +13,10 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +29,12 @@ from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.progress import ProgressReporter
 from medusa.training.config import DataOptions
-from medusa.training.data.batching import collate, plan_in_order
+from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.data.dataset import Documents
 from medusa.training.losses.targets import needed_states
 from medusa.training.states.base import LiveStates
 from medusa.training.states.format import (
+    DOCUMENTS,
     DOCUMENTS_FILE,
     MANIFEST,
     StatesDirectory,
@@ -69,6 +71,8 @@ class StoredStates(StatesDirectory):
         kind, name = base.device.type, Path(base.name_or_path)  # another program may run in another directory
         has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
         needed = _needed(documents, num_heads, reads_text)
+        parts = (documents.tokens, documents.is_label, needed, documents.starts)
+        self._parts = dict(zip(DOCUMENTS, parts, strict=True))
         starts, width = documents.starts, (1 + len(layers)) * hidden_size(base)
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
@@ -76,7 +80,7 @@ class StoredStates(StatesDirectory):
             **_identity_of(base),
             "base_dtype": str(base.dtype),
             "arithmetic": str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
-            "documents": digest_of_documents(documents.tokens, documents.is_label, needed, starts),
+            "documents": digest_of_documents(self._parts),
             "num_heads": num_heads,
             "layers": list(layers),
             "width": width,
@@ -110,8 +114,7 @@ class StoredStates(StatesDirectory):
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
-            documents = self.documents
-            write_documents(self.directory, documents.tokens, documents.is_label, self.needed, self.starts)
+            write_documents(self.directory, self._parts)
             write_json(manifest, self.header)
         if replace:
             for shard in set(range(len(self.ends))) - set(self.missing()):
@@ -179,6 +182,61 @@ class StoredStates(StatesDirectory):
             found = live(collate(self.documents, rows), self.layers)
             for states, (index,) in zip(found, rows, strict=True):
                 yield index, states[: self.documents.lengths[index]]
+
+
+@dataclass(frozen=True)
+class BaseStates:
+    """The base model of a run, and where its hidden states come from."""
+
+    base: CausalLM
+    """All that training reads beside states: without decoder layers where others compute these."""
+    live: LiveStates
+    stored: Mapping[str, StoredStates] = field(default_factory=dict)
+    """Of the "training" and the "held-out" documents, where they are stored."""
+
+    @classmethod
+    def of(cls, base: CausalLM) -> BaseStates:
+        """Those of a base that this process runs alone."""
+        return cls(base, LiveStates(base))
+
+    def of_document(self, documents: Documents, name: str, index: int, layers: tuple[int, ...]) -> Tensor:
+        """The states (T, (1 + L) * D) of one of the ``documents`` that are called ``name``; stored ones are
+        zeros where none are kept."""
+        if (stored := self.stored.get(name)) is not None:
+            return stored.row(index)
+        return self.live(collate(documents, [[index]]), layers)[0]
+
+    def of_batch(
+        self, documents: Documents, name: str, batch: MicroBatch, layers: tuple[int, ...]
+    ) -> tuple[StateBatch, PaddedBatch]:
+        """The states of a micro-batch of the ``documents`` that are called ``name``, on the base's device;
+        and its rows. An empty micro-batch is one token."""
+        padded, base = collate(documents, batch), self.base
+        if (stored := self.stored.get(name)) is None:
+            hidden = self.live(padded, layers)
+        else:
+            hidden = _padded_states(stored, batch, padded)
+        # What a row's last state joins is never read.
+        following = padded.input_ids.roll(-1, dims=1).to(base.device)
+        rows = StateBatch(hidden.to(base.device, base.dtype), following, padded.positions.to(base.device))
+        return rows, padded
+
+
+class StateBatch(NamedTuple):
+    """Rows of a micro-batch, as heads read them."""
+
+    hidden: Tensor  # (B, T, (1 + L) * D); zeros where no state is kept
+    next_tokens: Tensor  # (B, T) long; the token after each
+    positions: Tensor  # (B, T) long; from 0 at the start of each document
+
+
+def _padded_states(stored: StoredStates, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
+    """The stored states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
+    states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
+    for row, indices in zip(states, batch, strict=False):
+        found = torch.cat([stored.row(index) for index in indices])
+        row[: len(found)] = found
+    return states
 
 
 def _difference(manifest: Path, header: Mapping[str, Any]) -> str | None:
