@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import CHECKOUT
 from peft import PeftModel
 from tiny_training import MORTAL, accelerated, write_run
@@ -50,6 +51,16 @@ def launch(
 def here(workplace, monkeypatch, fresh_accelerator) -> None:
     """Runs in this process are runs in ``workplace``."""
     monkeypatch.chdir(workplace)
+
+
+def train_here(workplace: Path, *arguments: str) -> None:
+    """A run of one process, this one, with two micro-batches a step."""
+    AcceleratorState._reset_state(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workplace)
+        given = ("--config", "run.yaml", *arguments, "--gradient_accumulation_steps", "2")
+        assert main(["train", *given]) == 0
+    AcceleratorState._reset_state(True)
 
 
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
@@ -123,9 +134,7 @@ def test_a_joint_run_leaves_heads_and_adapter_that_decode_as_the_adapted_model_d
 @pytest.fixture(scope="module")
 def one_joint(workplace) -> Path:
     """The run of one process that takes two micro-batches a step, heads alone and then with an adapter."""
-    arguments = ("--output_dir", "one_joint", "--gradient_accumulation_steps", "2", *JOINT)
-    done = launch(workplace, *arguments)
-    assert done.returncode == 0, done.stderr
+    train_here(workplace, "--output_dir", "one_joint", *JOINT)
     return workplace / "one_joint"
 
 
@@ -250,8 +259,7 @@ STEPS += ("--unembedding", "full", "--learning_rate", "0.01", "--warmup_steps", 
 @pytest.fixture(scope="module")
 def alone(workplace) -> list[float]:
     """The losses of one process that takes two micro-batches a step."""
-    done = launch(workplace, "--output_dir", "alone", *STEPS, "--gradient_accumulation_steps", "2")
-    assert done.returncode == 0, done.stderr
+    train_here(workplace, "--output_dir", "alone", *STEPS)
     assert len(losses(workplace / "alone")) == 12
     return losses(workplace / "alone")
 
@@ -274,12 +282,12 @@ def test_two_processes_have_the_losses_of_one(workplace, alone):
 
 def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
     step = random.randrange(4, 12)
-    arguments = ("--output_dir", "killed", *STEPS, "--gradient_accumulation_steps", "2")
-    killed = launch(workplace, *arguments, program=(MORTAL,), KILL_AT_STEP=str(step))
+    arguments = ("--output_dir", "killed", *STEPS)
+    two = ("--gradient_accumulation_steps", "2")
+    killed = launch(workplace, *arguments, *two, program=(MORTAL,), KILL_AT_STEP=str(step))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (workplace / "killed" / "heads").exists()
-    resumed = launch(workplace, *arguments, "--resume")
-    assert resumed.returncode == 0, f"killed at step {step}: {resumed.stderr}"
+    train_here(workplace, *arguments, "--resume")
     assert losses(workplace / "killed") == alone, f"killed at step {step}"
 
 
@@ -301,8 +309,7 @@ def test_two_processes_store_their_own_shards_and_one_command_starts_and_resumes
 @pytest.mark.slow
 def test_two_processes_share_out_heads_in_bfloat16_products_like_one(workplace):
     arguments = ("--objective", "kl", "--precision", "bf16", "--fused_layers", "1", "--logging_steps", "1")
-    one = launch(workplace, "--output_dir", "bf16_one", *arguments, "--gradient_accumulation_steps", "2")
-    assert one.returncode == 0, one.stderr
+    train_here(workplace, "--output_dir", "bf16_one", *arguments)
     options = {"launcher": accelerated("fsdp2"), "program": (MORTAL,), "PRETEND_DEVICES": "1"}
     two = launch(workplace, "--output_dir", "bf16_two", *arguments, **options)
     assert two.returncode == 0, two.stderr
