@@ -71,17 +71,26 @@ def losses(run: Path) -> list[float]:
     return [entry["train/loss"] for entry in entries if "train/loss" in entry]
 
 
-def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace, here, capsys):
-    done = launch(workplace, "--output_dir", "out", "--tracker", "wandb", launcher=ACCELERATE)
+def test_a_launched_run_leaves_heads_with_a_tree_and_their_history_and_goes_on_in_this_process(
+    workplace, here, capsys
+):
+    launcher = (*ACCELERATE, "--mixed_precision", "bf16")
+    arguments = ("--output_dir", "out", "--cache_hidden_states", "true", "--checkpoint_steps", "3")
+    done = launch(workplace, *arguments, "--tracker", "wandb", launcher=launcher)
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
     assert next(line for line in said if "from" in line).startswith("medusa 0.")
     chat = f"medusa chat --base {workplace / 'base'} --heads out/heads"
     assert any(line.endswith(chat) for line in said)
     assert not any("medusa export" in line for line in said), "heads that read their path have no other home"
+    assert "bf16 products" in done.stderr
+    header = json.loads((workplace / "out" / "states" / "training" / "manifest.json").read_text())
+    assert header["arithmetic"] == "torch.bfloat16"
     loaded = load_heads(workplace / "out" / "heads")
     assert loaded.heads.num_heads == 3
     assert loaded.tree.num_nodes == 6
+    assert all(each.dtype == torch.float32 for each in loaded.heads.parameters())
+    assert loaded.provenance["configuration"]["precision"] == "bf16"
     assert "train_heads.py --config run.yaml" in loaded.provenance["command"]
     assert len(losses(workplace / "out")) == 3
     (tracked,) = (workplace / "out" / "wandb").glob("offline-run-*/*.wandb")
@@ -92,6 +101,9 @@ def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace, he
     said = capsys.readouterr().err
     assert "error: output directory 'out' exists and is not empty" in said
     assert "Traceback" not in said
+    more = ("--resume", "--max_steps", "8", "--cache_hidden_states", "false")
+    assert main(["train", "--config", "run.yaml", *arguments, *more]) == 0
+    assert "from step 6 on precision: 'bf16' -> 'fp32'" in capsys.readouterr().err
 
 
 def test_inspect_shows_what_is_trained_on_and_trains_nothing(workplace, here, capsys, monkeypatch):
@@ -136,22 +148,6 @@ def one_joint(workplace) -> Path:
     """The run of one process that takes two micro-batches a step, heads alone and then with an adapter."""
     train_here(workplace, "--output_dir", "one_joint", *JOINT)
     return workplace / "one_joint"
-
-
-def test_a_launch_in_mixed_precision_stores_states_and_trains_in_it(workplace, here, capsys):
-    launcher = (*ACCELERATE, "--mixed_precision", "bf16")
-    arguments = ("--output_dir", "mixed", "--cache_hidden_states", "true", "--checkpoint_steps", "3")
-    done = launch(workplace, *arguments, launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    assert "bf16 products" in done.stderr
-    header = json.loads((workplace / "mixed" / "states" / "training" / "manifest.json").read_text())
-    assert header["arithmetic"] == "torch.bfloat16"
-    loaded = load_heads(workplace / "mixed" / "heads")
-    assert loaded.provenance["configuration"]["precision"] == "bf16"
-    assert all(each.dtype == torch.float32 for each in loaded.heads.parameters())
-    more = ("--resume", "--max_steps", "8", "--cache_hidden_states", "false")
-    assert main(["train", "--config", "run.yaml", *arguments, *more]) == 0
-    assert "from step 6 on precision: 'bf16' -> 'fp32'" in capsys.readouterr().err
 
 
 TRACKED = ("learning_rate", "gradient_norm", "tokens_per_second", "peak_gib", "waiting_share", "minutes")
