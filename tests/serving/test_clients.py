@@ -3,7 +3,7 @@
 A client runs in the first Python that has it: this one, or one of CLIENT_PYTHONS, since two versions of one
 package do not fit one environment:
 
-    python3 -m venv clients && clients/bin/pip install 'openai<3' langchain-openai litellm llm
+    python3 -m venv clients && clients/bin/pip install 'openai<3'
     CLIENT_PYTHONS=$PWD/clients/bin/python pytest -m slow tests/serving/test_clients.py
 """
 
@@ -19,17 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tiny_chat import chat_model, tool_model
-from tiny_server import HELLO, expected, running, wait_until
-
-WEATHER = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Says whether it is warm.",
-        "parameters": {**WEATHER, "additionalProperties": False},
-    },
-}
+from tiny_server import HELLO, TOOL, expected, running, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -53,26 +43,19 @@ def ran(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=plain)
 
 
-def python_with(package: str, version: str) -> str:
+def python_with_openai(version: str) -> str:
     for python in PYTHONS:
-        found = ran(python, "-c", VERSION, package)
+        found = ran(python, "-c", VERSION, "openai")
         if found.returncode == 0 and found.stdout.startswith(version):
             return python
-    wanted = f"{package} {version}".strip()
-    pytest.skip(f"no Python of CLIENT_PYTHONS has {wanted}; the docstring says how to make one")
-
-
-CLIENTS = [("openai", "2."), ("openai", "3."), ("langchain-openai", ""), ("litellm", ""), ("llm", "")]
+    pytest.skip(f"no Python of CLIENT_PYTHONS has openai {version}; the docstring says how to make one")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "version"), CLIENTS, ids=[" ".join(each).strip() for each in CLIENTS])
-def test_a_client_gets_the_answer_of_generate_calls_and_forms_streamed_or_not(
-    server, answer, package, version, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    program = Path(__file__).with_name(f"ask_with_{package.partition('-')[0]}.py")
-    asking = ran(python_with(package, version), str(program), server.url, json.dumps(TOOL))
+@pytest.mark.parametrize("version", ["2.", "3."])
+def test_openais_client_gets_the_answer_of_generate_calls_and_forms_streamed_or_not(server, answer, version):
+    program = Path(__file__).with_name("ask_with_openai.py")
+    asking = ran(python_with_openai(version), str(program), server.url, json.dumps(TOOL))
     assert asking.returncode == 0, asking.stderr
     found = json.loads(asking.stdout.splitlines()[-1])
     tokens, text = answer
@@ -81,8 +64,7 @@ def test_a_client_gets_the_answer_of_generate_calls_and_forms_streamed_or_not(
     for name, arguments in found["calls"]:
         assert name == "weather" and isinstance(json.loads(arguments)["warm"], bool)
     assert {*map(json.loads, found["formed"])} <= {"yes", "no"}
-    if package == "openai":
-        assert found["models"] == ["tiny"] and found["completion"] and found["refused"] == "temperature"
+    assert found["models"] == ["tiny"] and found["completion"] and found["refused"] == "temperature"
     wait_until(lambda: server.num_active == 0)
 
 
