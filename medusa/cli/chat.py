@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -352,6 +351,10 @@ def generate(options: GenerateOptions) -> list[str]:
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
     model, drafter = load_for_replies(options, options.template)
+    prediction = None
+    if (path := options.prediction) is not None:
+        given = path.read_text(encoding="utf-8", errors="surrogateescape")
+        prediction = checked_utf8(given, f"prediction, which is in {path},")
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
@@ -359,7 +362,7 @@ def generate(options: GenerateOptions) -> list[str]:
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": drafter,
-        "prediction": None if options.prediction is None else _text_of(options.prediction),
+        "prediction": prediction,
     }
     text = TextStream(model.tokenizer)
     for step in model.stream(**arguments, statistics=statistics):
@@ -369,13 +372,6 @@ def generate(options: GenerateOptions) -> list[str]:
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(_cost_line(statistics, seconds), style="dim")
     return [command("chat", *words_of(options.model))]
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prediction must be UTF-8 text, and {path} is not; convert it first") from error
 
 
 def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:
