@@ -46,8 +46,9 @@ from medusa.decoding.steps import Steps
 from medusa.drafters.protocol import Draft, DraftContext, PlainDrafter, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
 
-_cache = tempfile.TemporaryDirectory(prefix="medusa-cache-")
-os.environ["MEDUSA_CACHE"] = _cache.name  # what the user has compiled takes no part
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what their parent has
+    _cache = tempfile.TemporaryDirectory(prefix="medusa-cache-")
+    os.environ["MEDUSA_CACHE"] = _cache.name  # what the user has compiled takes no part
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):  # the same examples every time: a red run can be repeated
     settings.load_profile("ci")
