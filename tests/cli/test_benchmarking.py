@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from conftest import CHECKOUT
+from reported import reported
 from tiny_chat import save_chat_model, wide_tree
 
 import medusa.hardware
@@ -42,10 +43,7 @@ def setting(tmp_path_factory):
 
 def measured(capsys, *flags) -> tuple[dict, str]:
     """The report of a run that ended well, and all of standard output."""
-    status = main(["benchmark", *map(str, flags)])
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
-    return json.loads(printed.out.splitlines()[-1]), printed.out
+    return reported(capsys, "benchmark", *flags)[:2]
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
