@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -87,23 +87,6 @@ class Experiment:
     """JSON that the command writes, or one on each line."""
     needs: Path | None = None
     """A model without which it is not begun."""
-
-
-@dataclass
-class Results:
-    """results.json."""
-
-    path: Path
-    about: dict[str, Any] = field(default_factory=dict)
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, path: Path) -> Results:
-        return cls(path, **read_json(path)) if path.exists() else cls(path)
-
-    def keep(self, name: str, answer: dict[str, Any]) -> None:
-        self.answers[name] = answer
-        write_json(self.path, {"about": self.about, "answers": self.answers})
 
 
 def experiments(options: OnGpuOptions) -> Iterator[Experiment]:
@@ -171,19 +154,20 @@ def measure(options: OnGpuOptions) -> list[str]:
             "this where there is one, or see it work here with --dry-run"
         )
     options.output.mkdir(parents=True, exist_ok=True)
-    results, ends = Results.of(options.output / "results.json"), time.monotonic() + 60 * options.minutes
+    path, ends = options.output / "results.json", time.monotonic() + 60 * options.minutes
+    answers: dict[str, dict[str, Any]] = read_json(path)["answers"] if path.exists() else {}
     versions = {module.__name__: module.__version__ for module in (medusa, torch, transformers)}
     where = device_name(torch.device("cpu" if options.dry_run else options.device))
-    results.about = {"device": where, "date": datetime.now(UTC).isoformat(timespec="minutes"), **versions}
+    about = {"device": where, "date": datetime.now(UTC).isoformat(timespec="minutes"), **versions}
     for each in asked:
         is_wanted = not options.only or each.name in options.only
-        is_there = results.answers.get(each.name, {}).get("status") == 0 and not options.again
+        is_there = answers.get(each.name, {}).get("status") == 0 and not options.again
         if is_wanted and not is_there and time.monotonic() < ends:
-            answer = answered(each, options.output / "logs", ends - time.monotonic())
-            results.keep(each.name, answer)
+            answers[each.name] = answer = answered(each, options.output / "logs", ends - time.monotonic())
+            write_json(path, {"about": about, "answers": answers})
             said = "measured" if answer["status"] == 0 else "FAILED"
             log_console().print(f"{each.name}: {said} in {answer['seconds']:.0f} s", highlight=False)
-    return [name for name, answer in results.answers.items() if answer["status"] != 0]
+    return [name for name, answer in answers.items() if answer["status"] != 0]
 
 
 def answered(asked: Experiment, logs: Path, seconds: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import uvicorn
 from tiny_chat import chat_tokenizer
 
 from medusa import CandidateTree, MedusaModel
+from medusa.decoding.batch import Batch
 from medusa.serving.application import create_application
 from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket, bounded_protocol
 from medusa.serving.service import Service
@@ -19,6 +20,17 @@ from medusa.serving.settings import AccessOptions, ServiceOptions
 
 TOKENIZER = chat_tokenizer()
 HELLO = [{"role": "user", "content": "Hello"}]
+WEATHER = {
+    "name": "weather",
+    "description": "Whether it is warm.",
+    "parameters": {
+        "type": "object",
+        "properties": {"warm": {"type": "boolean"}},
+        "required": ["warm"],
+        "additionalProperties": False,
+    },
+}
+TOOL = {"type": "function", "function": WEATHER}
 
 
 def tiny_service(model: MedusaModel, num_owners: int = 0, **options) -> Service:
@@ -37,6 +49,13 @@ class Running:
     @property
     def num_active(self) -> int:
         return self.service.worker.num_active
+
+    def slowed(self, monkeypatch, seconds: float) -> Batch:
+        """Its batch, each step of which takes so much longer for the rest of the test."""
+        batch = self.service.worker.batches[False]
+        step = batch.step
+        monkeypatch.setattr(batch, "step", lambda: time.sleep(seconds) or step())
+        return batch
 
 
 def client_of(server: Running, key: str = "none") -> openai.OpenAI:

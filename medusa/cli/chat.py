@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -204,7 +203,7 @@ def chat(options: ChatOptions) -> list[str]:
     if prompts is not None:
         terminal.answer_prompts(prompts)
     elif sys.stdin.isatty():
-        terminal.greet()
+        terminal.say("Type a question. Ctrl-C stops an answer, /help lists commands, /exit or Ctrl-D leaves.")
         terminal.converse(typed_questions(terminal.console))
     else:
         terminal.converse(piped_lines(terminal.console))
@@ -236,10 +235,6 @@ class ChatTerminal:
         if color_depth:
             self._explain_colors()
 
-    def greet(self) -> None:
-        """Say what can be typed."""
-        self._note("Type a question. Ctrl-C stops an answer, /help lists commands, /exit or Ctrl-D leaves.")
-
     def converse(self, questions: Iterator[str]) -> None:
         """Answer every question, until one says /exit or there are no more.
 
@@ -269,14 +264,14 @@ class ChatTerminal:
         """Carry out a command; unknown ones are answered with the list."""
         if command == "/reset":
             self.session.reset()
-            self._note("The conversation starts afresh.")
+            self.say("The conversation starts afresh.")
         elif command == "/stats":
             self._show_statistics()
         else:
             if command != "/help":
-                self._note(f"There is no command {command}. A space before it asks the model.")
+                self.say(f"There is no command {command}. A space before it asks the model.")
             for name, meaning in SLASH_COMMANDS.items():
-                self._note(f"  {name:<7} {meaning}")
+                self.say(f"  {name:<7} {meaning}")
 
     def ask(self, question: str | Message) -> None:
         """Print the answer as it comes, then what it cost."""
@@ -284,15 +279,15 @@ class ChatTerminal:
         try:
             self._print_answer(question)
         except ContextFullError as error:
-            self._note(f"{error} (/reset)")
+            self.say(f"{error} (/reset)")
             return
         except KeyboardInterrupt:  # a second Ctrl-C, which did not wait for the step to end
             pass
         if len(self.session.answers) == num_answers:
-            self._note("stopped before the first word; the question is forgotten")
+            self.say("stopped before the first word; the question is forgotten")
         else:
             answer = self.session.answers[-1]
-            self._note(_cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
+            self.say(_cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
 
     def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
@@ -311,10 +306,10 @@ class ChatTerminal:
     def _show_statistics(self) -> None:
         report = _session_report(self.session)
         if not report["num_answers"]:
-            self._note("No answers yet.")
+            self.say("No answers yet.")
             return
         cost = _cost_line(self.session.statistics, report["seconds"])
-        self._note(f"{counted(report['num_answers'], 'answer')} · {cost}")
+        self.say(f"{counted(report['num_answers'], 'answer')} · {cost}")
         table = Table("depth", "accepted", "accepted once reached", style="dim", header_style="dim")
         rates = zip(report["acceptance_rate"], report["conditional_acceptance_rate"], strict=True)
         for depth, (rate, conditional) in enumerate(rates, start=1):
@@ -322,11 +317,11 @@ class ChatTerminal:
         self.console.print(table)
         heads = self.session.model.heads
         if heads is not None and heads.num_heads < len(report["acceptance_rate"]):
-            self._note(f"Heads guess depths 1 to {heads.num_heads}; other drafters guess the deeper ones.")
+            self.say(f"Heads guess depths 1 to {heads.num_heads}; other drafters guess the deeper ones.")
 
     def _explain_colors(self) -> None:
         if self.console.color_system is None:
-            self._note("--color-depth has no effect here: this output shows no colours")
+            self.say("--color-depth has no effect here: this output shows no colours")
         names = ["the base model's own"] + [f"depth {d}" for d in range(1, self.session.max_depth + 1)]
         for depth, name in enumerate(names):
             style = DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)]
@@ -334,7 +329,8 @@ class ChatTerminal:
                 name, style=style, end=" · " if depth < len(names) - 1 else "\n", highlight=False
             )
 
-    def _note(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print what is not the model's."""
         self.console.print(text, style="dim", markup=False, soft_wrap=not self.console.is_terminal)
 
 
@@ -355,6 +351,10 @@ def generate(options: GenerateOptions) -> list[str]:
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
     model, drafter = load_for_replies(options, options.template)
+    prediction = None
+    if (path := options.prediction) is not None:
+        given = path.read_text(encoding="utf-8", errors="surrogateescape")
+        prediction = checked_utf8(given, f"prediction, which is in {path},")
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **_encoded_prompt(model, prompt, options),
@@ -362,7 +362,7 @@ def generate(options: GenerateOptions) -> list[str]:
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": drafter,
-        "prediction": None if options.prediction is None else _text_of(options.prediction),
+        "prediction": prediction,
     }
     text = TextStream(model.tokenizer)
     for step in model.stream(**arguments, statistics=statistics):
@@ -372,13 +372,6 @@ def generate(options: GenerateOptions) -> list[str]:
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(_cost_line(statistics, seconds), style="dim")
     return [command("chat", *words_of(options.model))]
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prediction must be UTF-8 text, and {path} is not; convert it first") from error
 
 
 def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:

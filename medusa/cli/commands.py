@@ -17,6 +17,7 @@ from medusa.cli.options import (
     PromptOptions,
     ReportOptions,
 )
+from medusa.cli.terminal import checked_utf8
 from medusa.places import EMBEDDED_BASE
 from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 
@@ -37,10 +38,7 @@ class ReplyOptions:
 
     def __post_init__(self) -> None:
         check_above(self, 0, "repetition_penalty")
-        try:
-            (self.system or "").encode()
-        except UnicodeEncodeError as error:  # bytes of the command line that are no text
-            raise ValueError("system must be UTF-8 text, and is not; convert it first") from error
+        checked_utf8(self.system or "", "system")
         if self.plain and self.drafter is not None:
             raise ValueError(f"plain guesses nothing, and drafter {self.drafter} does; give one of them")
 

@@ -45,7 +45,9 @@ FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 
 def fetch(options: FetchOptions) -> list[str]:
     """Write what is asked for and not there yet."""
-    log, output = log_version(), options.output or _usual_home()
+    log, homes = log_version(), embedded_base_homes()
+    usual = next((home for home in homes if (home / "config.json").exists()), homes[-1])  # else the cache
+    output = options.output or usual
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
     _check_free(output)
     lock = output.parent / f".{output.name}.lock"
@@ -55,7 +57,8 @@ def fetch(options: FetchOptions) -> list[str]:
         if not missing:
             log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
             return _chat_with(output)
-        _remove_unfinished(output)
+        for killed in output.parent.glob(f".{output.name}.partial-*"):
+            shutil.rmtree(killed)
         with _scratch(output) as scratch:
             source = _verified_gguf(options.archive, scratch, log)
             for path in missing:
@@ -95,18 +98,6 @@ def _is_fetched(directory: Path) -> bool:
 def _chat_with(base: Path) -> list[str]:
     is_found = base.resolve() in [home.resolve() for home in embedded_base_homes()]
     return [command("chat", *([] if is_found else ["--base", base]))]
-
-
-def _usual_home() -> Path:
-    """Where the model is, or else where it is kept for good: the user's cache."""
-    homes = embedded_base_homes()
-    return next((home for home in homes if (home / "config.json").exists()), homes[-1])
-
-
-def _remove_unfinished(output: Path) -> None:
-    """Remove what a process that was killed while it converted left behind."""
-    for path in output.parent.glob(f".{output.name}.partial-*"):
-        shutil.rmtree(path)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -61,19 +61,20 @@ def parse(
         SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
             key, a value that cannot be used, or a file that cannot be read (status 2).
     """
-    file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
     flags = flag_types(options)
-    words = _gathered(_switches(words, flags), flags)
     try:
+        file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
+        words = _gathered(_switches(words, flags), flags)
         given = _values(presets(), flags, "presets")
-    except ValueError as error:
-        _refuse(str(error))
-    if file is not None:
-        try:
+        if file is not None:
             file = named_file(file, ".yaml", "configuration file")
-        except FileNotFoundError as error:
-            _refuse(str(error))
-        given |= _values(_read_file(file), flags, str(file))
+            read = read_yaml(file)
+            if not isinstance(read, dict):
+                raise ValueError(f"{file} must hold keys and values, got {type(read).__name__}")
+            given |= _values(read, flags, str(file))
+    except (ValueError, FileNotFoundError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
     if {"-h", "--help"} & set(words):
         text = inspect.getdoc(options) if description is None else description
         sys.stdout.write(f"{(text or '').rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
@@ -140,18 +141,8 @@ def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
         return None, words
     at = words.index("--config")
     if len(words) < at + 2 or "--config" in words[at + 1 :]:
-        _refuse("--config takes one file and is given once")
+        raise ValueError("--config takes one file and is given once")
     return Path(words[at + 1]), [*words[:at], *words[at + 2 :]]
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        values = read_yaml(path)
-    except ValueError as error:
-        _refuse(str(error))
-    if not isinstance(values, dict):
-        _refuse(f"{path} must hold keys and values, got {type(values).__name__}")
-    return values
 
 
 def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -161,10 +152,10 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         if key not in flags:
             nearest = difflib.get_close_matches(str(key), flags, n=1, cutoff=0.5)
             advice = f"did you mean {nearest[0]!r}?" if nearest else "--help lists every key"
-            _refuse(f"unknown key {key!r} in {where}; {advice}")
+            raise ValueError(f"unknown key {key!r} in {where}; {advice}")
         if flags[key] is bool:
             if not isinstance(value, bool):
-                _refuse(f"{key} in {where} must be true or false, got {value!r}")
+                raise ValueError(f"{key} in {where} must be true or false, got {value!r}")
             found[key] = value
             continue
         values_given = value if isinstance(value, list) else [value]
@@ -173,17 +164,17 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         is_nested = any(isinstance(each, list | dict) for each in values_given)
         is_missing = value is None and not _optional(flags[key])
         if is_nested or is_missing or (spec.nargs == 1 and len(values_given) != 1):
-            _refuse(f"{key} in {where} must have a plain value, got {value!r}")
+            raise ValueError(f"{key} in {where} must have a plain value, got {value!r}")
         words = [str(each) for each in values_given]
         if isinstance(value, bool) and (alone := _alone(flags[key])):
             words = [alone[str(value).lower()]]
         choices = [*map(str.lower, spec.choices or ()), "none"]
         if spec.choices and any(word.lower() not in choices for word in words):
-            _refuse(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
+            raise ValueError(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
         try:
             found[key] = spec.instance_from_str(words)
         except ValueError as error:
-            _refuse(f"{key} in {where} cannot be {value!r}: {error}")
+            raise ValueError(f"{key} in {where} cannot be {value!r}: {error}") from error
     return found
 
 
@@ -246,7 +237,7 @@ def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
             continue
         values = [*([value] if is_joined else []), *group[1:]]
         if not values:
-            _refuse(f"{flag} must have a value, got none; leave it out or name one")
+            raise ValueError(f"{flag} must have a value, got none; leave it out or name one")
         if (first := lists.setdefault(key, group)) is not group:
             first += values
             group.clear()
@@ -301,11 +292,6 @@ def _read_optional(info: PrimitiveTypeInfo) -> Any:
         is_instance=lambda value: value is None or spec.is_instance(value),
         str_from_instance=lambda value: ["none"] if value is None else spec.str_from_instance(value),
     )
-
-
-def _refuse(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {message}\n")
-    raise SystemExit(2)
 
 
 def _growing(text: str) -> tuple[int, ...]:

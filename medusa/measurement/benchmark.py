@@ -7,7 +7,7 @@ batch of a setting, in turns (:mod:`medusa.measurement.timing`), with the same s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,6 +261,7 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
     per_token = {name: seconds_per_token(each) for name, each in given.items()}
     ours = {name: each for name, each in given.items() if is_ours(name)}
     step = {name: step_seconds(each) for name, each in ours.items()}
+    first = {name: median_of(each, lambda answer: answer.first_token_seconds) for name, each in given.items()}
     tokens_per_step = {name: total_statistics(each).tokens_per_step for name, each in ours.items()}
     against_plain = {name: speedup(each, given[PLAIN]) for name, each in given.items()}
     return {
@@ -273,18 +274,10 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
         "speedup_over_plain": {name: ratio["ratio"] for name, ratio in against_plain.items()},
         "speedup_interval": {name: [ratio["low"], ratio["high"]] for name, ratio in against_plain.items()},
         "milliseconds_per_token": {name: 1000 * seconds for name, seconds in per_token.items()},
-        "milliseconds_to_first_token": {name: _first_token(each) for name, each in given.items()},
-        "milliseconds_per_step": {
-            name: None if seconds is None else 1000 * seconds for name, seconds in step.items()
-        },
+        "milliseconds_to_first_token": {name: _milliseconds(seconds) for name, seconds in first.items()},
+        "milliseconds_per_step": {name: _milliseconds(seconds) for name, seconds in step.items()},
         "step_milliseconds": {name: step_split(each) for name, each in ours.items()},
     }
-
-
-def _first_token(answers: Iterable[Answer]) -> float | None:
-    """Milliseconds of one contender, the median over batches; None where nobody looked."""
-    seconds = median_of(answers, lambda answer: answer.first_token_seconds)
-    return None if seconds is None else 1000 * seconds
 
 
 def _same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict[str, int]:
@@ -345,6 +338,10 @@ def _ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]
 
 def _common_prefix(a: Tokens, b: Tokens) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

@@ -81,7 +81,8 @@ class LlamaCpp:
         for start in range(0, len(prompt), step):
             self._decode(prompt[start : start + step])
         for number in range(max_new_tokens):
-            token = int(self._last_logits().argmax())
+            logits = self._llama.llama_get_logits_ith(self._context, -1)
+            token = int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
             yield token
             if token in ends or number + 1 == max_new_tokens:
                 return
@@ -122,9 +123,6 @@ class LlamaCpp:
             batch.logits = (ctypes.c_int8 * len(tokens))(*[1] * len(tokens))
         if (status := self._llama.llama_decode(self._context, batch)) != 0:
             raise RuntimeError(f"llama.cpp could not decode {len(tokens)} tokens of {self.path}: {status}")
-
-    def _last_logits(self) -> np.ndarray:
-        return np.ctypeslib.as_array(self._llama.llama_get_logits_ith(self._context, -1), (self.vocab_size,))
 
 
 def answered_by(model: LlamaCpp, ends: Collection[int]) -> Any:

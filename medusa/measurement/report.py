@@ -19,6 +19,8 @@ from medusa.progress import log_console
 from medusa.tables import Column, print_table
 
 STANDARD_OUTPUT = Path("-")
+TABLE_WIDTH = 118
+"""Columns of tables where standard output is no terminal."""
 
 
 class Report:
@@ -53,17 +55,12 @@ class Report:
 
     def publish(self, json_path: Path | None) -> None:
         """Print and draw, and end with the JSON object: :func:`end_with_json`."""
-        self.show(_table_console())
+        terminal = Console(highlight=False)
+        self.show(terminal if terminal.is_terminal else Console(highlight=False, width=TABLE_WIDTH))
         for path, draw in self._pictures.items():
             draw(path)
             log_console().print(f"picture: {path}", soft_wrap=True)
         end_with_json(self.values, json_path)
-
-
-def _table_console(width: int = 118) -> Console:
-    """Where tables are printed: standard output, ``width`` columns wide where it is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def end_with_json(values: Mapping[str, Any], path: Path | None) -> None:

@@ -210,18 +210,13 @@ def _why_default_stays(before: HeadsCheckpoint, single: TunedTree | None) -> str
     """What speaks against ``single`` as the default tree of ``before``; None when nothing."""
     if single is None:
         return "batch size 1 was not tuned"
-    timed_at = _where_timed(before.tree_origin)
-    if timed_at is None or timed_at == (single.runtime, single.step):
+    origin = before.tree_origin
+    if not all(isinstance(origin.get(key), str) for key in RUNTIME_KEYS):  # never timed
         return None
-    runtime, step = timed_at
+    runtime, step = Runtime(*(origin[key] for key in RUNTIME_KEYS)), origin.get("step", DEFAULT_STEP)
+    if (runtime, step) == (single.runtime, single.step):
+        return None
     return f"it was tuned on {runtime.in_words()}, {step} steps"
-
-
-def _where_timed(origin: Mapping[str, Any]) -> tuple[Runtime, str] | None:
-    """Where the default tree was tuned and in steps of which kind; None when it never was."""
-    if not all(isinstance(origin.get(key), str) for key in RUNTIME_KEYS):
-        return None
-    return Runtime(*(origin[key] for key in RUNTIME_KEYS)), origin.get("step", DEFAULT_STEP)
 
 
 def _nodes(tree: CandidateTree) -> str:

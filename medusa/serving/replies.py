@@ -144,7 +144,14 @@ class Replies:
         if not self.wants_logprobs:
             return None
         if self.is_chat:
-            return {"content": [self._chat_entry(entry) for entry in entries]}
+            content = [
+                {
+                    **self._named(entry.token, entry.logprob),
+                    "top_logprobs": [self._named(*each) for each in entry.top],
+                }
+                for entry in entries
+            ]
+            return {"content": content}
         offset, offsets = self._num_chars.get(index, 0), []
         tokens = [self._name(entry.token) for entry in entries]
         for token in tokens:
@@ -159,10 +166,6 @@ class Replies:
             ],
             "text_offset": offsets,
         }
-
-    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in entry.top]
-        return {**self._named(entry.token, entry.logprob), "top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)

@@ -301,10 +301,6 @@ class Service:
         self._check_tokens(given, "prompt")
         return given
 
-    def _tokens_expected(self, text: str) -> list[int]:
-        self._check_length(text, "prediction")
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
     @functools.cached_property
     def max_characters(self) -> int:
         """Characters of the longest prompt that can fit, if all its tokens are the longest one."""
@@ -362,9 +358,11 @@ class Service:
         """The ``n`` answers to each of ``prompts``, not yet under way; choice i draws from ``seed + i``, and
         is told of by the listener of its number among all. What is read for them is read again for other
         owners."""
-        expected = (
-            [] if asked.prediction is None else self._tokens_expected(text_of(asked.prediction.content))
-        )
+        expected: list[int] = []
+        if asked.prediction is not None:
+            text = text_of(asked.prediction.content)
+            self._check_length(text, "prediction")
+            expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         marks = self._marks if isinstance(asked, ChatRequest) else None
         told: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
         told |= {"owner": owner, "prediction": expected}

@@ -193,20 +193,17 @@ class Worker:
             if not self.is_alive:
                 raise WorkerEnded("the decoding thread has ended")
             for is_plain in self.batches:
-                self._check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
+                self.check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
             self._changed.notify()
 
     def check_room(self, is_plain: bool, num_answers: int) -> None:
         """Raise QueueFull where so many answers would not be taken in now."""
-        with self._changed:
-            self._check_room(is_plain, num_answers)
-
-    def _check_room(self, is_plain: bool, num_answers: int) -> None:
         batch = self.batches[is_plain]
-        num_added = sum(answer.is_plain is is_plain for answer in self._added)
-        if num_answers and num_added + num_answers > max(0, batch.num_vacant):
-            raise QueueFull(f"{len(batch.waiting)} requests wait already")
+        with self._changed:  # also held by whoever submits
+            num_added = sum(answer.is_plain is is_plain for answer in self._added)
+            if num_answers and num_added + num_answers > max(0, batch.num_vacant):
+                raise QueueFull(f"{len(batch.waiting)} requests wait already")
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Drop ``answers`` before the next step; those that have ended already are left alone."""

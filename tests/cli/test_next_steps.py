@@ -17,10 +17,10 @@ from tiny_training import counting_rows, write_rows
 import medusa.hardware
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.commands import ChatOptions, PushOptions
-from medusa.cli.jobs.train import TrainOptions, next_steps
 from medusa.cli.main import COMMANDS, _named, main
 from medusa.cli.next_steps import chat_with, print_next
 from medusa.cli.options import DrafterOptions, ModelOptions, parse, words_of
+from medusa.cli.train import TrainOptions, next_steps
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
 HUB_BASE = "someone/counting"

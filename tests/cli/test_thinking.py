@@ -14,7 +14,7 @@ from medusa import MedusaModel
 from medusa.choices import TemplateOptions
 from medusa.cli.chat import ChatSession
 from medusa.cli.commands import ChatOptions
-from medusa.cli.jobs.distill import DistillOptions, summarise, wanted_prompts
+from medusa.cli.distill import DistillOptions, summarise, wanted_prompts
 from medusa.cli.loading import load_model, load_prompts
 from medusa.cli.main import main
 from medusa.cli.options import ModelOptions, PromptOptions, parse, words_of

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_chat import chat_heads, chat_model, wide_tree
@@ -76,52 +78,43 @@ def test_what_a_first_run_sets_up_makes_no_later_size_hopeless(monkeypatch):
     assert list(seconds) == [1, 2, 3]
 
 
-def test_steps_are_timed_only_while_every_row_decodes():
-    """A stand-in that says how long each step takes: the mean is over steps 2 to 3, then a row has ended."""
-    seconds = {0: 5.0, 1: 100.0, 2: 2.0, 3: 4.0, 4: 1000.0}
+def measured_seconds(stream, **options):
+    """Of a step of a stand-in for a model, whose ``stream`` moves the clock."""
     clock = [0.0]
-
-    class Step:
-        def __init__(self, tokens):
-            self.tokens = tokens
-
-    class Model:
-        device = torch.device("cpu")
-
-        def stream(self, statistics, **arguments):
-            for number, taken in seconds.items():
-                clock[0] += taken
-                statistics.num_passes = number
-                yield Step([[1], [2]] if number < 4 else [[1], []])
-
+    model = SimpleNamespace(
+        device=torch.device("cpu"), stream=lambda statistics, **arguments: stream(clock, statistics)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
-        found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2)
-    assert found == {1: 3.0}
+        found = measure_step_seconds(model, {1: CandidateTree.chain(0)}, [{}] * 2, **options)
+    return found[1]
+
+
+def test_steps_are_timed_only_while_every_row_decodes():
+    """The mean is over steps 2 to 3, then a row has ended."""
+
+    def stream(clock, statistics):
+        for number, taken in enumerate((5.0, 100.0, 2.0, 4.0, 1000.0)):
+            clock[0] += taken
+            statistics.num_passes = number
+            yield SimpleNamespace(tokens=[[1], [2]] if number < 4 else [[1], []])
+
+    assert measured_seconds(stream) == 3.0
 
 
 def test_steps_that_come_in_bursts_are_timed_from_burst_to_burst():
-    """A stand-in that gives three steps of 3 seconds at a time, and sets up for 50 in the second burst."""
-    clock = [0.0]
+    """Three steps of 3 seconds come at a time, and 50 seconds of setting up in the second burst."""
 
-    class Step:
-        tokens = ([1],)
+    def stream(clock, statistics):
+        step = SimpleNamespace(tokens=([1],))
+        yield step
+        for burst in range(1, 10):
+            clock[0] += 9.0 + 50.0 * (burst == 2)
+            statistics.setup_seconds += 50.0 * (burst == 2)
+            statistics.num_passes += 3
+            yield from [step] * 3
 
-    class Model:
-        device = torch.device("cpu")
-
-        def stream(self, statistics, **arguments):
-            yield Step()
-            for burst in range(1, 10):
-                clock[0] += 9.0 + 50.0 * (burst == 2)
-                statistics.setup_seconds += 50.0 * (burst == 2)
-                statistics.num_passes += 3
-                yield from [Step()] * 3
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.measurement.tuning.time.perf_counter", lambda: clock[0])
-        found = measure_step_seconds(Model(), {1: CandidateTree.chain(0)}, [{}] * 2, num_steps=4)
-    assert found == {1: 3.0}
+    assert measured_seconds(stream, num_steps=4) == 3.0
 
 
 # ------------------------------------------------------------------ what is written

@@ -19,17 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tiny_chat import chat_model, tool_model
-from tiny_server import HELLO, expected, running, wait_until
-
-WEATHER = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Says whether it is warm.",
-        "parameters": {**WEATHER, "additionalProperties": False},
-    },
-}
+from tiny_server import HELLO, TOOL, expected, running, wait_until
 
 
 @pytest.fixture(scope="module")

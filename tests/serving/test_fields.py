@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 
 import httpx
 import pytest
@@ -285,10 +284,7 @@ def test_the_last_message_is_gone_on_with_where_that_is_asked_for(server):
 
 def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, monkeypatch):
     monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
-    batch = server.service.worker.batches[False]
-    step = batch.step
-
-    monkeypatch.setattr(batch, "step", lambda: time.sleep(0.2) or step())
+    server.slowed(monkeypatch, 0.2)
     long = [{"role": "user", "content": "long " * 40}]
     lines = ask(server, messages=long, stream=True, max_tokens=2).text.split("\n\n")
     comments = [line for line in lines if line.startswith(": read ")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import closing
 
 import httpx
@@ -105,24 +104,14 @@ def test_a_question_is_answered_kept_and_asked_again(browser, server):
     assert browser.value("document.querySelectorAll('.message').length") == 0
 
 
-def test_an_answer_can_be_stopped_with_the_keyboard(browser, server):
-    batch = server.service.worker.batches[False]
-    step = batch.step
-
-    def slow():
-        time.sleep(0.1)
-        return step()
-
-    batch.step = slow
-    try:
-        browser.value("localStorage.clear(), longest.value = 400, question.focus()")
-        browser.type("Hello")
-        browser.press(*ENTER)
-        browser.until("running && document.querySelector('.assistant .note')?.textContent")
-        browser.press(*ESCAPE)
-        browser.until("!running && $('status').textContent === 'stopped'")
-    finally:
-        batch.step = step
+def test_an_answer_can_be_stopped_with_the_keyboard(browser, server, monkeypatch):
+    server.slowed(monkeypatch, 0.1)
+    browser.value("localStorage.clear(), longest.value = 400, question.focus()")
+    browser.type("Hello")
+    browser.press(*ENTER)
+    browser.until("running && document.querySelector('.assistant .note')?.textContent")
+    browser.press(*ESCAPE)
+    browser.until("!running && $('status').textContent === 'stopped'")
     assert browser.value("messages.length >= 1")
 
 
@@ -268,9 +257,7 @@ def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, 
 
 def test_while_a_long_prompt_is_read_the_page_says_how_far(browser, server, monkeypatch):
     monkeypatch.setattr(application, "SHOWN_SECONDS", 0.05)
-    batch = server.service.worker.batches[False]
-    step = batch.step
-    monkeypatch.setattr(batch, "step", lambda: time.sleep(0.3) or step())
+    server.slowed(monkeypatch, 0.3)
     browser.value("longest.value = 20")
     ask(browser, "long " * 40)
     browser.until("/^reading: [1-9]\\d* of 202 tokens$/.test($('status').textContent)")

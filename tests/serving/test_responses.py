@@ -8,25 +8,14 @@ import httpx
 import openai
 import pytest
 from tiny_chat import chat_model, tool_model
-from tiny_server import Running, client_of, running
+from tiny_server import WEATHER, Running, client_of, running
 
 from medusa.serving.answer_reader import Part
 from medusa.serving.responses import ResponseReplies, ResponsesRequest
 from medusa.serving.worker import Update, Worker
 
 ASKED = {"model": "tiny", "input": "Hello", "max_output_tokens": 12, "temperature": 0}
-WEATHER = {
-    "type": "function",
-    "name": "weather",
-    "description": "Whether it is warm.",
-    "parameters": {
-        "type": "object",
-        "properties": {"warm": {"type": "boolean"}},
-        "required": ["warm"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+OFFERED = {"type": "function", **WEATHER, "strict": True}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +73,7 @@ def test_a_stream_tells_of_each_item_and_ends_with_the_whole(client):
 
 def test_tools_are_called_and_what_came_of_it_is_read(client, server):
     pytest.importorskip("llguidance")
-    asked = {**ASKED, "tools": [WEATHER], "max_output_tokens": 90}
+    asked = {**ASKED, "tools": [OFFERED], "max_output_tokens": 90}
     for choice in ("required", {"type": "function", "name": "weather"}):
         whole = client.responses.create(**asked, tool_choice=choice)
         (call,) = whole.output
@@ -104,7 +93,7 @@ def test_tools_are_called_and_what_came_of_it_is_read(client, server):
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": call.call_id, "content": "warm"},
     ]
-    tools = [{"type": "function", "function": {key: WEATHER[key] for key in WEATHER if key != "type"}}]
+    tools = [{"type": "function", "function": {**WEATHER, "strict": True}}]
     answer = client.responses.create(**{**asked, "input": history, "max_output_tokens": 12})
     assert answer.output_text == chat_of(client, messages, tools=tools)
 
@@ -192,7 +181,7 @@ WRONG = [
         "",
     ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
-    ({"tools": [{**WEATHER, "parameters": {"properties": 5}}]}, "tools[0].parameters", "must be an object"),
+    ({"tools": [{**OFFERED, "parameters": {"properties": 5}}]}, "tools[0].parameters", "must be an object"),
     ({"tool_choice": "required"}, "tool_choice", ""),
     ({"input": [{"role": "user", "content": "a"}] * 2048, "instructions": "Be kind."}, "input", "2049"),
     ({"max_output_tokens": 0}, "max_output_tokens", ""),

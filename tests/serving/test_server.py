@@ -19,7 +19,18 @@ import openai
 import pytest
 from stateful_models import stateful_model
 from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_heads, chat_model, tool_model
-from tiny_server import HELLO, TOKENIZER, Running, client_of, expected, running, tiny_service, wait_until
+from tiny_server import (
+    HELLO,
+    TOKENIZER,
+    TOOL,
+    WEATHER,
+    Running,
+    client_of,
+    expected,
+    running,
+    tiny_service,
+    wait_until,
+)
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
@@ -232,11 +243,6 @@ def test_logprobs_are_the_base_models_own(server, tiny_chat_model):
     assert len(entries.tokens) == len(entries.token_logprobs) == len(entries.text_offset)
 
 
-WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"warm": {"type": "boolean"}}}}
-WEATHER["parameters"] |= {"required": ["warm"], "additionalProperties": False}
-TOOLS = [{"type": "function", "function": WEATHER}]
-
-
 def form(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -272,7 +278,7 @@ def test_without_the_grammar_library_forms_are_refused_with_what_to_install(serv
 def test_tools_are_offered_called_and_answered(tool_server):
     pytest.importorskip("llguidance")
     client, tokenizer = client_of(tool_server), tool_server.service.tokenizer
-    asked = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 90, "seed": 1}
+    asked = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "max_tokens": 90, "seed": 1}
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         reply = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
         assert reply.finish_reason == "tool_calls" and reply.message.content is None
@@ -286,7 +292,7 @@ def test_tools_are_offered_called_and_answered(tool_server):
         arguments = [each.function.arguments for each in (first, *more)]
         assert "".join(arguments) == call.function.arguments and len(more) > 1
         assert said(chunks) == "" and chunks[-1].choices[0].finish_reason == "tool_calls"
-    raw = client.chat.completions.with_raw_response.create(**{**asked, "tools": [{**TOOLS[0], "odd": 1}]})
+    raw = client.chat.completions.with_raw_response.create(**{**asked, "tools": [{**TOOL, "odd": 1}]})
     assert "x-ignored-fields" not in raw.headers  # all of a tool is for the template
     first = client.chat.completions.create(**asked)
     free = first.choices[0]
@@ -364,7 +370,7 @@ WRONG = [
     ({"messages": HELLO, "tools": odd_tool(properties=5)}, "tools[0].function.parameters"),
     ({"messages": HELLO, "tools": odd_tool(required=5)}, "tools[0].function.parameters"),
     ({"messages": HELLO, "tools": odd_tool(required=[{}])}, "tools[0].function.parameters"),
-    ({"messages": HELLO, "tools": TOOLS}, "tools"),
+    ({"messages": HELLO, "tools": [TOOL]}, "tools"),
     ({"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages"),
     ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     ({"messages": HELLO, "tool_choice": 5}, "tool_choice"),
@@ -741,12 +747,10 @@ def test_pages_of_the_server_and_of_origins_that_the_operator_names_may_ask(serv
     assert refusal_of_origin("https://any.example", "127.0.0.1", ("*",)) is None
 
 
-def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end():
+def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end(monkeypatch):
     with running(chat_model(), max_rows=1, max_waiting=0) as small:
         asked = {"model": "tiny", "messages": HELLO, "max_tokens": 480, "extra_body": {"ignore_eos": True}}
-        slow = small.service.worker.batches[False]
-        step = slow.step
-        slow.step = lambda: time.sleep(0.05) or step()
+        small.slowed(monkeypatch, 0.05)
         stream = client_of(small).chat.completions.create(**asked, stream=True)
         next(iter(stream))
         with pytest.raises(openai.InternalServerError) as refused:
@@ -762,11 +766,9 @@ def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end(
             client_of(small).chat.completions.create(**asked)
 
 
-def test_told_to_stop_a_server_ends_what_is_running_and_takes_nothing_new(tiny_chat_model):
+def test_told_to_stop_a_server_ends_what_is_running_and_takes_nothing_new(tiny_chat_model, monkeypatch):
     with running(tiny_chat_model) as ending:
-        batch = ending.service.worker.batches[False]
-        step = batch.step
-        batch.step = lambda: time.sleep(0.05) or step()
+        ending.slowed(monkeypatch, 0.05)
         asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
         stream = client_of(ending).chat.completions.create(**asked, stream=True)
         pieces = [next(iter(stream))]
@@ -781,11 +783,11 @@ def test_told_to_stop_a_server_ends_what_is_running_and_takes_nothing_new(tiny_c
 
 
 @pytest.mark.parametrize(("grace", "num_signals"), [(0, 1), (0.4, 1), (60, 2)])
-def test_answers_that_are_cut_off_at_the_end_are_told_so(tiny_chat_model, caplog, grace, num_signals):
+def test_answers_that_are_cut_off_at_the_end_are_told_so(
+    tiny_chat_model, caplog, monkeypatch, grace, num_signals
+):
     with running(tiny_chat_model, grace_seconds=grace) as ending, ThreadPoolExecutor() as pool:
-        batch = ending.service.worker.batches[False]
-        step = batch.step
-        batch.step = lambda: time.sleep(0.05) or step()
+        batch = ending.slowed(monkeypatch, 0.05)
         body = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True}
         url = f"{ending.url}/v1/chat/completions"
         whole = pool.submit(httpx.post, url, json=body, timeout=60)

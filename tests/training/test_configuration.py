@@ -10,8 +10,8 @@ import pytest
 import yaml
 from tiny_training import configuration_of
 
-from medusa.cli.jobs.train import TrainOptions
 from medusa.cli.options import flag_types, parse
+from medusa.cli.train import TrainOptions
 from medusa.training.config import (
     TrainingConfiguration,
     changed_keys,

@@ -342,11 +342,11 @@ def test_the_demo_prompts_are_readable_varied_and_disjoint():
     assert {p.category for p in held_out} == {p.category for p in training}
 
 
-def answer_from(fake, tmp_path, num_prompts=3, minutes=None, concurrency=1, **options):
-    """The rows and the report of a run over an endpoint, and the seconds it took."""
+def answer_from(fakes, tmp_path, num_prompts=3, minutes=None, concurrency=1, **options):
+    """The rows and the report of a run over endpoints, and the seconds it took."""
     prompts = read_prompts(prompts_file(tmp_path, num_prompts))
-    endpoint = ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001)
-    answerer = EndpointAnswerer([endpoint], concurrency, MAX_NEW_TOKENS)
+    endpoints = [ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001) for fake in fakes]
+    answerer = EndpointAnswerer(endpoints, concurrency, MAX_NEW_TOKENS, **options)
     began = time.monotonic()
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         waiting = unanswered(prompts, answers, (0.0,), 0)
@@ -358,7 +358,7 @@ def test_a_prompt_that_is_answered_with_garbage_costs_that_prompt_only(serve, tm
     fake = serve()
     answer = fake.answer
     fake.answer = lambda request: {} if request["messages"][-1]["content"].endswith("1") else answer(request)
-    rows, report, _ = answer_from(fake, tmp_path)
+    rows, report, _ = answer_from([fake], tmp_path)
     assert sorted(row["index"] for row in rows) == [0, 2]
     assert report.num_refused == 1
 
@@ -374,7 +374,7 @@ def test_a_key_that_expires_ends_the_run_and_keeps_what_was_answered(serve, tmp_
 
     fake.answer = expiring
     with pytest.raises(PermissionError, match="HTTP 401"):
-        answer_from(fake, tmp_path)
+        answer_from([fake], tmp_path)
     assert len(read_rows(tmp_path / "rows.jsonl")) == 2
 
 
@@ -388,7 +388,7 @@ def test_a_time_limit_waits_for_no_answer_and_keeps_those_that_have_arrived(serv
         return answer(request)
 
     fake.answer = slow_for_some
-    rows, report, seconds = answer_from(fake, tmp_path, minutes=1 / 60, concurrency=3)
+    rows, report, seconds = answer_from([fake], tmp_path, minutes=1 / 60, concurrency=3)
     assert [row["index"] for row in rows] == [0]
     assert seconds < 4
     assert report.num_unasked == 0
@@ -419,7 +419,7 @@ def test_an_answer_with_reasoning_and_tool_calls_is_written_as_it_came(serve, tm
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     message = {"content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
     fake = serve(body={"choices": [{"message": message, "finish_reason": "tool_calls"}]})
-    rows, _, _ = answer_from(fake, tmp_path, num_prompts=1)
+    rows, _, _ = answer_from([fake], tmp_path, num_prompts=1)
     assert rows[0]["messages"][-1] == {
         "role": "assistant",
         "content": "",
@@ -445,16 +445,6 @@ def test_tools_and_template_options_of_a_prompt_travel_to_the_row(serve, tmp_pat
     assert written["tools"] == row["tools"]
     assert written["chat_template_kwargs"] == row["chat_template_kwargs"]
     assert fake.requests[0][1]["tools"] == row["tools"]
-
-
-def answer_together(fakes, tmp_path, num_prompts, said, concurrency=2):
-    """The rows of a run over several endpoints; ``said`` gets what the user is told."""
-    prompts = read_prompts(prompts_file(tmp_path, num_prompts))
-    endpoints = [ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001) for fake in fakes]
-    answerer = EndpointAnswerer(endpoints, concurrency, MAX_NEW_TOKENS, said.append)
-    with AnswerFile(tmp_path / "answers.jsonl", {}) as answers:
-        distill(unanswered(prompts, answers, [0.0], 0), answerer, answers, TimeLimit(None))
-    return read_rows(tmp_path / "answers.jsonl")
 
 
 def test_answers_that_cannot_be_kept_are_counted_and_named_and_the_run_goes_on(serve, tmp_path, capsys):
@@ -487,7 +477,7 @@ def test_several_endpoints_are_all_kept_busy(serve, tmp_path):
     for fake in fakes:
         plain = fake.answer
         fake.answer = lambda request, plain=plain: (together.wait(timeout=20), plain(request))[1]
-    rows = answer_together(fakes, tmp_path, 12, [])
+    rows, _, _ = answer_from(fakes, tmp_path, 12, concurrency=2)
     assert sorted(row["index"] for row in rows) == list(range(12))
     assert [len(fake.requests) for fake in fakes] == [4, 4, 4]
 
@@ -503,7 +493,7 @@ def test_when_an_endpoint_dies_the_others_answer_what_it_was_asked(serve, tmp_pa
         return plain(request)
 
     dying.answer = mortal
-    rows = answer_together([dying, living], tmp_path, 20, said)
+    rows, _, _ = answer_from([dying, living], tmp_path, 20, concurrency=2, say=said.append)
     assert sorted(row["index"] for row in rows) == list(range(20))
     (told,) = said
     assert told.startswith(f"{dying.url}/chat/completions is given up, 1 of 2 go on: endpoint")

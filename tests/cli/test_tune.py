@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from reported import reported
 from tiny_chat import save_chat_model, wide_tree
 
 from medusa import CandidateTree, load_heads, save_tree
@@ -21,19 +22,12 @@ def setting(tmp_path_factory):
     return folder, ["--base", base, "--heads", heads, "--prompts", str(prompts), "--max-new-tokens", "24"]
 
 
-def closing_json(printed):
-    """The last line of standard output."""
-    return json.loads(printed.splitlines()[-1])
-
-
 def test_tune_tree_measures_sizes_and_writes_the_tree_with_its_origin(setting, capsys, tmp_path):
     base, heads = save_chat_model(tmp_path)
     _, flags = setting
     own = ["--base", base, "--heads", heads, *flags[4:], "--sizes", "2,4,8", "--rounds", "1"]
-    assert main(["tune", *own, "--plot", str(tmp_path / "tree.png")]) == 0
-    printed = capsys.readouterr()
-    assert f"medusa benchmark --base {base} --heads {heads}\n" in printed.err
-    report = closing_json(printed.out)
+    report, _, said = reported(capsys, "tune", *own, "--plot", tmp_path / "tree.png")
+    assert f"medusa benchmark --base {base} --heads {heads}\n" in said
     sizes = [row["num_nodes"] for row in report["by_num_nodes"]]
     assert sizes[0] == 1 and set(sizes) <= {1, 2, 4, 8}, "plain decoding takes part"
     best = max(report["by_num_nodes"], key=lambda row: row["tokens_per_second"])
@@ -54,10 +48,7 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     _, flags = setting
     own = ["--base", base, "--heads", heads, *flags[4:], "--plot", str(tmp_path / "tree.png")]
     own += ["--sizes", "2,4", "--rounds", "1", "--engine", "eager"]
-    status = main(["tune", *own, "--batch-sizes", "3,1"])
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
-    report = closing_json(printed.out)
+    report, _, said = reported(capsys, "tune", *own, "--batch-sizes", "3,1")
     assert list(report["by_batch_size"]) == ["1", "3"]
     assert report["by_num_nodes"] == report["by_batch_size"]["1"]["by_num_nodes"]
     assert report["num_nodes"] == report["by_batch_size"]["1"]["chosen"]
@@ -72,13 +63,12 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     assert loaded.tuned[2].tree.num_nodes == report["by_batch_size"]["3"]["chosen"]
     assert loaded.tuned[2].runtime == Runtime(report["device"], "float32", "eager")
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
-    assert "default tree: now that of batch size 1" in printed.err
+    assert "default tree: now that of batch size 1" in said
     assert {entry.step for entry in loaded.tuned} == {"general"}
     save_tree(heads, CandidateTree.chain(1), loaded.tuned, **loaded.tree_origin)
-    assert main(["tune", *own, "--batch-sizes", "2", "--step", "static"]) == 0
-    printed = capsys.readouterr()
-    assert closing_json(printed.out)["step"] == "static"
-    assert "default tree: left as it was (2 nodes): batch size 1 was not tuned" in printed.err
+    report, _, said = reported(capsys, "tune", *own, "--batch-sizes", "2", "--step", "static")
+    assert report["step"] == "static"
+    assert "default tree: left as it was (2 nodes): batch size 1 was not tuned" in said
     loaded = load_heads(heads)
     assert loaded.tree == CandidateTree.chain(1)
     assert [(entry.step, entry.batch_size) for entry in loaded.tuned[3:]] == [("static", 2)]
@@ -97,8 +87,7 @@ def test_tune_tree_takes_a_size_and_answers_from_the_file_without_timing(setting
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = (Path(heads) / "tree.json").read_text()
     flags = ["--base", base, "--heads", heads, "--prompts", str(prompts), "--num-nodes", "5"]
-    assert main(["tune", *flags, "--no-save"]) == 0
-    report = closing_json(capsys.readouterr().out)
+    report, _, _ = reported(capsys, "tune", *flags, "--no-save")
     assert report["num_positions"] == sum(len(row["messages"][1]["content"]) - 3 for row in rows)
     assert (Path(heads) / "tree.json").read_text() == before
     assert main(["tune", *flags]) == 0

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import tyro
@@ -25,7 +24,6 @@ from medusa.cli.loading import (
 )
 from medusa.cli.next_steps import command
 from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, words_of
-from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.registry import Drafters
 from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
@@ -208,7 +206,13 @@ def _evaluate_set(options: EvaluationOptions) -> list[str]:
         row = AnsweredTokens.after_prompt(tokens, prompt_length=inputs["input_ids"].shape[1])
         counts = calibrate(model.base, heads_of(model), [row], max_rank=max(TOP_KS))
         evaluated.append(Evaluated(prompt.category, statistics, counts))
-    others = {each: _decoded_at(model, encoded, each, options) for each in options.decoding.also_at}
+    others = {}
+    for temperature in options.decoding.also_at:
+        there = replace(options.answers, temperature=temperature)
+        label = f"answering at temperature {temperature:g}"
+        others[temperature] = [
+            decode_prompt(model, each, there, drafter)[1] for each in track(encoded, label)
+        ]
     answers = {name: getattr(options.answers, name) for name in ("temperature", "max_new_tokens", "seed")}
     answers["drafter"] = drafter or "heads"
     made = evaluation.made_by(model, options.model.heads, answers)
@@ -221,15 +225,6 @@ def _evaluate_set(options: EvaluationOptions) -> list[str]:
     report.publish(options.report.json)
     can_be_tuned = not model.tuned and Path(options.model.heads).is_dir()
     return [command("tune" if can_be_tuned else "benchmark", *words_of(options.model))]
-
-
-def _decoded_at(
-    model: MedusaModel, encoded: Sequence[dict[str, Any]], temperature: float, options: EvaluationOptions
-) -> list[DecodingStatistics]:
-    """How decoding of every prompt goes at another temperature."""
-    there, drafter = replace(options.answers, temperature=temperature), options.decoding.drafter
-    label = f"answering at temperature {temperature:g}"
-    return [decode_prompt(model, inputs, there, drafter)[1] for inputs in track(encoded, label)]
 
 
 def _use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import CHECKOUT
 from peft import PeftModel
 from tiny_training import MORTAL, accelerated, write_run
@@ -52,6 +53,16 @@ def here(workplace, monkeypatch, fresh_accelerator) -> None:
     monkeypatch.chdir(workplace)
 
 
+def train_here(workplace: Path, *arguments: str) -> None:
+    """A run of one process, this one, with two micro-batches a step."""
+    AcceleratorState._reset_state(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workplace)
+        given = ("--config", "run.yaml", *arguments, "--gradient_accumulation_steps", "2")
+        assert main(["train", *given]) == 0
+    AcceleratorState._reset_state(True)
+
+
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
 
 
@@ -60,17 +71,26 @@ def losses(run: Path) -> list[float]:
     return [entry["train/loss"] for entry in entries if "train/loss" in entry]
 
 
-def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace, here, capsys):
-    done = launch(workplace, "--output_dir", "out", "--tracker", "wandb", launcher=ACCELERATE)
+def test_a_launched_run_leaves_heads_with_a_tree_and_their_history_and_goes_on_in_this_process(
+    workplace, here, capsys
+):
+    launcher = (*ACCELERATE, "--mixed_precision", "bf16")
+    arguments = ("--output_dir", "out", "--cache_hidden_states", "true", "--checkpoint_steps", "3")
+    done = launch(workplace, *arguments, "--tracker", "wandb", launcher=launcher)
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
     assert next(line for line in said if "from" in line).startswith("medusa 0.")
     chat = f"medusa chat --base {workplace / 'base'} --heads out/heads"
     assert any(line.endswith(chat) for line in said)
     assert not any("medusa export" in line for line in said), "heads that read their path have no other home"
+    assert "bf16 products" in done.stderr
+    header = json.loads((workplace / "out" / "states" / "training" / "manifest.json").read_text())
+    assert header["arithmetic"] == "torch.bfloat16"
     loaded = load_heads(workplace / "out" / "heads")
     assert loaded.heads.num_heads == 3
     assert loaded.tree.num_nodes == 6
+    assert all(each.dtype == torch.float32 for each in loaded.heads.parameters())
+    assert loaded.provenance["configuration"]["precision"] == "bf16"
     assert "train_heads.py --config run.yaml" in loaded.provenance["command"]
     assert len(losses(workplace / "out")) == 3
     (tracked,) = (workplace / "out" / "wandb").glob("offline-run-*/*.wandb")
@@ -81,6 +101,9 @@ def test_a_launched_run_leaves_heads_with_a_tree_and_their_history(workplace, he
     said = capsys.readouterr().err
     assert "error: output directory 'out' exists and is not empty" in said
     assert "Traceback" not in said
+    more = ("--resume", "--max_steps", "8", "--cache_hidden_states", "false")
+    assert main(["train", "--config", "run.yaml", *arguments, *more]) == 0
+    assert "from step 6 on precision: 'bf16' -> 'fp32'" in capsys.readouterr().err
 
 
 def test_inspect_shows_what_is_trained_on_and_trains_nothing(workplace, here, capsys, monkeypatch):
@@ -123,26 +146,8 @@ def test_a_joint_run_leaves_heads_and_adapter_that_decode_as_the_adapted_model_d
 @pytest.fixture(scope="module")
 def one_joint(workplace) -> Path:
     """The run of one process that takes two micro-batches a step, heads alone and then with an adapter."""
-    arguments = ("--output_dir", "one_joint", "--gradient_accumulation_steps", "2", *JOINT)
-    done = launch(workplace, *arguments)
-    assert done.returncode == 0, done.stderr
+    train_here(workplace, "--output_dir", "one_joint", *JOINT)
     return workplace / "one_joint"
-
-
-def test_a_launch_in_mixed_precision_stores_states_and_trains_in_it(workplace, here, capsys):
-    launcher = (*ACCELERATE, "--mixed_precision", "bf16")
-    arguments = ("--output_dir", "mixed", "--cache_hidden_states", "true", "--checkpoint_steps", "3")
-    done = launch(workplace, *arguments, launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    assert "bf16 products" in done.stderr
-    header = json.loads((workplace / "mixed" / "states" / "training" / "manifest.json").read_text())
-    assert header["arithmetic"] == "torch.bfloat16"
-    loaded = load_heads(workplace / "mixed" / "heads")
-    assert loaded.provenance["configuration"]["precision"] == "bf16"
-    assert all(each.dtype == torch.float32 for each in loaded.heads.parameters())
-    more = ("--resume", "--max_steps", "8", "--cache_hidden_states", "false")
-    assert main(["train", "--config", "run.yaml", *arguments, *more]) == 0
-    assert "from step 6 on precision: 'bf16' -> 'fp32'" in capsys.readouterr().err
 
 
 TRACKED = ("learning_rate", "gradient_norm", "tokens_per_second", "peak_gib", "minutes")
@@ -249,8 +254,7 @@ STEPS += ("--unembedding", "full", "--learning_rate", "0.01", "--warmup_steps", 
 @pytest.fixture(scope="module")
 def alone(workplace) -> list[float]:
     """The losses of one process that takes two micro-batches a step."""
-    done = launch(workplace, "--output_dir", "alone", *STEPS, "--gradient_accumulation_steps", "2")
-    assert done.returncode == 0, done.stderr
+    train_here(workplace, "--output_dir", "alone", *STEPS)
     assert len(losses(workplace / "alone")) == 12
     return losses(workplace / "alone")
 
@@ -273,12 +277,12 @@ def test_two_processes_have_the_losses_of_one(workplace, alone):
 
 def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
     step = random.randrange(4, 12)
-    arguments = ("--output_dir", "killed", *STEPS, "--gradient_accumulation_steps", "2")
-    killed = launch(workplace, *arguments, program=(MORTAL,), KILL_AT_STEP=str(step))
+    arguments = ("--output_dir", "killed", *STEPS)
+    two = ("--gradient_accumulation_steps", "2")
+    killed = launch(workplace, *arguments, *two, program=(MORTAL,), KILL_AT_STEP=str(step))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (workplace / "killed" / "heads").exists()
-    resumed = launch(workplace, *arguments, "--resume")
-    assert resumed.returncode == 0, f"killed at step {step}: {resumed.stderr}"
+    train_here(workplace, *arguments, "--resume")
     assert losses(workplace / "killed") == alone, f"killed at step {step}"
 
 
@@ -300,8 +304,7 @@ def test_two_processes_store_their_own_shards_and_one_command_starts_and_resumes
 @pytest.mark.slow
 def test_two_processes_share_out_heads_in_bfloat16_products_like_one(workplace):
     arguments = ("--objective", "kl", "--precision", "bf16", "--fused_layers", "1", "--logging_steps", "1")
-    one = launch(workplace, "--output_dir", "bf16_one", *arguments, "--gradient_accumulation_steps", "2")
-    assert one.returncode == 0, one.stderr
+    train_here(workplace, "--output_dir", "bf16_one", *arguments)
     options = {"launcher": accelerated("fsdp2"), "program": (MORTAL,), "PRETEND_DEVICES": "1"}
     two = launch(workplace, "--output_dir", "bf16_two", *arguments, **options)
     assert two.returncode == 0, two.stderr

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from reported import reported
 from tiny_chat import chat_heads, perfect_heads, save_chat_model, wide_tree
 from tiny_training import chat_tokenizer, counting_rows, write_rows
 
@@ -35,19 +36,11 @@ def setting(tmp_path_factory):
     return folder, [*flags, "--plot", str(folder / "picture.png")]
 
 
-def closing_json(printed):
-    """The last line of standard output."""
-    return json.loads(printed.splitlines()[-1])
-
-
 def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting, capsys):
     folder, flags = setting
     picture, report_file = folder / "plots" / "eval.png", folder / "reports" / "eval.json"
-    status = main(["evaluate", *flags, "--plot", str(picture), "--json", str(report_file)])
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
-    assert printed.err.startswith(f"medusa {medusa.__version__} from ")
-    report = closing_json(printed.out)
+    report, out, said = reported(capsys, "evaluate", *flags, "--plot", picture, "--json", report_file)
+    assert said.startswith(f"medusa {medusa.__version__} from ")
     assert report == json.loads(report_file.read_text())
     assert set(report) == {
         "tokens_per_step",
@@ -69,7 +62,7 @@ def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting,
     assert report["num_tokens"] == sum(entry["num_tokens"] for entry in report["by_category"].values())
     assert report["tokens_per_step"] == pytest.approx(1 + sum(report["acceptance_rate"]))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "top 10" in printed.out
+    assert "top 10" in out
 
     card = folder / "repository" / "README.md"
     asked = ["--base", "me/base", "--evaluation", str(report_file), "--dry-run", str(card.parent)]
@@ -80,10 +73,7 @@ def test_evaluate_heads_prints_draws_and_writes_exactly_the_agreed_keys(setting,
 def test_limit_takes_the_first_prompts_and_sampling_is_reproducible(setting, capsys):
     folder, flags = setting
     sampled = [*flags, "--limit", "2", "--temperature", "0.9", "--seed", "4", "--plot", str(folder / "p.png")]
-    reports = []
-    for _ in range(2):
-        assert main(["evaluate", *sampled]) == 0
-        reports.append(closing_json(capsys.readouterr().out))
+    reports = [reported(capsys, "evaluate", *sampled)[0] for _ in range(2)]
     assert reports[0] == reports[1]
     assert reports[0]["num_prompts"] == 2
 
@@ -96,16 +86,14 @@ def test_evaluate_heads_takes_a_tree_of_another_size_and_more_temperatures(setti
     conversations.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = [*flags, "--plot", str(tmp_path / "p.png")]
     asked = ["--tree-nodes", "7", "--calibrate-on", str(conversations), "--also-at", "0", "1.3"]
-    assert main(["evaluate", *common, *asked]) == 0
-    printed = capsys.readouterr()
-    report = closing_json(printed.out)
-    assert "tree of 7 nodes" in printed.err
+    report, out, said = reported(capsys, "evaluate", *common, *asked)
+    assert "tree of 7 nodes" in said
     same, hot = report["also_at"]
     assert (same["temperature"], same["share"]) == (0, 1.0)
     assert {key: same[key] for key in same if key in report}.items() <= report.items()
     assert hot["temperature"] == 1.3
     assert hot["share"] == hot["tokens_per_step"] / report["tokens_per_step"]
-    assert "Live decoding by temperature" in printed.out
+    assert "Live decoding by temperature" in out
 
 
 def test_evaluate_asks_the_drafter_that_is_named(setting, capsys, monkeypatch, tmp_path):
@@ -115,8 +103,7 @@ def test_evaluate_asks_the_drafter_that_is_named(setting, capsys, monkeypatch, t
     monkeypatch.setattr(
         MedusaModel, "generate", lambda *args, **given: asked.append(given) or generate(*args, **given)
     )
-    assert main([*common, "--drafter", "dynamic-heads"]) == 0
-    report = closing_json(capsys.readouterr().out)
+    report, _, _ = reported(capsys, *common, "--drafter", "dynamic-heads")
     assert report["made"]["drafter"] == "dynamic-heads"
     assert {given.get("drafter") for given in asked} == {"dynamic-heads"}
 
@@ -133,9 +120,7 @@ def test_all_sets_are_asked_about_the_same_answers_and_held_against_the_first(se
     picture, written = folder / "plots" / "heads.png", folder / "heads.json"
     own = ["--sizes", "2,5", "--rounds", "2", "--step-nodes", "4", "--plot", str(picture)]
     sets = [f"mine={flags[3]}", str(folder / "other" / "heads")]
-    assert main(["evaluate", *flags[:2], *flags[4:], *own, "--json", str(written), *sets]) == 0
-    printed = capsys.readouterr()
-    report = closing_json(printed.out)
+    report, out, _ = reported(capsys, "evaluate", *flags[:2], *flags[4:], *own, "--json", written, *sets)
     assert report == json.loads(written.read_text())
     assert report["against"] == "mine"
     assert report["num_answers"] == len(PROMPTS)
@@ -150,13 +135,12 @@ def test_all_sets_are_asked_about_the_same_answers_and_held_against_the_first(se
     assert other["training_milliseconds_per_step"] == 3000.0
     assert all(0 < row["draft_milliseconds"] < row["step_milliseconds"] for row in (mine, other))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "optimisation" in printed.out
+    assert "optimisation" in out
 
 
 def test_without_rounds_nothing_is_timed_and_sizes_ask_one_set_too(setting, capsys):
     _, flags = setting
-    assert main(["evaluate", *flags, "--rounds", "0", "--sizes", "3"]) == 0
-    (row,) = closing_json(capsys.readouterr().out)["heads"]
+    (row,) = reported(capsys, "evaluate", *flags, "--rounds", "0", "--sizes", "3")[0]["heads"]
     assert (row["heads"], row["step_milliseconds"]) == (flags[3], None)
 
 
@@ -194,10 +178,9 @@ def test_int8_is_some_way_from_float32_and_a_packed_model_is_none(flags, capsys)
         pytest.skip("torch is built without oneDNN")
     kl = {}
     for engine in ("packed", "int8"):
-        assert main(["evaluate", "--fidelity", *flags, "--engine", engine, "--tokens-per-pass", "5"]) == 0
-        printed = capsys.readouterr().out
-        report = json.loads(printed.splitlines()[-1])
-        assert list(report["engines"]) == [engine] and engine in printed
+        asked = ["evaluate", "--fidelity", *flags, "--engine", engine, "--tokens-per-pass", "5"]
+        report, out, _ = reported(capsys, *asked)
+        assert list(report["engines"]) == [engine] and engine in out
         assert (report["num_answers"], report["num_tokens"]) == (2, 12)
         kl[engine] = report["engines"][engine]["kl"]
     assert kl["packed"] < 1e-6 < kl["int8"]

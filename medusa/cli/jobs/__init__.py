@@ -1,4 +1,0 @@
-"""The commands that take minutes: training, distilling, tuning, and everything that measures.
-
-The programs in train/ and inference/ are other doors to them.
-"""
