@@ -22,7 +22,8 @@ class TemplateOptions:
     """What the chat template is told beside the messages, where nobody says it of a conversation itself."""
 
     enable_thinking: bool | None = None
-    """Whether the model reasons before it answers, for templates that ask; none leaves it to the template."""
+    """Whether the model reasons before it answers (--no-enable-thinking: not), for templates that ask; none
+    leaves it to the template."""
     chat_template_kwargs: str | None = None
     """Other variables of the chat template, as a JSON object: '{"reasoning_effort": "low"}'."""
 

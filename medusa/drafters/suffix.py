@@ -32,7 +32,7 @@ MAX_MATCH = 16
 """Tokens that a match counts at most, as ``kernels.cpp`` has it."""
 MAX_CHILDREN = 3
 """Tokens that may follow a node of what is expected, as ``kernels.cpp`` has it."""
-SPARE_NODES = 32
+SPARE_CONTINUATIONS = 32
 """Nodes of what is expected beyond one for each token ahead, as ``kernels.cpp`` has it."""
 LEAST_OF_SEVERAL = 4
 """Tokens that agree at places of a corpus, and beside the best of the others, as ``kernels.cpp`` has it."""

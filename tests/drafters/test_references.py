@@ -21,7 +21,7 @@ from medusa.drafters.suffix import (
     MAX_CHILDREN,
     MAX_MATCH,
     ODDS,
-    SPARE_NODES,
+    SPARE_CONTINUATIONS,
     SuffixDrafter,
     continuations,
 )
@@ -82,7 +82,7 @@ def shares_of(places):
         for depth in range(len(follows)):
             above, path = tuple(follows[:depth]), tuple(follows[: depth + 1])
             if path not in votes:
-                if len(kept[above]) == MAX_CHILDREN or len(votes) + 1 == DEPTH + SPARE_NODES:
+                if len(kept[above]) == MAX_CHILDREN or len(votes) + 1 == DEPTH + SPARE_CONTINUATIONS:
                     break
                 kept[above].append(path)
                 votes[path], kept[path] = 0.0, []
