@@ -177,16 +177,14 @@ def commit() -> str:
     return head + ("+" if changed.strip() else "")
 
 
-def pages() -> dict[Path, str]:
+def pages(known: Mapping[str, Experiment]) -> dict[Path, str]:
     """MEASUREMENTS.md and README.md as the records have them; what was not measured is left out."""
-    known = experiments()
     records = {name: each.record() for name, each in known.items()}
 
     def measured(name: str) -> str:
         """Which experiment, when, and whether it still stands."""
-        experiment, record = known[name], records[name]
-        assert record is not None, "asked for where all have run"
-        mark = OLDER if record["code"] != experiment.digest() else ""
+        record, mark = records[name], OLDER if known[name].is_due else ""
+        assert record is not None, "the templates leave out what has not run"
         return f"`make measure ONLY={name}`, {record['date']}, commit {record['commit']}{mark}"
 
     environment = jinja2.Environment(
@@ -215,7 +213,7 @@ def pages() -> dict[Path, str]:
     }
 
 
-def draw_speed(path: Path) -> None:
+def draw_speed(known: Mapping[str, Experiment], path: Path) -> None:
     """The picture of README.md: how long a token takes, in float32 and in 8 bits."""
     import matplotlib.pyplot as plt
 
@@ -230,7 +228,7 @@ def draw_speed(path: Path) -> None:
     shown = {"float32": ("speed-float32", "llama.cpp-q8_0"), "8 bits": ("speed-int8", "llama.cpp-q4_0")}
     figure, axes = plt.subplots(2, 1, figsize=(6, 3.4), sharex=True, height_ratios=[4, 3])
     for ax, (title, (name, left_out)) in zip(axes, shown.items(), strict=True):
-        record = experiments()[name].record()
+        record = known[name].record()
         assert record is not None, "drawn from what was found"
         taken = record["found"]["by_setting"][0]["milliseconds_per_token"]
         bars = sorted(((each, ms) for each, ms in taken.items() if each != left_out), key=lambda bar: bar[1])
@@ -249,11 +247,12 @@ def draw_speed(path: Path) -> None:
 
 def write() -> None:
     """Write the pages and the picture, once what the README shows has run."""
-    if missing := [name for name in SHOWN_FIRST if experiments()[name].record() is None]:
+    known = experiments()
+    if missing := [name for name in SHOWN_FIRST if known[name].record() is None]:
         log_console().print(f"the pages wait for {', '.join(missing)}")
         return
-    draw_speed(ROOT / "docs" / "images" / "speed.png")
-    for path, text in pages().items():
+    draw_speed(known, ROOT / "docs" / "images" / "speed.png")
+    for path, text in pages(known).items():
         with replaced_file(path) as partial:
             partial.write_text(text, encoding="utf-8")
         log_console().print(f"wrote {path}", soft_wrap=True)

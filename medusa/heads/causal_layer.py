@@ -27,7 +27,7 @@ MAX_SIZE = 2**24
 before memory is asked for."""
 MAX_LAYERS = 4096
 """Largest number of layers, of a head or of a base."""
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that a layer takes over from its base; those that change with the length of the text it
 does not."""
 DEFAULT_THETA = 10000.0
@@ -48,7 +48,7 @@ class LayerConfig:
     """Size of the feed-forward part."""
     rms_norm_eps: float = 1e-5
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_DEFAULT_ROPE))
-    """Of the rotary embedding, as in ``transformers``; rope_type is one of :data:`_ROPE_TYPES`."""
+    """Of the rotary embedding, as in ``transformers``; rope_type is one of :data:`ROPE_TYPES`."""
     max_position_embeddings: int = 2048
     """Positions that the base was made for."""
 
@@ -104,8 +104,8 @@ def _check_rope(parameters: Any) -> None:
     if not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters must be an object, got {parameters!r:.200}")
     theta, kind = parameters.get("rope_theta"), parameters.get("rope_type")
-    if kind not in _ROPE_TYPES:
-        raise ValueError(f"rope_type must be one of {', '.join(_ROPE_TYPES)}, got {kind!r:.100}")
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.100}")
     if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not theta > 0:
         raise ValueError(f"rope_theta must be a number above 0, got {theta!r:.100}")
 
@@ -115,7 +115,7 @@ def _rope_of(text: Any) -> dict[str, Any]:
     given = getattr(text, "rope_parameters", None) or {}
     given = given.get("full_attention", given)
     theta = given.get("rope_theta", DEFAULT_THETA)
-    if given.get("rope_type", "default") not in _ROPE_TYPES[1:]:
+    if given.get("rope_type", "default") not in ROPE_TYPES[1:]:
         return {"rope_type": "default", "rope_theta": theta}
     return {"rope_theta": theta, **{key: value for key, value in given.items() if value is not None}}
 

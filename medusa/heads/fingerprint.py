@@ -25,7 +25,7 @@ SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
 TOLERANCE = 0.01
 """Relative distance of two samples. bfloat16 rounds by 0.2 %, 8-bit blocks of a GGUF file by 0.5 %; another
 model is 140 % away, and a fine-tuned one as far as its output embedding has moved."""
-_CONFIGURATION_KEYS = (
+CONFIGURATION_KEYS = (
     "model_type",
     "num_hidden_layers",
     "num_attention_heads",
@@ -42,13 +42,13 @@ class BaseFingerprint:
     sample: tuple[float, ...] | None
     """Some weights of the output embedding; None where it was quantised, offloaded or sharded."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """What its configuration says of :data:`_CONFIGURATION_KEYS`, in plain JSON values."""
+    """What its configuration says of :data:`CONFIGURATION_KEYS`, in plain JSON values."""
 
     @classmethod
     def of(cls, base: CausalLM) -> BaseFingerprint:
         """The fingerprint of a loaded model; an adapter in its layers does not change it."""
         config = base.config.get_text_config(decoder=True)
-        said = {key: getattr(config, key, None) for key in _CONFIGURATION_KEYS}
+        said = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
         known = {key: value for key, value in said.items() if isinstance(value, (int, str))}
         return cls(_sample(embedding_weight(output_embedding(base)).detach()), known)
 

@@ -133,8 +133,8 @@ def default_names(model: MedusaModel) -> list[str]:
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
-    _theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*_theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
+    theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
+    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:

@@ -88,10 +88,10 @@ class Conversation:
         return True
 
 
-_NextConversation = Callable[[], Conversation | None]
+NextConversation = Callable[[], Conversation | None]
 CountTokens = Callable[[int], None]
-_IsTimeUp = Callable[[], bool]
-_Outcome = tuple[Conversation, Reply | Refusal]
+IsTimeUp = Callable[[], bool]
+Outcome = tuple[Conversation, Reply | Refusal]
 
 
 class Answerer(Protocol):
@@ -101,8 +101,8 @@ class Answerer(Protocol):
     """
 
     def replies(
-        self, next_conversation: _NextConversation, count_tokens: CountTokens, is_time_up: _IsTimeUp
-    ) -> Iterator[_Outcome]: ...
+        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
+    ) -> Iterator[Outcome]: ...
 
 
 class LocalAnswerer:
@@ -119,8 +119,8 @@ class LocalAnswerer:
             )
 
     def replies(
-        self, next_conversation: _NextConversation, count_tokens: CountTokens, is_time_up: _IsTimeUp
-    ) -> Iterator[_Outcome]:
+        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
+    ) -> Iterator[Outcome]:
         limits = BatchLimits(max_rows=self.batch_size, max_slots=sys.maxsize, chunk=512, prefix_bytes=0)
         batch = self.model.continuous_batch(limits, plain=True)
         under_way: list[Row] = []
@@ -213,8 +213,8 @@ class EndpointAnswerer:
         self.say = say
 
     def replies(
-        self, next_conversation: _NextConversation, count_tokens: CountTokens, is_time_up: _IsTimeUp
-    ) -> Iterator[_Outcome]:
+        self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
+    ) -> Iterator[Outcome]:
         """See :class:`Answerer`.
 
         Raises:
