@@ -16,14 +16,26 @@ DECODABLE = sorted(
 )
 """The ``model_type`` of those that are not refused."""
 TIE = 1e-4
-"""Two logits that lie nearer to each other may change places: a pass over several tokens rounds otherwise
-than one over a token, and a state gathers that along the text. The logits range over about 10."""
+"""Two logits that lie nearer to each other may change places: our plain decoding lays keys and values out
+otherwise than ``transformers`` and so rounds otherwise. The logits range over about 10."""
 
 
 @functools.cache
 def stateful_model(model_type: str, **settings):
     """A random float32 model, the same one every time."""
     return stateful_types.tiny_model(model_type, **settings)
+
+
+def model_of_twins(model_type: str):
+    """A model that scores every token of the lower half of its vocabulary all but as high as one of the upper
+    half, so that what rounds otherwise soon writes another text."""
+    model = stateful_types.tiny_model(model_type)
+    weight = model.get_output_embeddings().weight
+    half = len(weight) // 2
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        weight[half : 2 * half] = weight[:half] * (1 + 1e-6 * torch.randn(half, 1))
+    return model
 
 
 def turned_at_a_tie(base, ours: Tensor, theirs: Tensor, prompt_length: int) -> bool:

@@ -53,6 +53,12 @@ class TreeCache(Cache):
         return 0
 
     @property
+    def rows_apart(self) -> list[int]:
+        """Rows whose states the pass under way computes by another rule than plain decoding: none where all
+        that is kept of a text is keys and values."""
+        return []
+
+    @property
     def num_bytes(self) -> int:
         """Memory held by keys and values, room for further rows included."""
         return sum(buffer.nbytes for layer in self.tree_layers for buffer in layer.buffers)

@@ -327,6 +327,8 @@ def prefill(
         )
         hidden.append(part_hidden)
         missing = missing - num_new
+    if isinstance(cache, StatefulCache):
+        cache.take_as_plain()
     return torch.cat(hidden, dim=1), logits
 
 
@@ -335,8 +337,8 @@ def _prefill_alone(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`prefill`, row after row."""
     found = []
-    for row, states in enumerate(cache.stateful_rows):
-        alone, mine = StatefulCache([states], cache.lengths.device), slice(row, row + 1)
+    for row, alone in enumerate(cache.rows_alone()):
+        mine = slice(row, row + 1)
         found.append(prefill(base, tokens[mine], lengths[mine], alone, *options))
     cache.count()
     hidden, logits = zip(*found, strict=True)

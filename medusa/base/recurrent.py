@@ -7,6 +7,10 @@ before its root and its drafts; their keys and values are written once more, int
 depends on the kind of layer. The price is that tokens are read several times, until a pass is kept whole; one
 without drafts always is.
 
+Many layers read several tokens by another rule than one, and the two round differently. So the states are
+remembered as they were when they were last those of plain decoding: :meth:`StatefulCache.return_to_plain`
+goes back there, and the text since can be read once more, token by token.
+
 In a state there is no place for padding, so each row has a cache of its own, and rows are run one after the
 other. The model makes its own masks: what is verified is a chain.
 """
@@ -110,8 +114,11 @@ class StatefulRow(TreeCache):
         self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
         self.behind = torch.zeros(1, 0, dtype=torch.long, device=device)
         """(1, M) long: tokens that were kept and that the states have not read."""
+        self.is_plain = True
+        """Whether the states are to the last bit what plain decoding would have."""
         self._announced = self.behind  # (1, M + N) long
         self._before: list[dict[str, Any]] | None = None  # the states before the pass under way
+        self._plain: tuple[int, list[dict[str, Any]]] = (0, [])  # tokens read, and the states then
 
     @property
     def num_kept(self) -> int:
@@ -131,6 +138,8 @@ class StatefulRow(TreeCache):
         """Begin a pass over ``tokens`` (1, N) long; what it must read, (1, M + N) long."""
         self._put_back()
         self._before = [_copied(_states(layer)) for layer in self._stateful_layers]
+        if self.is_plain:
+            self._plain = self.longest, self._before
         self._announced = torch.cat([self.behind, tokens], dim=1)
         self.begin(self._announced.shape[1])
         return self._announced
@@ -143,12 +152,25 @@ class StatefulRow(TreeCache):
             self.behind = kept
         else:
             self._before, self.behind = None, kept[:, :0]
+            self.is_plain &= kept.shape[1] == 1
             self.commit_prefix(self.lengths.new_tensor([kept.shape[1]]))
+
+    @property
+    def rounds_as_plain(self) -> bool:
+        """Whether the pass under way computes what plain decoding would."""
+        return self.is_plain and self._announced.shape[1] == 1
+
+    def return_to_plain(self) -> None:
+        """Forget all that was read since the states were last those of plain decoding."""
+        self.longest, self._before = self._plain
+        self.lengths = torch.full_like(self.lengths, self.longest)
+        self._put_back()
+        self.behind, self.is_plain = self.behind[:, :0], True
 
     def _put_back(self) -> None:
         if self._before is not None:
             for layer, states in zip(self._stateful_layers, self._before, strict=True):
-                vars(layer).update(states)
+                vars(layer).update(_copied(states))  # passes write into them, and they may be needed again
             self._before = None
 
     def copy_of_row(self, row: int, length: int) -> StatefulRow:
@@ -202,6 +224,25 @@ class StatefulCache(TreeCache):
     def commit_prefix(self, num_kept: Tensor) -> None:
         for row, kept in zip(self.stateful_rows, num_kept.tolist(), strict=True):
             row.keep(kept)
+        self.count()
+
+    @property
+    def rows_apart(self) -> list[int]:
+        return [index for index, row in enumerate(self.stateful_rows) if not row.rounds_as_plain]
+
+    def rows_alone(self) -> list[StatefulCache]:
+        """A cache for each row, which holds it and no copy: :meth:`count` once they have changed."""
+        return [StatefulCache([row], self.lengths.device) for row in self.stateful_rows]
+
+    def take_as_plain(self) -> None:
+        """Say that plain decoding begins with these states."""
+        for row in self.stateful_rows:
+            row.is_plain = True
+
+    def return_to_plain(self) -> None:
+        """Forget what was read since the states were last those of plain decoding."""
+        for row in self.stateful_rows:
+            row.return_to_plain()
         self.count()
 
     def uncommit_last(self) -> None:

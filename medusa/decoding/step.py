@@ -26,7 +26,7 @@ from medusa.acceptance.sampling import (
 )
 from medusa.base.cache import MOST_BEHIND, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import StatefulCache, keeps_state
 from medusa.decoding.lockstep import accept_in_lockstep
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
@@ -46,9 +46,11 @@ class Forward:
     run: Callable[..., tuple[Tensor, Tensor]] = verify
     """As :func:`medusa.base.causal_lm.verify`."""
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
+    ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
-        return prefill(self.base, tokens, lengths, cache, layers=self.layers, run=self.run)
+        return prefill(self.base, tokens, lengths, cache, chunk, self.layers, self.run)
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
@@ -104,6 +106,11 @@ def advanced(
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
     acceptance = acceptance_of(state, draft, logits, context.noise)
+    while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
+        draft = draft.root_alone()
+        num_behind = max(num_behind, _read_plainly(forward, state, rows))
+        hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
+        acceptance = acceptance_of(state, draft, logits, context.noise)
     counts = acceptance.num_accepted.tolist()
     emitted = acceptance.tokens(draft.tokens).tolist()
     tokens = [row[: count + 1] for row, count in zip(emitted, counts, strict=True)]
@@ -115,6 +122,48 @@ def advanced(
     state.append(advance.tokens)
     clock.lap("commit")
     return advance
+
+
+NEAR_TIE = 5e-5
+"""Two scores that differ by less than this share of the largest one may change places where a base that keeps
+a state reads several tokens at once."""
+
+
+def _rows_near_a_tie(
+    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, acceptance: Acceptance
+) -> list[int]:
+    """The rows that plain decoding, which rounds otherwise, might have given another token than this pass.
+
+    Only in float32: narrower logits tie all the time. Processors that may be asked but once for each token
+    have been asked already.
+    """
+    is_plain_text = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
+    if not is_plain_text or logits.dtype != torch.float32 or not state.cache.rows_apart:
+        return []
+    scores = _scores(state, draft, logits)
+    largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2)
+    if noise is not None:
+        scores = scores + _by_node(noise, draft.topology, len(scores))
+    first, second = scores.topk(2, dim=2).values.unbind(dim=2)
+    is_near = (first - second < NEAR_TIE * largest).gather(1, acceptance.path)
+    steps = torch.arange(is_near.shape[1], device=is_near.device)
+    is_near &= steps <= acceptance.num_accepted[:, None]
+    return [row for row in state.cache.rows_apart if is_near[row].any()]
+
+
+def _read_plainly(forward: Forward, state: DecodeState, rows: list[int]) -> int:
+    """Have the base read the text of ``rows`` as plain decoding does, from where it last did so to the root;
+    how many tokens that were, in the row that had most."""
+    assert isinstance(state.cache, StatefulCache)
+    most, alone = 0, state.cache.rows_alone()
+    for row in rows:
+        alone[row].return_to_plain()
+        before_root = state.lengths[row : row + 1] - 1
+        if num_again := int(before_root - alone[row].lengths):
+            forward.prefill(state.tokens[row : row + 1], before_root, alone[row], chunk=1)
+            most = max(most, num_again)
+    state.cache.count()
+    return most
 
 
 def _root_alone(state: DecodeState, draft: Draft) -> Draft:

@@ -9,7 +9,7 @@ import torch
 from conftest import BUSHY, VOCAB_SIZE, OracleDrafter, left_padded, random_heads, random_prompts, tiny_model
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from stateful_models import DECODABLE, stateful_model, turned_at_a_tie
+from stateful_models import DECODABLE, model_of_twins, stateful_model, turned_at_a_tie
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from medusa import CandidateTree, MedusaModel
@@ -61,6 +61,25 @@ def test_greedy_text_is_that_of_transformers_whatever_is_accepted(model_type):
 def test_of_two_thousand_greedy_answers_fewer_than_one_in_a_hundred_turns_at_a_tie():
     ties = {model_type: ties_of(model_type, num_prompts=48, new=24) for model_type in DECODABLE}
     assert sum(ties.values()) < 0.01 * 3 * 48 * len(DECODABLE), ties
+
+
+@pytest.mark.parametrize("model_type", DECODABLE)
+def test_text_is_that_of_plain_decoding_where_the_two_best_logits_all_but_tie(model_type):
+    model, prompt = MedusaModel(model_of_twins(model_type)), random_prompts(1, 9)
+    options = {"max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(prompt, **options, tree=CandidateTree.chain(0))
+    for hit_rate in (0.6, 1.0):
+        drafter = OracleDrafter(plain.tolist(), CandidateTree.chain(3), hit_rate)
+        assert torch.equal(model.generate(prompt, **options, drafter=drafter), plain)
+
+
+def test_rows_of_a_batch_that_all_but_tie_are_each_read_again():
+    model, prompts = MedusaModel(model_of_twins("bamba")), random_prompts(3, 9)
+    options = {"max_new_tokens": 30, "do_sample": False}
+    with pytest.warns(UserWarning, match="read one after the other"):
+        plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))
+        drafter = OracleDrafter(plain.tolist(), CandidateTree.chain(3), 0.8)
+        assert torch.equal(model.generate(prompts, **options, drafter=drafter), plain)
 
 
 @st.composite
