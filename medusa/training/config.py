@@ -35,7 +35,7 @@ class BaseOptions:
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything."""
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the base's weights; auto is the type they were saved in."""
+    """Type of the base's weights; auto is float32 on a CPU, and the type they were saved in elsewhere."""
     attention: str | None = None
     """Attention implementation of the base in training, such as sdpa, flash_attention_2 or flex_attention;
     transformers chooses by default. Decoding has its own."""

@@ -143,6 +143,13 @@ def test_a_quantised_base_without_its_library_is_refused_with_the_reason(tmp_pat
         load_live(BaseOptions(str(tmp_path)), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("asked", "given"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_on_a_cpu_a_base_saved_in_bfloat16_teaches_in_float32_unless_told_otherwise(tmp_path, asked, given):
+    ARCHITECTURES["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    options, cpu = BaseOptions(str(tmp_path), base_dtype=asked), torch.device("cpu")
+    assert load_live(options, cpu).base.dtype == load_without_layers(options, cpu).dtype == given
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_base_without_its_layers_teaches_as_the_whole_one(tmp_path, architecture):
     whole = tiny_model(architecture)
