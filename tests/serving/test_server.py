@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from mtp_models import load_base, save_base
 from stateful_models import stateful_model
 from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_heads, chat_model, tool_model
 from tiny_server import (
@@ -36,6 +37,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.pausing import DraftCosts
 from medusa.decoding.step import Forward
+from medusa.heads.mtp import own_head
 from medusa.serving.gate import refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import ChatRequest, CompletionRequest
@@ -109,6 +111,18 @@ def test_a_base_that_keeps_a_state_answers_as_generate_does_turn_after_turn(mode
             assert said(client.chat.completions.create(**asked, stream=True)) == text
             answer = {"role": "assistant", "content": text}
             messages += [answer, {"role": "user", "content": question}]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_layers_that_a_base_comes_with_draft_the_answers_of_generate(tmp_path, family):
+    sizes = {"vocab_size": len(TOKENIZER), "eos_token_id": TOKENIZER.eos_token_id}
+    model = MedusaModel(load_base(save_base(tmp_path / family, family, **sizes)), tokenizer=TOKENIZER)
+    _, text = expected(model, HELLO, max_new_tokens=24, do_sample=False)
+    with running(MedusaModel(model.base, own_head(model.base), tokenizer=TOKENIZER)) as server:
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
+        whole = client_of(server).chat.completions.create(**asked)
+    assert whole.choices[0].message.content == text
+    assert whole.usage.model_extra["medusa"]["drafted_per_depth"]
 
 
 def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog, monkeypatch):
