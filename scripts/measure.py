@@ -77,6 +77,8 @@ class Experiment:
     """Folders that the answer depends on."""
     minutes: float
     """About what it takes on two cores."""
+    before: tuple[str, ...] = ()
+    """Commands that make what this one measures; what they print is not kept."""
     servers: Mapping[str, str] = field(default_factory=dict)
     """Commands of servers that run meanwhile, by name; the command gets ``--servers NAME=URL ...``."""
 
@@ -105,7 +107,11 @@ class Experiment:
 def experiments() -> dict[str, Experiment]:
     """All of them, by name, in the order in which they run."""
     listed = read_yaml(FOLDER / "experiments.yaml")
-    return {name: Experiment(name, **{**each, "code": tuple(each["code"])}) for name, each in listed.items()}
+    lists = ("code", "before")
+    return {
+        name: Experiment(name, **{**each, **{key: tuple(each[key]) for key in lists if key in each}})
+        for name, each in listed.items()
+    }
 
 
 def words_of(command: str) -> list[str]:
@@ -150,12 +156,11 @@ def run(experiment: Experiment, prompts: Path) -> None:
         ValueError: it failed; what it said stands above.
     """
     began, digest = time.monotonic(), experiment.digest()
+    for command in experiment.before:
+        said_by(experiment, words_of(command))
     with served(experiment.servers) as urls:
         words = words_of(experiment.command.format(prompts=prompts))
-        words += ["--servers", *urls] if urls else []
-        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise ValueError(f"{experiment.name} failed; the others are kept: {shlex.join(words)}")
+        said = said_by(experiment, words + (["--servers", *urls] if urls else []))
     versions = {each.__name__: each.__version__ for each in (medusa, torch, transformers)}
     record = {
         "commit": commit(),
@@ -164,9 +169,17 @@ def run(experiment: Experiment, prompts: Path) -> None:
         "versions": {**versions, "python": platform.python_version()},
         "minutes": round((time.monotonic() - began) / 60, 1),
         "code": digest,
-        "found": json.loads(done.stdout.splitlines()[-1]),
+        "found": json.loads(said.splitlines()[-1]),
     }
     write_json(experiment.path, record)
+
+
+def said_by(experiment: Experiment, words: list[str]) -> str:
+    """What a command of the experiment writes to standard output."""
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"{experiment.name} failed; the others are kept: {shlex.join(words)}")
+    return done.stdout
 
 
 def commit() -> str:

@@ -41,7 +41,7 @@ def measure(tmp_path, monkeypatch):
         "a: {asks: 'A?', command: 'python count.py a {prompts}/mt_bench_16.jsonl', code: [library], "
         "minutes: 1}\n"
         "b: {asks: 'B?', command: 'python count.py b {prompts}/mt_bench.jsonl', code: [measurements/none], "
-        "minutes: 1, servers: {one: python server.py}}\n"
+        "minutes: 1, before: [python count.py c README.md], servers: {one: python server.py}}\n"
     )
     (folder / "measurements.md.j2").write_text("{{ found.a.rows }} ({{ measured('a') }})\n")
     (folder / "readme.md.j2").write_text("{{ found.b.rows }} rows\n")
@@ -61,7 +61,7 @@ def test_what_is_due_runs_once_an_interrupted_run_goes_on_and_the_pages_follow(m
     assert not (tmp_path / "MEASUREMENTS.md").exists()
     measure.measure(options)
     measure.measure(options)
-    assert (tmp_path / "runs").read_text() == "abb", "what was found is not looked for again"
+    assert (tmp_path / "runs").read_text() == "acbcb", "what was found is not looked for again"
     assert (tmp_path / "MEASUREMENTS.md").read_text().startswith("2 (`make measure ONLY=a`, 20")
     assert (tmp_path / "README.md").read_text() == (
         f"# Read\n{measure.START}\n10 rows\n{measure.END}\nmore\n"
@@ -80,7 +80,7 @@ def test_an_experiment_is_older_than_the_code_when_that_has_changed_and_then_due
     measure.measure(measure.MeasureOptions(write=True))
     assert "abc1234, **older than the code**)" in page.read_text()
     measure.measure(measure.MeasureOptions(prompts=tmp_path))
-    assert (tmp_path / "runs").read_text() == "abba" and "abc1234)" in page.read_text()
+    assert (tmp_path / "runs").read_text() == "acbcba" and "abc1234)" in page.read_text()
 
 
 def test_names_and_prompts_that_are_not_there_are_refused(measure, tmp_path):
