@@ -179,9 +179,13 @@ static float rounded(const float* x, int64_t count, int16_t* rounded) {
 
 // Weights lie in panels (N / LANES, K, LANES), int8 in (N / LANES, K / 2, LANES, 2). A block is M rows by J panels;
 // its sums stay in registers.
-constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 6;
-constexpr int PAGE = 4096;
-constexpr int panels_for(int rows) { return std::min(4, (REGISTERS - 3) / (rows + 1)); }
+constexpr int MOST_ROWS = 12;
+constexpr int PAGE = 4096;  // processors look no page ahead by themselves
+template <typename W>
+constexpr int panels_for(int rows) {
+  constexpr int others = std::is_same_v<W, int8_t> ? 3 : 1;  // registers for numbers of a row, and products before they are added
+  return std::min(4, (REGISTERS - others) / (rows + 1));
+}
 
 struct Product {
   const float* x;         // (M, K)
@@ -211,7 +215,7 @@ static inline void sum_up(const Product& of, const W* w, int64_t row, Vec (&sums
     for (int j = 0; j < J; j++) {
       const W* next = w + (j * of.K + k) * LANES;
       weights[j] = widened(next);
-      if (M <= 4) __builtin_prefetch(reinterpret_cast<const char*>(next) + PAGE);  // processors look no page ahead
+      __builtin_prefetch(reinterpret_cast<const char*>(next) + PAGE);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
@@ -234,7 +238,7 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Vec (
       for (int j = 0; j < J; j++) {
         const int8_t* next = w + (j * pairs + k) * 2 * LANES;
         weights[j] = widened_pairs(next);
-        if (M <= 4) __builtin_prefetch(next + PAGE);
+        __builtin_prefetch(next + PAGE);
       }
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++) {
@@ -271,7 +275,7 @@ template <typename W, int M, int J>
 // computes its rows to the same bits again.
 template <typename W, int M>
 static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
-  constexpr int J = panels_for(M);
+  constexpr int J = panels_for<W>(M);
   for (int64_t panel = first; panel < last; panel += J)
     for (int64_t next = 0; next < of.M; next += M) {
       int64_t row = std::min(next, of.M - M);
@@ -283,7 +287,7 @@ static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
 template <typename W, int M = MOST_ROWS>
 static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
   if constexpr (M > 1) if (rows < M) return multiplied_by<W, M - 1>(rows, of, panels);
-  constexpr int J = panels_for(M);
+  constexpr int J = panels_for<W>(M);
   torch::stable::parallel_for(0, (panels + J - 1) / J, 1, [&](int64_t begin, int64_t end) { panels_times_rows<W, M>(of, begin * J, std::min(end * J, panels)); });
 }
 
