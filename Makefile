@@ -53,7 +53,7 @@ demo: $(DEMO)/.tuned
 # The base model answers prompts of our own writing.
 $(DEMO)/.answered: | $(BASE)/config.json
 	$(BIN)/medusa distill --base $(BASE) --prompts demo_prompts \
-	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 2.2
+	    --output $(DEMO)/data.jsonl --max-new-tokens 192 --max-minutes 1.8
 	@touch $@
 
 # Heads learn to foresee those answers.
@@ -68,7 +68,7 @@ $(DEMO)/evaluation.json: | $(DEMO)/heads/config.json
 # How many guesses are worth verifying at once on this machine?
 $(DEMO)/.tuned: | $(DEMO)/evaluation.json
 	$(BIN)/medusa tune --base $(BASE) --heads $(DEMO)/heads --prompts $(DEMO)/data.jsonl \
-	    --limit 24 --sizes 2,3,4,6,8,12,16 --plot $(DEMO)/tree.png
+	    --limit 16 --sizes 2,3,4,6,8,12 --plot $(DEMO)/tree.png
 	@touch $@
 
 bench: | $(DEMO)/.tuned
