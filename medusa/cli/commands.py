@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from medusa.checks import check_above, check_at_least
-from medusa.choices import Dtype, ForeignName, TemplateOptions
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -18,6 +16,7 @@ from medusa.cli.options import (
     ReportOptions,
 )
 from medusa.cli.terminal import checked_utf8
+from medusa.options import Dtype, ForeignName, TemplateOptions, check_above, check_at_least
 from medusa.places import EMBEDDED_BASE
 from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 

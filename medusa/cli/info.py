@@ -20,12 +20,11 @@ from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.loading import found
 from medusa.base.recurrent import keeps_state, kind_of_layer
 from medusa.cli.commands import ConfigsOptions, InfoOptions
-from medusa.cli.next_steps import command
+from medusa.cli.options import command
+from medusa.console import counted
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
-from medusa.places import named_file, shipped_files
-from medusa.pretrained import shipped_heads
-from medusa.tables import counted
+from medusa.places import named_file, shipped_files, shipped_heads
 
 LONGEST_CELL = 300
 """Characters of a provenance entry that are shown."""

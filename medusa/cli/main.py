@@ -15,9 +15,8 @@ from importlib import import_module
 from typing import Any
 
 import medusa
-from medusa.cli.next_steps import print_next
-from medusa.cli.options import parse
-from medusa.progress import log_console
+from medusa.cli.options import parse, print_next
+from medusa.console import log_console
 
 LOST_PIPE = 141
 """What a shell says of a program that wrote to a pipe which nobody reads any more: 128 + SIGPIPE."""

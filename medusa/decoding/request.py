@@ -29,8 +29,7 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import CausalLM, embedding_weight, home_device, ids_of
-from medusa.base.position_limits import check_positions
+from medusa.base.causal_lm import CausalLM, check_positions, embedding_weight, home_device, ids_of
 from medusa.decoding.state import DecodeRequest, is_exact
 
 DROPPED_ARGUMENTS = {

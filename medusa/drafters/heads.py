@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, embedding_weight
 from medusa.base.causal_lm import output_embedding as output_embedding_of
-from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.layer_cache import LayerCache
+from medusa.drafters.ahead import AheadDrafter, LayerCache
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.heads.ahead import AheadHead, Heads

@@ -18,8 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from medusa.acceptance.distributions import draft_noise, draw_tree, kind_drawn
-from medusa.acceptance.protocol import DraftKind
+from medusa.acceptance.protocol import DraftKind, draft_noise, draw_tree, kind_drawn
 from medusa.acceptance.sampling import warp_logits
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology

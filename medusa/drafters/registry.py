@@ -16,19 +16,23 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from medusa.acceptance.distributions import independent_chains
+from medusa.acceptance.protocol import independent_chains
 from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
-from medusa.checks import check_at_least
-from medusa.choices import StepKind
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.best_path import BestPathDrafter
-from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.dynamic import DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
+from medusa.drafters.draft_model import (
+    DraftModelDrafter,
+    LowPrecisionDrafter,
+    SelfDrafter,
+    check_draft_vocabulary,
+    check_same_tokens,
+    early_exit,
+    low_precision,
+)
+from medusa.drafters.dynamic import BestPathDrafter, DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter, PlainDrafter, host_bound_parts
-from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
@@ -38,6 +42,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import missing_mtp, own_head
+from medusa.options import StepKind, check_at_least
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4

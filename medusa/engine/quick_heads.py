@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
-from medusa.engine.products import PackedLinear, Product
+from medusa.engine.kernels import PackedLinear, Product
 from medusa.engine.programs import Part, Program
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.token_map import GatheredRows, TokenMapped

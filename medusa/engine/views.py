@@ -14,8 +14,7 @@ from medusa.base.architecture_check import fault_of, is_tested
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.base.recurrent import keeps_state
-from medusa.engine.kernels import missing_kernels
-from medusa.engine.products import PackedLinear, Product
+from medusa.engine.kernels import PackedLinear, Product, missing_kernels
 from medusa.engine.snapshot import alteration_of
 
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")

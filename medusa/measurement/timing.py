@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from medusa.console import ProgressReporter
 from medusa.decoding.statistics import PHASES, DecodingStatistics
-from medusa.progress import ProgressReporter
 
 NUM_WARM_UPS = 3
 WARM_UP_TOKENS = 8

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa.console import counted
 from medusa.decoding.static import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
@@ -26,7 +27,6 @@ from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
 from medusa.measurement.timing import take_turns
 from medusa.model import MedusaModel
 from medusa.plots import FAINT, GREEN, ORANGE, beside, figure_of, shade, size_axis
-from medusa.tables import counted
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged

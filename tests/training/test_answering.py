@@ -11,10 +11,15 @@ from fake_endpoint import fake_endpoints
 from tiny_chat import chat_base, chat_tokenizer
 
 from medusa.model import MedusaModel
-from medusa.training.distillation import endpoint as endpoint_module
-from medusa.training.distillation.answering import Conversation, LocalAnswerer, repeated_tail
+from medusa.training.distillation import answering
+from medusa.training.distillation.answering import (
+    ChatEndpoint,
+    Conversation,
+    LocalAnswerer,
+    Refusal,
+    repeated_tail,
+)
 from medusa.training.distillation.distill import AnswerFile, configuration_path
-from medusa.training.distillation.endpoint import ChatEndpoint, Refusal
 
 
 @pytest.fixture
@@ -182,7 +187,7 @@ def test_a_count_of_tokens_that_is_none_costs_no_answer(serve, count):
 @pytest.mark.parametrize("asked", ["3600", "9" * 400, "²", "Wed, 21 Oct 2099 07:28:00 GMT"])
 def test_a_long_wait_is_bounded_and_told(serve, monkeypatch, asked):
     waits, said = [], []
-    monkeypatch.setattr(endpoint_module.time, "sleep", waits.append)
+    monkeypatch.setattr(answering.time, "sleep", waits.append)
     fake = serve(failures=[503], headers={"Retry-After": asked.encode("utf-8").decode("latin-1")})
     ask(ChatEndpoint(fake.url, "tiny", first_wait=0.5, longest_wait=20, say=said.append))
     assert waits == [20 if asked == "3600" else 0.5]
