@@ -180,21 +180,6 @@ class FetchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigsOptions:
-    """List the configurations and prompts that ship, or say where one of them is.
-
-    Their names stand wherever a path does: `medusa train --config smollm2`, `--prompts demo_prompts`.
-
-        medusa configs
-        cp "$(medusa configs smollm2)" mine.yaml
-        accelerate launch --config_file "$(medusa configs accelerate_ddp)" -m medusa train --config smollm2
-    """
-
-    name: tyro.conf.Positional[str | None] = None
-    """Print the path of this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class InfoOptions:
     """Say what a heads directory holds: the heads, their tree, and how they were made. Or what kind of model
     a base is, and what is possible with it; its weights are not read.

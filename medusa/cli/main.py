@@ -40,7 +40,7 @@ COMMANDS = {
     "serve": Command("serve:serve", "commands:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
     "fetch": Command("fetch:fetch", "commands:FetchOptions", "get the small model that is used by default"),
     "compile": Command("loading:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
-    "configs": Command("info:configs", "commands:ConfigsOptions", "list configurations that ship"),
+    "configs": Command("configs:configs", "configs:ConfigsOptions", "list configurations that ship"),
     "distill": Command("distill:run", "distill:DistillOptions", "let a model answer prompts"),
     "train": Command("train:train", "train:TrainOptions", "train heads, on such answers"),
     "tune": Command("tune:tune", "tune:TuneOptions", "choose the tree that is fastest here"),

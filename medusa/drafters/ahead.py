@@ -117,18 +117,18 @@ def _of_row(context: DraftContext, row: int) -> DraftContext:
 class AheadDrafter(LevelDrafter):
     """Fills ``tree`` with a head that runs ahead, over ``base``'s layers and embeddings.
 
-    Entries of the text stand on states of the base (:mod:`medusa.drafters.ahead`); below the root, a
-    node's entry joins what its parent's entry gave with its own token. Of a head with several layers, the
-    d-th guesses what follows a node of depth d - 1; those above it run there too, for nodes further down.
+    Entries of the text stand on states of the base (:class:`LayerCache`); below the root, a node's entry joins
+    what its parent's entry gave with its own token. Of a head with several layers, the d-th guesses what
+    follows a node of depth d - 1; those above it run there too, for nodes further down.
     """
 
     context_only = False  # a guess made from the head's own features is another than one made from the base's
     needs_features = True
 
-    def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree, beta: float = 1.0):
+    def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
         self.head, self.base = head, base
         self.reads_layers = head.reads_layers
-        super().__init__(tree, base.device, beta)
+        super().__init__(tree, base.device)
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)

@@ -24,6 +24,9 @@ from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.engine.views import missing_for_kernels, view_of
 from medusa.trees.candidate_tree import CandidateTree
 
+MOST_PADDING = 0.05
+"""Of the rows of an embedding, by which those of one family differ."""
+
 
 class DraftModelDrafter(LevelDrafter):
     """Runs ``draft_model`` down the tree, with a cache of its own.
@@ -37,14 +40,14 @@ class DraftModelDrafter(LevelDrafter):
             embedding differs within a family); surplus is cut, missing tokens are never drafted.
     """
 
-    def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree, beta: float = 1.0):
+    def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree):
         check_decodable(draft_model)
         if keeps_state(draft_model):
             raise ValueError(
                 f"draft model must keep no recurrent state, which cannot forget its guesses, got "
                 f"{type(draft_model).__name__}; choose one whose layers are all attention"
             )
-        super().__init__(tree, draft_model.device, beta)
+        super().__init__(tree, draft_model.device)
         self.draft_model, self._vocab_size = draft_model, base_vocab_size
         self.cache: TreeCache | None = None
 
@@ -92,10 +95,10 @@ def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
         )
 
 
-def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: float = 0.05) -> None:
+def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM) -> None:
     """Raise ValueError when two vocabularies differ by more than padding of the embedding can explain."""
     ours, theirs = vocab_size(base), vocab_size(draft_model)
-    if abs(ours - theirs) > tolerance * ours:
+    if abs(ours - theirs) > MOST_PADDING * ours:
         raise ValueError(
             f"draft model has vocab_size={theirs}, the base {ours}: they cannot share a tokenizer; "
             "choose a draft model of the same family"
@@ -109,8 +112,8 @@ class SelfDrafter(LevelDrafter):
         cheaper: from :func:`early_exit` or :func:`low_precision`.
     """
 
-    def __init__(self, cheaper: CausalLM, tree: CandidateTree, beta: float = 1.0):
-        super().__init__(tree, cheaper.device, beta)
+    def __init__(self, cheaper: CausalLM, tree: CandidateTree):
+        super().__init__(tree, cheaper.device)
         self.cheaper = cheaper
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from medusa.acceptance.protocol import DraftKind, independent_chains
 from medusa.base.causal_lm import CausalLM
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.heads import BETA, HeadsDrafter
+from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.drafters.suffix import MAX_CHILDREN, ODDS, Continuations, continuations
@@ -59,7 +59,7 @@ class DynamicDrafter(LevelDrafter):
     cannot be drawn, and such rules refuse it.
     """
 
-    suffix_length: int
+    suffix_length = 0
     """Tokens of a suffix match that take part."""
     spare_nodes = 0
     """Nodes beyond those of ``tree``, for whoever leaves out those that do not pay."""
@@ -286,17 +286,9 @@ class DynamicDrafter(LevelDrafter):
 class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
     """Medusa heads in dynamic trees."""
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        output_embedding: nn.Module,
-        tree: CandidateTree,
-        beta: float = BETA,
-        suffix_length: int = 0,
-    ):
-        self.suffix_length, self.has_kernels = suffix_length, isinstance(output_embedding, PackedLinear)
-        self.trust = torch.zeros(len(ODDS))
-        HeadsDrafter.__init__(self, heads, output_embedding, tree, beta)
+    def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
+        self.has_kernels, self.trust = isinstance(output_embedding, PackedLinear), torch.zeros(len(ODDS))
+        HeadsDrafter.__init__(self, heads, output_embedding, tree)
 
     @property
     def static_key(self) -> Hashable:
@@ -313,17 +305,9 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
 class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
     """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
 
-    def __init__(
-        self,
-        head: AheadHead,
-        base: CausalLM,
-        tree: CandidateTree,
-        beta: float = 1.0,
-        suffix_length: int = 0,
-    ):
-        self.suffix_length, self.has_kernels = suffix_length, is_view(base)
-        self.trust = torch.zeros(len(ODDS))
-        AheadDrafter.__init__(self, head, base, tree, beta)
+    def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
+        self.has_kernels, self.trust = is_view(base), torch.zeros(len(ODDS))
+        AheadDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""
 

@@ -8,7 +8,7 @@ A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -241,18 +241,18 @@ DEFAULT_DRAFTER = "dynamic-heads+suffix"
 """Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
 
 
-def part_names(name: str, known: Iterable[str] | None = None) -> list[str]:
+def part_names(name: str) -> list[str]:
     """What ``name`` is made of: itself, or the parts of a union.
 
     Raises:
         ValueError: a part is unknown, named twice, or "plain".
     """
-    known = list(DRAFTERS if known is None else known)
     parts = name.split("+")
     for part in parts:
-        if part not in known:
+        if part not in DRAFTERS:
             raise ValueError(
-                f"drafter {part!r} is unknown; there are {', '.join(known)}, and unions such as heads+suffix"
+                f"drafter {part!r} is unknown; there are {', '.join(DRAFTERS)}, and unions such as "
+                "heads+suffix"
             )
     if len(set(parts)) < len(parts) or ("plain" in parts and len(parts) > 1):
         raise ValueError(

@@ -253,7 +253,7 @@ def test_in_a_union_every_drafter_reads_its_own_layers():
 
 def test_a_perfect_draft_model_is_always_accepted():
     base = tiny_model("qwen3")
-    drafter = DraftModelDrafter(base, VOCAB_SIZE, CHAIN, beta=1.0)
+    drafter = DraftModelDrafter(base, VOCAB_SIZE, CHAIN)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 0}):
         out = MedusaModel(base).generate(
             **left_padded(random_prompts(3, 12), [12, 5, 8]),

@@ -28,6 +28,12 @@ def serve():
         yield start
 
 
+@pytest.fixture(autouse=True)
+def few_tries_at_once(monkeypatch):
+    monkeypatch.setattr(answering, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(answering, "MAX_ATTEMPTS", 4)
+
+
 def ask(endpoint, text="hi"):
     return endpoint.answer([{"role": "user", "content": text}], temperature=0.5, max_new_tokens=9, seed=4)
 
@@ -50,17 +56,17 @@ def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
 
 def test_an_endpoint_that_is_busy_is_asked_again(serve):
     fake = serve(failures=[503, 429, 500])
-    assert ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001)).message["content"] == "you said hi"
+    assert ask(ChatEndpoint(fake.url, "tiny")).message["content"] == "you said hi"
     assert len(fake.requests) == 4
 
 
 def test_an_endpoint_that_stays_away_is_given_up_with_its_last_words(serve):
-    fake = serve(failures=[503] * 3)
-    with pytest.raises(ConnectionError, match=r"no answer in 3 tries, last HTTP 503: .*says no"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
+    fake = serve(failures=[503] * 4)
+    with pytest.raises(ConnectionError, match=r"no answer in 4 tries, last HTTP 503: .*says no"):
+        ask(ChatEndpoint(fake.url, "tiny"))
     fake.stop()
-    with pytest.raises(ConnectionError, match="no answer in 2 tries, last Connect"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
+    with pytest.raises(ConnectionError, match="no answer in 4 tries, last Connect"):
+        ask(ChatEndpoint(fake.url, "tiny"))
 
 
 def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
@@ -73,8 +79,8 @@ def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
 def test_an_endpoint_that_speaks_another_language_is_named(serve):
     fake = serve(body={"text": "hello"})
     with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
-    assert len(fake.requests) == 3
+        ask(ChatEndpoint(fake.url, "tiny"))
+    assert len(fake.requests) == 4
     with pytest.raises(ValueError, match="must start with http"):
         ChatEndpoint("localhost:8000", "tiny")
 
@@ -93,7 +99,7 @@ def test_one_answer_that_is_none_is_asked_for_again(serve, garbage):
     fake.answer = lambda request: next(answers, None) or answer(request)
     if garbage == []:
         fake.answer = lambda request: next(answers, answer(request))
-    reply = ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001))
+    reply = ask(ChatEndpoint(fake.url, "tiny"))
     assert reply.message == {"role": "assistant", "content": "you said hi"}
     assert len(fake.requests) == 2
 
@@ -102,7 +108,7 @@ def test_one_answer_that_is_none_is_asked_for_again(serve, garbage):
 def test_an_endpoint_that_refuses_whoever_asks_ends_the_run(serve, status):
     fake = serve(failures=[status])
     with pytest.raises(PermissionError, match=rf"HTTP {status}: .*says no.*check OPENAI_API_KEY.*'tiny'"):
-        ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001))
+        ask(ChatEndpoint(fake.url, "tiny"))
     assert len(fake.requests) == 1
 
 
@@ -165,14 +171,14 @@ def call_of(arguments):
 def test_an_answer_that_cannot_be_kept_refuses_its_prompt_alone(serve, raw):
     fake = serve(raw=raw.encode())
     with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
+        ask(ChatEndpoint(fake.url, "tiny"))
 
 
 def test_a_body_that_cannot_be_unpacked_refuses_its_prompt_alone(serve):
     fake = serve(raw=b"no gzip", headers={"Content-Encoding": "gzip"})
     with pytest.raises(Refusal, match="sent a body that cannot be unpacked"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
-    assert len(fake.requests) == 2
+        ask(ChatEndpoint(fake.url, "tiny"))
+    assert len(fake.requests) == 4
 
 
 @pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "-3", "[]", '"many"', "9" * 300])
@@ -189,10 +195,10 @@ def test_a_long_wait_is_bounded_and_told(serve, monkeypatch, asked):
     waits, said = [], []
     monkeypatch.setattr(answering.time, "sleep", waits.append)
     fake = serve(failures=[503], headers={"Retry-After": asked.encode("utf-8").decode("latin-1")})
-    ask(ChatEndpoint(fake.url, "tiny", first_wait=0.5, longest_wait=20, say=said.append))
-    assert waits == [20 if asked == "3600" else 0.5]
+    ask(ChatEndpoint(fake.url, "tiny", say=said.append))
+    assert waits == [60 if asked == "3600" else 0.001]
     assert said == (
-        [f"{fake.url}/chat/completions asks to wait 3600 s; waiting 20 s"] if asked == "3600" else []
+        [f"{fake.url}/chat/completions asks to wait 3600 s; waiting 60 s"] if asked == "3600" else []
     )
 
 

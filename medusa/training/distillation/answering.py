@@ -31,8 +31,11 @@ from medusa.prompts import Message, check_keepable, encode_messages, split_thoug
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
 """Statuses that say something of whoever asks, and where; every other request would get them too."""
-
-
+REQUEST_SECONDS = 600.0
+MAX_ATTEMPTS = 6
+"""Tries per request."""
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+"""Seconds between two tries: twice as many each time, or what the server asks, up to the second."""
 _ENDED = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of an answer that came to its own end."""
 
@@ -59,9 +62,6 @@ class ChatEndpoint:
     Args:
         url: up to and including the version, for example ``http://localhost:8000/v1``.
         model: the name the server knows the model by.
-        max_attempts: tries per request; waits 1, 2, 4, ... seconds between them, or what the server asks.
-        first_wait: seconds before the second try.
-        longest_wait: seconds between two tries, whatever the server asks.
         api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if set.
         say: is told when the server asks for a longer wait.
     """
@@ -71,10 +71,6 @@ class ChatEndpoint:
         url: str,
         model: str,
         *,
-        timeout: float = 600.0,
-        max_attempts: int = 6,
-        first_wait: float = 1.0,
-        longest_wait: float = 60.0,
         api_key: str | None = None,
         say: Callable[[str], None] = lambda text: None,
     ):
@@ -83,11 +79,10 @@ class ChatEndpoint:
                 f"endpoint must start with http:// or https://, got {url!r}; e.g. http://localhost:8000/v1"
             )
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-        self.model, self.max_attempts, self.first_wait = model, max_attempts, first_wait
-        self.longest_wait, self.say = longest_wait, say
+        self.model, self.say = model, say
         key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
         self._client = httpx.Client(
-            timeout=timeout,
+            timeout=REQUEST_SECONDS,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None),
         )
@@ -108,9 +103,9 @@ class ChatEndpoint:
 
         Raises:
             Refusal: the server refuses this request (HTTP 4xx), for example as too long, or answers it
-                ``max_attempts`` times with what is no answer.
+                :data:`MAX_ATTEMPTS` times with what is no answer.
             PermissionError: the server refuses whoever asks, or knows no such model.
-            ConnectionError: no answer after ``max_attempts`` tries.
+            ConnectionError: no answer after as many tries.
         """
         options = dict(template_options or {})
         request = {
@@ -122,12 +117,12 @@ class ChatEndpoint:
             **({"tools": options.pop("tools")} if options.get("tools") else {}),
             **({"chat_template_kwargs": options} if options else {}),
         }
-        problem, wait, garbage = "", self.first_wait, ""
-        for attempt in range(self.max_attempts):
+        problem, wait, garbage = "", FIRST_WAIT, ""
+        for attempt in range(MAX_ATTEMPTS):
             if attempt:
-                if wait > self.longest_wait:
-                    self.say(f"{self.url} asks to wait {wait:.0f} s; waiting {self.longest_wait:.0f} s")
-                time.sleep(wait := min(wait, self.longest_wait))
+                if wait > LONGEST_WAIT:
+                    self.say(f"{self.url} asks to wait {wait:.0f} s; waiting {LONGEST_WAIT:.0f} s")
+                time.sleep(wait := min(wait, LONGEST_WAIT))
                 wait *= 2
             try:
                 response = self._client.post(self.url, json=request)
@@ -160,7 +155,7 @@ class ChatEndpoint:
         if problem == garbage:
             raise Refusal(garbage)
         raise ConnectionError(
-            f"endpoint {self.url} gave no answer in {self.max_attempts} tries, last {problem}; "
+            f"endpoint {self.url} gave no answer in {MAX_ATTEMPTS} tries, last {problem}; "
             "is it running? The same command goes on where it stopped"
         )
 
@@ -195,17 +190,21 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": parsed}}
 
 
-def repeated_tail(tokens: Sequence[int], max_period: int = 64, min_repeated: int = 48) -> int:
+MAX_PERIOD, MIN_REPEATED = 64, 48
+"""Tokens of a stretch that is said again and again, at most; and of its repetitions, at least."""
+
+
+def repeated_tail(tokens: Sequence[int]) -> int:
     """How many tokens at the end only repeat what stands before them; 0 when it is no loop.
 
-    A loop is a stretch of at most ``max_period`` tokens said at least three times, with at least
-    ``min_repeated`` tokens of repetition. Taking that many tokens off leaves the stretch said once.
+    A loop is a stretch of tokens said at least three times, within the bounds above. Taking that many tokens
+    off leaves the stretch said once.
     """
-    for period in range(1, min(max_period, len(tokens) // 3) + 1):
+    for period in range(1, min(MAX_PERIOD, len(tokens) // 3) + 1):
         repeated = 0
         while repeated + period < len(tokens) and tokens[-1 - repeated] == tokens[-1 - repeated - period]:
             repeated += 1
-        if repeated >= max(min_repeated, 2 * period):
+        if repeated >= max(MIN_REPEATED, 2 * period):
             return repeated
     return 0
 
