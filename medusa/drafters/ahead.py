@@ -117,8 +117,8 @@ def _of_row(context: DraftContext, row: int) -> DraftContext:
 class AheadDrafter(LevelDrafter):
     """Fills ``tree`` with a head that runs ahead, over ``base``'s layers and embeddings.
 
-    Entries of the text stand on states of the base (:class:`LayerCache`); below the root, a node's entry joins
-    what its parent's entry gave with its own token. Of a head with several layers, the d-th guesses what
+    Entries of the text stand on states of the base (:class:`LayerCache`); below the root, that of a
+    node joins what its parent's gave with its own token. Of a head with several layers, the d-th guesses what
     follows a node of depth d - 1; those above it run there too, for nodes further down.
     """
 

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.nn import functional as F
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, logits_of_states, output_embedding
 from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.token_map import GatheredRows
 from medusa.training.config import LossOptions
 
 
@@ -155,9 +155,7 @@ def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
         return lambda states: logits_of_states(base, states)[:, token_map]
     if token_map is None:
         return lambda states: embedding(states.to(embedding_weight(embedding).dtype))
-    rows, bias = embedding_weight(embedding).detach()[token_map], getattr(embedding, "bias", None)
-    bias = None if bias is None else bias.detach()[token_map]
-    return lambda states: F.linear(states.to(rows.dtype), rows, bias)
+    return GatheredRows(embedding, token_map)
 
 
 S = TypeVar("S", bound=tuple)
