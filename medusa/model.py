@@ -17,7 +17,6 @@ from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
-from medusa.choices import Engine, StepKind
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.pausing import DraftCosts, Pausing
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
@@ -31,6 +30,7 @@ from medusa.engine.prepared import Prepared
 from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
+from medusa.options import Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 

@@ -1,4 +1,4 @@
-"""Where things are that have a name: the embedded base model, the configurations that ship, the user's cache.
+"""Where things are that have a name: the embedded base, heads and configurations that ship, the user's cache.
 
 Imports no torch, so that a name can be told from a mistake at once.
 """
@@ -89,3 +89,32 @@ def named_file(given: str | Path, suffix: str, what: str) -> Path:
     nearest = difflib.get_close_matches(path.name.removesuffix(suffix), names, n=1)
     advice = f"did you mean {nearest[0]!r}?" if nearest else f"give a path, or one of {', '.join(names)}"
     raise FileNotFoundError(f"{what} {str(given)!r} does not exist here, nor among those that ship; {advice}")
+
+
+def shipped_heads() -> dict[str, Path]:
+    """The directory of each set of shipped heads, by name: a name stands wherever a heads directory does.
+
+    Each is in the format of :mod:`medusa.heads.checkpoint`, with a README.md that is its card: recipe, data,
+    licence, measurements.
+    """
+    folder = PACKAGE / "pretrained"
+    return {path.name: path for path in sorted(folder.iterdir()) if (path / "config.json").exists()}
+
+
+DEFAULT_HEADS = "default"
+"""Stands for the heads that ship for a base, wherever heads are named beside it."""
+
+
+def heads_for(base_name: str | None) -> str:
+    """The name of the heads that ship for the base called so.
+
+    Raises:
+        ValueError: none do.
+    """
+    shipped = shipped_heads()
+    if base_name is None or base_name not in shipped:
+        raise ValueError(
+            f"heads={DEFAULT_HEADS!r} stands for those that ship with the base, which are there for "
+            f"{', '.join(shipped)}, got base {base_name!r}; name a heads directory or a hub id"
+        )
+    return base_name

@@ -28,14 +28,13 @@ import httpx
 import numpy as np
 
 from medusa.base.loading import load_tokenizer
-from medusa.checks import check_above, check_at_least
 from medusa.cli.loading import load_prompts
 from medusa.cli.main import exit_status
 from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, parse
+from medusa.console import Column, log_console
 from medusa.measurement.report import Report
+from medusa.options import check_above, check_at_least
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import log_console
-from medusa.tables import Column
 
 PERCENTILES = (50, 95, 99)
 

@@ -36,10 +36,10 @@ import transformers
 import medusa
 from medusa.cli.main import exit_status
 from medusa.cli.options import parse
+from medusa.console import ProgressReporter, log_console
 from medusa.files import read_json, read_yaml, replaced_file, write_json
 from medusa.hardware import device_name
 from medusa.plots import BLUE, FAINT, INK, ORANGE
-from medusa.progress import ProgressReporter, log_console
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "measurements"

@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from medusa import MedusaModel, SuffixCorpus
-from medusa.choices import Engine, StepKind
+from medusa.options import Engine, StepKind
 from medusa.prompts import encode_messages, read_prompts
 
 

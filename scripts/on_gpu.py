@@ -39,10 +39,10 @@ from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, sav
 from medusa.base.loading import load_tokenizer
 from medusa.cli.main import exit_status
 from medusa.cli.options import parse
+from medusa.console import log_console
 from medusa.files import read_json, write_json
 from medusa.hardware import device_name
 from medusa.places import shipped_files
-from medusa.progress import log_console
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

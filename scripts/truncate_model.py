@@ -28,12 +28,12 @@ from torch.nn import functional as F
 
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.checks import check_at_least
 from medusa.cli.main import exit_status
 from medusa.cli.options import parse
-from medusa.drafters.self_draft import early_exit
+from medusa.console import ProgressReporter, log_console
+from medusa.drafters.draft_model import early_exit
 from medusa.files import check_writable_target, replaced_directory
-from medusa.progress import ProgressReporter, log_console
+from medusa.options import check_at_least
 from medusa.training.data.reading import Example, expanded, read_examples
 
 BATCH_ROWS, ROW_TOKENS = 4, 256

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medusa.checks import check_above, check_at_least, check_within, differences
+from medusa.options import check_above, check_at_least, check_within, differences
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from conftest import counting_model, random_prompts, tiny_model
 
 from medusa import MedusaModel
 from medusa.acceptance.rules import RULES
+from medusa.drafters.draft_model import SelfDrafter, early_exit
 from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS, Drafters, NamedDrafter
-from medusa.drafters.self_draft import SelfDrafter, early_exit
 from medusa.trees.candidate_tree import CandidateTree
 
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"

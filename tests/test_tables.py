@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from medusa.tables import cell, counted, print_table
+from medusa.console import cell, counted, print_table
 
 HEADERS = ["name", *(f"column {n}" for n in range(9))]
 COLUMNS = {header: (at, "{}") for at, header in enumerate(HEADERS)}

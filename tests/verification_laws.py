@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from medusa.acceptance.rules import SampledDraft, VerificationNoise, VerificationRule, draw_tree
+from medusa.acceptance.protocol import SampledDraft, VerificationNoise, VerificationRule, draw_tree
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 START = (0, 1)  # the last two tokens of the prompt

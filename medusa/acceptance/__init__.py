@@ -5,7 +5,7 @@
 ``exact``     "exact", the default, for any candidates: a node stays if its token equals that one. The text is
               that of plain decoding, token for token
 ``typical``   "typical", LOSSY: a node stays if the base finds it plausible
-``rules``     "token", "block", "traversal", ...: rules for drafts *drawn* from a distribution, one file each
+``rules``     "token", "block", "traversal", ...: rules for drafts *drawn* from a distribution
 
 The first two answer with an :class:`~medusa.acceptance.exact.Acceptance`: the path that stays and the token
 after it. A rule for drawn drafts is a function of two distributions,
@@ -15,6 +15,6 @@ after it. A rule for drawn drafts is a function of two distributions,
     draft      the tree's tokens, and after each node p (the base's distribution) and q (the drafter's)
     verdict    the deepest node that stays, the next token, and the state for the next step
 
-and keeps the base's distribution, if not the text of one seed. ``protocol`` has its types,
-``noise`` its randomness, ``drawing`` draws the drafts.
+and keeps the base's distribution, if not the text of one seed. ``protocol`` has its types and
+its randomness, and draws the drafts.
 """

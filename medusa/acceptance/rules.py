@@ -1,61 +1,483 @@
-"""Acceptance rules for *sampled* drafts: speculative sampling and its relatives, one file a rule.
+"""The rules for sampled drafts, for one chain: "token", "block" and "greedy_block"; and for trees:
+"multi_draft", "spectr" and "traversal".
 
-These rules compare two distributions, so they need to know the one the draft was drawn from. A rule
-is a pure tensor function over a batch of rows; it knows nothing of models, caches or seeds:
-
-    verdict = rule.verify(draft, noise, state)
-
-    draft.tokens    (B, N) long   node 0 is the root token, parents stand before their children,
-                                  siblings in the order they were drawn
-    draft.topology                medusa.trees.candidate_tree.TreeTopology, one tree for all rows or one a row
-    draft.target    (B, N, V)     p: what the base model says after each node, with temperature, top-k,
-                                  top-p and every logits processor applied
-    draft.proposal  (B, N, V)     q: what the children of each node were drawn from; a leaf's row is not read.
-                                  A row of zeros says "nothing was drafted here": short drafts need no mask
-                                  (``greedy_block`` needs drafts of full length). Nodes of equal text, as
-                                  independent chains have, must have equal p and equal q
-    noise.uniform   (B, N)        one number of [0, 1) a node, the coin of that node
-    noise.gumbel    (B, V)        draws the next token from what is left of p
-    state                         what the previous step returned; None at the start, and None for ever
-                                  with every rule but ``greedy_block``
-
-    verdict.best          (B,) long   the deepest accepted node
-    verdict.num_accepted  (B,) long   its depth: accepted draft tokens, the root not counted
-    verdict.next_token    (B,) long   already drawn from p or from what is left of it. Never sample again
-    verdict.residual      (B, V)      the distribution it was drawn from
-    verdict.acceptance    (B, N)      the probability each coin was compared with; NaN for an unused coin
-    verdict.state                     pass it to the next step
-
-Draft noise, coins and residual noise must be independent of each other, and of the steps before: a ratio test
-on a draft that was chosen with the verifier's own noise is biased. ``medusa.acceptance.distributions`` makes
-all three from a seed and the position of the root. Nothing here reads a tensor back to the host.
-
-The work is done in the dtype of the distributions, float32 or float64. Conventions for 0/0: a token with
-q = 0 was not drafted and is never accepted; a residual without mass falls back to the target.
-
-A rule says which drafts it is exact for (``draft_kinds``, the kind to draw first) and refuses the
-others with the reason (``rule.require``). **Adding a rule**: a file in this folder with a
-``VerificationRule("name", verify, draft_kinds=(DraftKind.CHAIN,), summary="...")``, and a line in
-:data:`RULES`.
-"""
+:mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back."""
 
 from __future__ import annotations
 
-from medusa.acceptance.chain_rules import BLOCK, GREEDY_BLOCK, TOKEN
-from medusa.acceptance.distributions import (
-    draw_tree,
-    draw_without_replacement,
-    independent_chains,
-    kind_drawn,
-)
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from medusa.acceptance.protocol import (
     DraftKind,
     SampledDraft,
     Verdict,
     VerificationNoise,
     VerificationRule,
+    conclude,
+    deepest,
+    drafted_probability,
+    entry_at,
+    excess,
+    kept_share,
+    next_candidates,
+    normalised,
+    open_proposal,
+    ratio,
+    row_at,
+    without,
 )
-from medusa.acceptance.tree_rules import MULTI_DRAFT, MULTI_DRAFT_WITHOUT_REPLACEMENT, SPECTR, TRAVERSAL
+
+
+def verify_tokens(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """Speculative sampling: the draft tokens of a chain are tested one by one, the first miss ends it.
+
+    arXiv 2211.17192 (algorithm 1) and 2302.01318.
+
+    Draft token x stays with probability min(1, p(x)/q(x)) while all before it stayed.
+
+    After a miss the next token comes from norm(max(p - q, 0)), after none from p.
+    """
+    proposal = open_proposal(draft.proposal)
+    p = drafted_probability(draft.target, draft.tokens)
+    q = drafted_probability(proposal, draft.tokens)
+    acceptance = F.pad(ratio(p, q).clamp(max=1), (1, 0), value=1.0)  # (B, N)
+    best = torch.cumprod((noise.uniform < acceptance).long(), dim=1).sum(1) - 1
+    residual = excess(row_at(draft.target, best), row_at(proposal, best))
+    return conclude(draft, noise, best, residual, acceptance)
+
+
+TOKEN = VerificationRule(
+    "token", verify_tokens, (DraftKind.CHAIN,), "each draft token of a chain on its own, up to the miss"
+)
+
+
+def verify_block(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """The prefixes of a chain are tested as wholes, and the longest accepted one wins.
+
+    arXiv 2403.10444, algorithm 2. Never accepts less in expectation than token verification.
+
+    Prefix X^i stays with probability R_i / (R_i + 1 - a_i), R_i = sum of max(a_i p - q, 0) after it.
+
+    The test runs over all N = g + 1 nodes. With q = 0 after the last draft token, R_g = a_g, and the
+    formula gives a_g there by itself.
+    """
+    proposal = open_proposal(draft.proposal)
+    a = prefix_weight(draft, proposal)
+    weights = (a[..., None] * draft.target - proposal).clamp(min=0)  # (B, N, V)
+    left = weights.sum(-1)
+    acceptance = kept_share(left, a)
+    acceptance[:, 0] = 1
+    best = deepest(noise.uniform < acceptance)
+    residual = normalised(row_at(weights, best), fallback=row_at(draft.target, best))
+    return conclude(draft, noise, best, residual, acceptance)
+
+
+def prefix_weight(draft: SampledDraft, proposal: Tensor) -> Tensor:
+    """a_0 = 1, a_i = min(1, a_{i-1} p(X_i) / q(X_i)): how much of a prefix may be kept, (B, N)."""
+    p = drafted_probability(draft.target, draft.tokens)
+    step = ratio(p, drafted_probability(proposal, draft.tokens))
+    weights = [torch.ones_like(draft.target[:, 0, 0])]
+    for i in range(step.shape[1]):
+        weights.append((weights[-1] * step[:, i]).clamp(max=1))
+    return torch.stack(weights, dim=1)
+
+
+BLOCK = VerificationRule(
+    "block", verify_block, (DraftKind.CHAIN,), "prefixes of a chain as wholes, the longest one wins"
+)
+
+
+@dataclass(frozen=True)
+class TargetModification:
+    """Layers on the target distribution, the newest first. S = g - 1 layers can be alive at once."""
+
+    log_ratio: Tensor  # (B, S) log a of the text emitted since the layer's block began
+    remaining: Tensor  # (B, S) long; number of coming tokens the layer governs, 0: none
+
+    def rows(self, index: Tensor) -> TargetModification:
+        """The state of the rows ``index`` (X,) long, for a batch that drops, repeats or reorders rows."""
+        return TargetModification(self.log_ratio[index], self.remaining[index])
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A distribution before a layer acts on it, and the layer's log a at each node."""
+
+    target: Tensor  # (B, N, V)
+    log_ratio: Tensor  # (B, N)
+
+
+def verify_greedy_block(
+    draft: SampledDraft, noise: VerificationNoise, state: TargetModification | None = None
+) -> Verdict:
+    """Greedy block verification: accepts the most in one step, and pays over the steps that follow.
+
+    arXiv 2403.10444, appendix on greedy block verification. Without block verification's min(1, .) in the
+    recursion a prefix X^i survives with probability min(1, p(X^i) / q(X^i)), the most any rule can reach.
+    What is left for the other outputs is max(p(z) - q(z), 0) of the *joint* probability of each path z of
+    the block, so the g - tau - 1 tokens after the next token follow not p but
+
+        p'(x | z) = norm(max(a(z) p(x | z) - q(x | z), 0)),      a(z) = p(z) / q(z) from the block's start.
+
+    The state carries a(z) and how many tokens it still governs. Each step that stops short adds such a layer
+    on top of those still alive, and the modified target is the p of the step. The layers read q again, after
+    text that was not drafted: q must depend on the text alone.
+
+    The longest prefix whose coin falls below R / (R + 1 - a), with a = p/q of the whole prefix.
+
+    Raises:
+        ValueError: the draft length is another than the one ``state`` was made with.
+    """
+    proposal = open_proposal(draft.proposal)
+    if state is None:
+        state = no_modification(draft)
+    target, layers = modified_target(draft, proposal, state)
+    own = _Layer(target, path_log_ratio(draft, target, proposal, torch.zeros_like(target[:, 0, 0])))
+    weights = layer_weights(own, proposal)  # (B, N, V)
+    acceptance = prefix_acceptance(own.log_ratio, weights.sum(-1))
+    best = deepest(noise.uniform < acceptance)
+    residual = normalised(row_at(weights, best), fallback=row_at(target, best))
+    verdict = conclude(draft, noise, best, residual, acceptance)
+    return replace(verdict, state=next_state(state, [own, *layers], proposal, verdict))
+
+
+def no_modification(draft: SampledDraft) -> TargetModification:
+    """The state at the start of a text: every layer dead."""
+    num_rows, num_nodes = draft.tokens.shape
+    num_layers = max(num_nodes - 2, 0)
+    return TargetModification(
+        draft.target.new_zeros(num_rows, num_layers), draft.tokens.new_zeros(num_rows, num_layers)
+    )
+
+
+def modified_target(
+    draft: SampledDraft, proposal: Tensor, state: TargetModification
+) -> tuple[Tensor, list[_Layer]]:
+    """The target of this step (B, N, V), and the layers it came through, the newest first."""
+    num_nodes, num_layers = draft.tokens.shape[1], state.remaining.shape[1]
+    if num_layers != max(num_nodes - 2, 0):
+        raise ValueError(
+            f"acceptance='greedy_block' needs the same draft length at every step: the state is of length "
+            f"{num_layers + 1}, this draft of length {num_nodes - 1}"
+        )
+    nodes = torch.arange(num_nodes, device=draft.tokens.device)
+    target = draft.target
+    layers: list[_Layer] = []
+    for s in reversed(range(num_layers)):
+        layer = _Layer(target, path_log_ratio(draft, target, proposal, state.log_ratio[:, s]))
+        layers.insert(0, layer)
+        reach = num_layers - s  # a layer of that age governs no node from here on
+        start = _Layer(target[:, :reach], layer.log_ratio[:, :reach])
+        changed = normalised(layer_weights(start, proposal[:, :reach]), fallback=start.target)
+        governed = nodes[:reach] < state.remaining[:, s, None]  # (B, reach)
+        changed = torch.where(governed[..., None], changed, start.target)
+        target = torch.cat([changed, target[:, reach:]], dim=1)
+    return target, layers
+
+
+def path_log_ratio(draft: SampledDraft, target: Tensor, proposal: Tensor, start: Tensor) -> Tensor:
+    """log a at each node (B, N): ``start`` (B,) at the root, plus log p/q of each token drafted since."""
+    p = drafted_probability(target, draft.tokens)
+    q = drafted_probability(proposal, draft.tokens)
+    total = start[:, None] + F.pad(torch.cumsum(ratio(p, q).log(), dim=1), (1, 0))
+    # Infinity (text the drafter could not write) and a token the target cannot write: the latter decides.
+    return torch.nan_to_num(total, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def layer_weights(layer: _Layer, proposal: Tensor) -> Tensor:
+    """max(a p - q, 0) up to a factor that keeps it finite: exact for a <= 1, divided by a above. (B, N, V)"""
+    on_target = layer.log_ratio.clamp(max=0).exp()[..., None]
+    on_proposal = (-layer.log_ratio).clamp(max=0).exp()[..., None]
+    return (on_target * layer.target - on_proposal * proposal).clamp(min=0)
+
+
+def prefix_acceptance(log_ratio: Tensor, left: Tensor) -> Tensor:
+    """R / (R + 1 - a) where a < 1, else 1, as at node 0. (B, N)"""
+    a = log_ratio.clamp(max=0).exp()
+    return torch.where(log_ratio < 0, kept_share(left, a), torch.ones_like(left))
+
+
+def next_state(
+    state: TargetModification, layers: list[_Layer], proposal: Tensor, verdict: Verdict
+) -> TargetModification:
+    """Every layer moved past the tokens this step emits; the oldest slot is dead by now and drops out."""
+    num_layers, draft_length = state.remaining.shape[1], proposal.shape[1] - 1
+    q = entry_at(row_at(proposal, verdict.best), verdict.next_token).log()
+    moved = []
+    for layer in layers[:num_layers]:
+        p = entry_at(row_at(layer.target, verdict.best), verdict.next_token).log()
+        moved.append(entry_at(layer.log_ratio, verdict.best) + p - q)
+    opened = torch.full_like(verdict.best, draft_length)[:, None]
+    before = torch.cat([opened, state.remaining], dim=1)[:, :num_layers]
+    remaining = (before - verdict.num_accepted[:, None] - 1).clamp(min=0)
+    log_ratio = torch.stack(moved, dim=1) if moved else state.log_ratio
+    return TargetModification(log_ratio.masked_fill(remaining == 0, 0.0), remaining)
+
+
+GREEDY_BLOCK = VerificationRule(
+    "greedy_block",
+    verify_greedy_block,
+    (DraftKind.CHAIN,),
+    "most accepted in one step; carries a changed target over the next steps",
+    context_only_proposal=True,
+)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Where each row stands: the accepted path, and what is left of both distributions after it."""
+
+    best: Tensor  # (B,) long
+    depth: Tensor  # (B,) long
+    on_path: Tensor  # (B, N) bool; nodes whose tokens from the root are the accepted ones (drafts may repeat)
+    target: Tensor  # (B, V)
+    proposal: Tensor  # (B, V)
+
+
+def verify_drafts(
+    draft: SampledDraft, noise: VerificationNoise, state: Any = None, *, replacement: bool = True
+) -> Verdict:
+    """Recursive rejection over several drafts a node, drawn with or without replacement.
+
+    SpecInfer, arXiv 2305.09781 (algorithm 2), for independent drafts; without replacement as in Sequoia,
+    arXiv 2402.12374, and recursive rejection sampling, arXiv 2402.14160.
+
+    Each child x in turn stays with probability min(1, p(x)/q(x)); a miss leaves p = norm(max(p - q, 0)).
+
+    Without replacement a miss also removes x from q. Chains that share their accepted tokens are one
+    path: the drafts of all of them are tried.
+    """
+    acceptance = torch.full_like(noise.uniform, torch.nan)
+    acceptance[:, 0] = 1
+    walk = _start(draft)
+    for node in range(1, draft.tokens.shape[1]):
+        walk, probability = _try_node(walk, node, draft, noise, replacement)
+        acceptance[:, node] = probability
+    return conclude(draft, noise, walk.best, walk.target, acceptance)
+
+
+def _start(draft: SampledDraft) -> _Walk:
+    root = torch.zeros_like(draft.tokens[:, 0])
+    on_path = torch.zeros_like(draft.tokens, dtype=torch.bool)
+    on_path[:, 0] = True
+    return _Walk(root, root, on_path, draft.target[:, 0], draft.proposal[:, 0])
+
+
+def _try_node(
+    walk: _Walk, node: int, draft: SampledDraft, noise: VerificationNoise, replacement: bool
+) -> tuple[_Walk, Tensor]:
+    """The walk after ``node`` was tried, and what its coin was compared with (B,); NaN: it was not tried."""
+    token = draft.tokens[:, node]
+    p, q = entry_at(walk.target, token), entry_at(walk.proposal, token)
+    candidates = next_candidates(walk.on_path, walk.depth, draft)
+    tried = candidates[:, node] & (q > 0)
+    probability = ratio(p, q).clamp(max=1)
+    accepted = tried & (noise.uniform[:, node] < probability)
+    missed = tried & ~accepted
+    same = candidates & (draft.tokens == token[:, None]) & accepted[:, None]  # (B, N)
+    proposal = walk.proposal if replacement else without(walk.proposal, token)
+    after = _Walk(
+        torch.where(accepted, node, walk.best),
+        walk.depth + accepted,
+        walk.on_path | same,
+        _choose(accepted, draft.target[:, node], missed, excess(walk.target, walk.proposal), walk.target),
+        _choose(accepted, draft.proposal[:, node], missed, proposal, walk.proposal),
+    )
+    return after, probability.masked_fill(~tried, torch.nan)
+
+
+def _choose(first: Tensor, a: Tensor, second: Tensor, b: Tensor, otherwise: Tensor) -> Tensor:
+    """Rows (B, V) of ``a`` where ``first`` (B,) holds, of ``b`` where ``second`` does, else ``otherwise``."""
+    return torch.where(first[:, None], a, torch.where(second[:, None], b, otherwise))
+
+
+MULTI_DRAFT = VerificationRule(
+    "multi_draft",
+    verify_drafts,
+    (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+    "recursive rejection over independent drafts (SpecInfer)",
+)
+
+MULTI_DRAFT_WITHOUT_REPLACEMENT = VerificationRule(
+    "multi_draft_without_replacement",
+    partial(verify_drafts, replacement=False),
+    (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+    "recursive rejection over drafts that differ",
+)
+
+
+def verify_spectr(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """SpecTr's k-sequential selection: k independent drafts, each accepted against a scaled-down target.
+
+    arXiv 2310.15141, algorithm 3 (one token) applied level by level as in its algorithm 2. With one draft
+    it is token verification.
+
+    Level by level: the first of k drafts whose coin is below min(1, p / (rho q)) stays.
+
+    Drafts that agree with the accepted tokens so far go on to the next level.
+    """
+    root = torch.zeros_like(draft.tokens[:, 0])
+    on_path = torch.zeros_like(draft.tokens, dtype=torch.bool)
+    on_path[:, 0] = True
+    best, depth = root, root
+    acceptance = torch.where(on_path, 1.0, torch.nan).to(draft.target.dtype)
+    residual = draft.target[:, 0]
+    for _ in range(draft.topology.max_depth):
+        candidates = next_candidates(on_path, depth, draft)
+        chosen, accepted, residual, tested = select(draft, noise.uniform, best, candidates)
+        acceptance = torch.where(tested.isnan(), acceptance, tested)
+        token = draft.tokens.gather(1, chosen[:, None])
+        on_path = on_path | (candidates & (draft.tokens == token) & accepted[:, None])
+        best, depth = torch.where(accepted, chosen, best), depth + accepted
+    return conclude(draft, noise, best, residual, acceptance)
+
+
+def select(
+    draft: SampledDraft, uniform: Tensor, node: Tensor, candidates: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One k-sequential selection among ``candidates`` (B, N) bool, the drafts after ``node`` (B,) long.
+
+    Returns the first accepted candidate (B,) long and whether there is one (B,) bool; what the next token is
+    to be drawn from (B, V): the residual after ``node``, or the target after the accepted candidate; and the
+    probability of each coin (B, N), NaN for nodes that are no candidates.
+    """
+    p, q = row_at(draft.target, node), row_at(draft.proposal, node)
+    drafted = q.gather(1, draft.tokens)  # (B, N)
+    num_drafts = candidates.sum(1)
+    rho = division_factor(p, q, num_drafts)
+    probability = ratio(p.gather(1, draft.tokens), rho[:, None] * drafted).clamp(max=1)
+    hit = candidates & (uniform < probability)
+    accepted = hit.any(1)
+    chosen = torch.where(accepted, hit.long().argmax(1), node)
+    left = torch.where(
+        accepted[:, None], row_at(draft.target, chosen), residual_after_all(p, q, rho, num_drafts)
+    )
+    return chosen, accepted, left, probability.masked_fill(~candidates, torch.nan)
+
+
+def overlap(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
+    """beta(rho) = sum of min(p / rho, q): how often one draft is accepted, (B,)."""
+    return torch.minimum(p / rho[:, None], q).sum(-1)
+
+
+def some_accepted(beta: Tensor, num_drafts: Tensor) -> Tensor:
+    """1 - (1 - beta)^k: how often one of k drafts is accepted, (B,)."""
+    return 1 - (1 - beta).clamp(min=0) ** num_drafts
+
+
+def division_factor(p: Tensor, q: Tensor, num_drafts: Tensor) -> Tensor:
+    """The smallest rho in [1, k] with rho beta(rho) >= 1 - (1 - beta(rho))^k, by bisection; (B,).
+
+    Any such rho is exact, the smallest accepts most; the bisection returns its upper end, which is one.
+    A slack of the size of the rounding in a sum over V lets p = q have rho = 1.
+    """
+    slack, num_halvings = (1e-6, 24) if p.dtype == torch.float32 else (1e-13, 52)
+    low = torch.ones_like(p[:, 0])
+    high = num_drafts.to(p.dtype).clamp(min=1)
+
+    def enough(rho: Tensor) -> Tensor:
+        beta = overlap(p, q, rho)
+        return rho * beta >= some_accepted(beta, num_drafts) - slack
+
+    high = torch.where(enough(low), low, high)
+    for _ in range(num_halvings):
+        middle = (low + high) / 2
+        fits = enough(middle)
+        low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+    return high
+
+
+def residual_after_all(p: Tensor, q: Tensor, rho: Tensor, num_drafts: Tensor) -> Tensor:
+    """What the next token is drawn from when none of k drafts stayed: p minus what they cover, (B, V)."""
+    beta = overlap(p, q, rho)
+    covered = ratio(some_accepted(beta, num_drafts), beta)[:, None] * torch.minimum(p / rho[:, None], q)
+    return normalised((p - covered).clamp(min=0), fallback=p)
+
+
+SPECTR = VerificationRule(
+    "spectr",
+    verify_spectr,
+    (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+    "k-sequential selection among independent drafts (SpecTr)",
+)
+
+
+def verify_traversal(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """Traversal verification: a tree drawn without replacement, judged from its leaves to its root.
+
+    arXiv 2505.12398. On a chain it is block verification; on a tree it is to recursive rejection what block
+    verification is to token verification.
+
+    The paper's traversal visits a node after its children and stops at the first it accepts. What it holds
+    against each coin does not depend on the coins, so all nodes are judged first, parents before children,
+    and the traversal reduces to finding the first accepted node in the order of the visit.
+
+    The first node, children before parents and siblings in draw order, whose coin is below its weight."""
+    acceptance, residual = judge(draft)
+    best = first_accepted(draft, noise.uniform < acceptance)
+    return conclude(draft, noise, best, row_at(residual, best), acceptance)
+
+
+def judge(draft: SampledDraft) -> tuple[Tensor, Tensor]:
+    """The weight of each node once its children are rejected (B, N), and what is then left of p (B, N, V).
+
+    A child x starts with min(1, a p(x)/q(x)) of its parent's weight a; rejecting it turns the parent's
+    p into norm(max(a p - q, 0)), a into R / (R + 1 - a) with R the mass of that, and takes x out of q.
+    The root stays whatever its weight.
+    """
+    parents = draft.topology.parents.expand_as(draft.tokens)
+    target, proposal = draft.target.clone(), draft.proposal.clone()
+    weight = torch.ones_like(draft.target[..., 0])
+    for node in range(1, draft.tokens.shape[1]):
+        parent, token = parents[:, node], draft.tokens[:, node]
+        p, q, a = row_at(target, parent), row_at(proposal, parent), entry_at(weight, parent)
+        drawn = entry_at(q, token)
+        weight[:, node] = (a * ratio(entry_at(p, token), drawn)).clamp(max=1)
+        excess = (a[:, None] * p - q).clamp(min=0)
+        left = excess.sum(-1)
+        was_drawn = drawn > 0
+        _put(weight, parent, torch.where(was_drawn, kept_share(left, a), a))
+        _put(target, parent, torch.where(was_drawn[:, None], normalised(excess, fallback=p), p))
+        _put(proposal, parent, torch.where(was_drawn[:, None], without(q, token), q))
+    weight[:, 0] = 1
+    return weight, target
+
+
+def _put(values: Tensor, node: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` (B, ...) into ``values`` (B, N, ...) at ``node`` (B,) long, in place."""
+    values[torch.arange(values.shape[0], device=values.device), node] = rows
+
+
+def first_accepted(draft: SampledDraft, accepted: Tensor) -> Tensor:
+    """The first accepted node in the order of the visit (B,) long; ``accepted`` is (B, N) bool.
+
+    Going down from the root, the first child whose subtree holds an accepted node leads to it.
+    """
+    num_nodes = accepted.shape[1]
+    parents = draft.topology.parents.expand_as(draft.tokens)
+    nodes = torch.arange(num_nodes, device=accepted.device)
+    holds = (draft.topology.ancestors & accepted[:, :, None]).any(1)  # (B, N)
+    best = torch.zeros_like(draft.tokens[:, 0])
+    for _ in range(draft.topology.max_depth):
+        leads = holds & (parents == best[:, None]) & (nodes > 0)
+        first = torch.where(leads, nodes, num_nodes).amin(1)
+        best = torch.where(first < num_nodes, first, best)
+    return best
+
+
+TRAVERSAL = VerificationRule(
+    "traversal",
+    verify_traversal,
+    (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+    "leaves to root over a tree of drafts that differ",
+)
+
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule
@@ -83,18 +505,3 @@ def rule_named(name: str) -> VerificationRule:
             f"acceptance={name!r} is not a rule for sampled drafts; there are {', '.join(RULES)}"
         )
     return RULES[name]
-
-
-__all__ = [
-    "RULES",
-    "DraftKind",
-    "SampledDraft",
-    "Verdict",
-    "VerificationNoise",
-    "VerificationRule",
-    "draw_tree",
-    "draw_without_replacement",
-    "independent_chains",
-    "kind_drawn",
-    "rule_named",
-]

@@ -77,7 +77,7 @@ LENGTH_PROCESSORS = (
     hf.ExponentialDecayLengthPenalty,
     hf.SuppressTokensAtBeginLogitsProcessor,
 )
-# All others may keep state, know rows by index or fail on a forbidden path: see medusa.decoding.lockstep.
+# All others may keep state, know rows by index or fail on a forbidden path: see medusa.acceptance.exact.
 NODE_PROCESSORS = (*PATH_FREE_PROCESSORS, *TEXT_PROCESSORS, *LENGTH_PROCESSORS)
 
 

@@ -1,11 +1,19 @@
-"""Reads a causal language model through its public interface.
+"""Reads a causal language model through its public interface, and says how far it can be read.
 
 The hidden state that heads read is the exact input of the model's output embedding, whatever scaling
 or soft-capping the architecture adds after it. It is seen through a forward pre-hook that lives for
 one forward pass (or, where passes are compiled or captured, one answer); nothing stays attached to the
 model. Heads that fuse layers also read what comes out of some decoder layers, seen in the same way: hidden
 states are then (..., (1 + L) * D), the last state first.
-"""
+
+Besides its context a model may have a position past which it computes otherwise:
+
+- LongRoPE (arXiv 2402.13753; Phi-3, 3.5 and 4-mini) has two sets of rotary frequencies. ``transformers``
+  takes the long set for a whole pass as soon as one position of it lies past the original context. So a
+  request stays on one side: its nodes are kept within the original context, or its first chunk reaches past
+  it.
+- A few models have a ``sliding_window`` in their configuration that their code never masks by, while the
+  cache of ``transformers`` forgets what lies before it. Up to the window both agree."""
 
 from __future__ import annotations
 
@@ -24,6 +32,7 @@ from medusa.base.attention import (
     attention_windows,
     check_attention,
     mask_dtype,
+    masks_by_window,
     node_positions,
     seen_slots,
     takes_seen_slots,
@@ -300,7 +309,7 @@ def prefill(
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
     than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
     prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound
-    memory; with LongRoPE (see :mod:`medusa.base.position_limits`) the first chunk of a long prompt is as long
+    memory; with LongRoPE (see :mod:`medusa.base.causal_lm`) the first chunk of a long prompt is as long
     as it takes to switch the factors.
     """
     if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding
@@ -427,3 +436,48 @@ def logits_of_states(base: CausalLM, states: Tensor) -> Tensor:
         return base(input_ids=dummy, use_cache=False).logits[0]
     finally:
         handle.remove()
+
+
+def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_tokens: int) -> None:
+    """Raise ValueError unless ``base`` can continue prompts of these lengths by so many tokens."""
+    longest = max(prompt_lengths)
+    reached = longest + max_new_tokens - 1  # the last new token is never read
+    context = context_length(base)
+    given = f"prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
+    if context is not None and longest + max_new_tokens > context:
+        advice = "shorten the prompt" if longest >= context else "shorten the prompt or max_new_tokens"
+        raise ValueError(f"{given} must fit the base model's context of {context} positions; {advice}")
+    window = unmasked_window(base)
+    if window is not None and reached > window:
+        raise ValueError(
+            f"{given} must fit sliding_window={window} of {type(base).__name__}: its code attends to all "
+            "tokens and the cache of transformers keeps those of the window, so beyond it the text is not "
+            "defined; shorten the prompt or max_new_tokens"
+        )
+    switch = switch_length(base)
+    if switch is None or reached <= switch or min(prompt_lengths) > switch:
+        return
+    if longest > switch:
+        raise ValueError(
+            f"prompts of one batch must all be longer than {switch} tokens, or none: {type(base).__name__} "
+            f"changes its rotary frequencies there (LongRoPE), for all rows at once; got lengths from "
+            f"{min(prompt_lengths)} to {longest}; decode them in two batches"
+        )
+    raise ValueError(
+        f"{given} must stay within {switch} positions, or the prompt be longer than that: "
+        f"{type(base).__name__} changes its rotary frequencies there (LongRoPE), and the keys of earlier "
+        f"tokens do not follow; set max_new_tokens to {switch - longest + 1} or less"
+    )
+
+
+def common_context(base: CausalLM) -> int | None:
+    """Positions within which rows of any lengths may share a pass; None when nothing bounds them."""
+    limits = (context_length(base), unmasked_window(base), switch_length(base))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def unmasked_window(base: CausalLM) -> int | None:
+    """The sliding window that the cache of ``transformers`` applies and the model's code does not."""
+    config = base.config.get_text_config(decoder=True)
+    is_used = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) if is_used and not masks_by_window(base) else None

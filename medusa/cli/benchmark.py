@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from medusa.acceptance.rules import RULES
-from medusa.checks import check_above, check_at_least
 from medusa.cli.loading import encode_prompts, load_model, load_prompts, measured_on
-from medusa.cli.next_steps import chat_with
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     DrafterOptions,
     GrowingInts,
     ProgramOptions,
+    chat_with,
 )
+from medusa.console import log_console
 from medusa.drafters.registry import DrafterSettings
 from medusa.engine import QUANTISED
 from medusa.hardware import DeviceRates, measured_rates
@@ -30,6 +30,8 @@ from medusa.measurement.benchmark import (
     bounds,
     calibrated_counts,
     divergences,
+    earlier_exchanges,
+    lengthened,
     measure,
     runnable,
     setting_report,
@@ -49,13 +51,12 @@ from medusa.measurement.contenders import (
     make_contenders,
     needs_heads,
 )
-from medusa.measurement.prompts import earlier_exchanges, lengthened
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
+from medusa.options import check_above, check_at_least
 from medusa.places import is_embedded_base
 from medusa.plots import short_name
-from medusa.progress import log_console
 from medusa.trees.rank_counts import RankCounts
 
 NOTHING_LEFT_OUT = {"top_k": 0, "top_p": 1.0}

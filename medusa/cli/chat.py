@@ -21,8 +21,7 @@ from torch import Tensor
 from medusa.base.causal_lm import context_length, end_ids
 from medusa.cli.commands import ChatOptions, GenerateOptions
 from medusa.cli.loading import load_for_replies
-from medusa.cli.next_steps import command
-from medusa.cli.options import words_of
+from medusa.cli.options import command, words_of
 from medusa.cli.terminal import (
     WrappedText,
     checked_utf8,
@@ -31,14 +30,13 @@ from medusa.cli.terminal import (
     typed_questions,
     utf8_lines,
 )
+from medusa.console import counted, log_console
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
-from medusa.progress import log_console
 from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_prompts
-from medusa.tables import counted
 from medusa.text_stream import TextStream
 from medusa.trees.candidate_tree import CandidateTree
 

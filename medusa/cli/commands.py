@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from medusa.checks import check_above, check_at_least
-from medusa.choices import Dtype, ForeignName, TemplateOptions
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -18,6 +16,7 @@ from medusa.cli.options import (
     ReportOptions,
 )
 from medusa.cli.terminal import checked_utf8
+from medusa.options import Dtype, ForeignName, TemplateOptions, check_above, check_at_least
 from medusa.places import EMBEDDED_BASE
 from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 
@@ -178,21 +177,6 @@ class FetchOptions:
                 f"name must be {EMBEDDED_BASE}, the one model that is fetched so, got {self.name!r}; models"
                 " of the hub are fetched when they are first used: --base OWNER/NAME"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigsOptions:
-    """List the configurations and prompts that ship, or say where one of them is.
-
-    Their names stand wherever a path does: `medusa train --config smollm2`, `--prompts demo_prompts`.
-
-        medusa configs
-        cp "$(medusa configs smollm2)" mine.yaml
-        accelerate launch --config_file "$(medusa configs accelerate_ddp)" -m medusa train --config smollm2
-    """
-
-    name: tyro.conf.Positional[str | None] = None
-    """Print the path of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)

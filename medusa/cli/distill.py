@@ -10,16 +10,15 @@ from typing import Any, Literal
 from rich.console import Console
 
 from medusa.base.loading import load_tokenizer
-from medusa.checks import check_at_least
-from medusa.choices import Dtype, Engine, TemplateOptions
 from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
-from medusa.cli.next_steps import command
+from medusa.cli.options import command
+from medusa.console import ProgressReporter
 from medusa.engine import QUANTISED
 from medusa.model import MedusaModel
+from medusa.options import Dtype, Engine, TemplateOptions, check_at_least
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import ProgressReporter
 from medusa.prompts import Prompt, read_prompts, with_told
-from medusa.training.distillation.answering import Answerer, EndpointAnswerer, LocalAnswerer
+from medusa.training.distillation.answering import Answerer, ChatEndpoint, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
     AnswerFile,
     DistillationReport,
@@ -28,7 +27,6 @@ from medusa.training.distillation.distill import (
     prompt_free,
     unanswered,
 )
-from medusa.training.distillation.endpoint import ChatEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)

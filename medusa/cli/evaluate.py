@@ -12,7 +12,6 @@ import tyro
 from torch import Tensor
 
 from medusa.base.causal_lm import vocab_size
-from medusa.checks import check_at_least
 from medusa.cli.loading import (
     answered_prompts,
     decode_prompt,
@@ -22,23 +21,21 @@ from medusa.cli.loading import (
     load_prompts,
     measured_on,
 )
-from medusa.cli.next_steps import command
-from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, words_of
+from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, command, words_of
+from medusa.console import counted, log_console, track
 from medusa.drafters.registry import Drafters
 from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
-from medusa.measurement import comparison, evaluation, fidelity
+from medusa.measurement import comparison, evaluation
 from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label
 from medusa.measurement.contenders import llama_cpp_files
-from medusa.measurement.evaluation import TOP_KS, Evaluated
-from medusa.measurement.fidelity import Reader, reader_of
+from medusa.measurement.evaluation import TOP_KS, Evaluated, Reader, reader_of
 from medusa.measurement.llama_cpp import LlamaCpp
 from medusa.measurement.report import Report
 from medusa.model import MedusaModel
+from medusa.options import check_at_least
 from medusa.plots import short_name
-from medusa.progress import log_console, track
 from medusa.prompts import read_prompts
-from medusa.tables import counted
 from medusa.training.data.loading import held_out_answers
 
 MAX_RANK = 16
@@ -310,8 +307,8 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
         # Answers are float32's, whatever the engine: its own would be another model's.
         exact = MedusaModel(model.base, model.heads, model.tree, model.tokenizer, engine="auto")
     rows = answered_prompts(exact, prompts, options.answers)
-    found = fidelity.compared(reader_of(model.base), others, track(rows, "reading"))
-    engines = {name: fidelity.fidelity(each) for name, each in found.items()}
+    found = evaluation.compared(reader_of(model.base), others, track(rows, "reading"))
+    engines = {name: evaluation.fidelity(each) for name, each in found.items()}
     report = Report(
         {
             "engines": engines,
@@ -322,7 +319,7 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
             **measured_on(model),
         }
     )
-    fidelity.add_table(report)
+    evaluation.add_fidelity_table(report)
     report.publish(options.report.json)
     return [command("benchmark", *words_of(options.model))]
 

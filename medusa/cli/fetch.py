@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.cli.commands import FetchOptions
 from medusa.cli.loading import log_version
-from medusa.cli.next_steps import command
+from medusa.cli.options import command
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 from medusa.places import EMBEDDED_BASE, embedded_base_homes
 

@@ -1,9 +1,8 @@
-"""``medusa info`` and ``medusa configs``: what a heads directory holds or a base is, and what ships."""
+"""``medusa info``: what a heads directory holds, or a base is."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -19,18 +18,15 @@ from transformers.cache_utils import DynamicCache
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.loading import found
 from medusa.base.recurrent import keeps_state, kind_of_layer
-from medusa.cli.commands import ConfigsOptions, InfoOptions
-from medusa.cli.next_steps import command
+from medusa.cli.commands import InfoOptions
+from medusa.cli.options import command
+from medusa.console import counted
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
-from medusa.places import named_file, shipped_files
-from medusa.pretrained import shipped_heads
-from medusa.tables import counted
+from medusa.places import shipped_heads
 
 LONGEST_CELL = 300
 """Characters of a provenance entry that are shown."""
-COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
-"""In the comment at the head of a configuration."""
 
 
 def info(options: InfoOptions) -> list[str]:
@@ -157,26 +153,3 @@ def _adapter_in_words(value: dict[str, Any] | None) -> str:
         f"({', '.join(value['targets'])}), {value['num_parameters']:,} parameters, trained with the heads: "
         "the text is the adapted model's"
     )
-
-
-def configs(options: ConfigsOptions) -> list[str]:
-    """Print what there is, or the path of what is named, which says itself how it is used."""
-    if options.name is None:
-        files = sorted(shipped_files().iterdir(), key=lambda path: (path.suffix, path.stem))
-        width = max(len(path.stem) for path in files)
-        sys.stdout.write("".join(f"{path.stem:<{width}}  {_about(path)}\n" for path in files))
-        return [command("configs", "smollm2_demo")]
-    suffix = Path(options.name).suffix or next(
-        (path.suffix for path in shipped_files().iterdir() if path.stem == options.name), ".yaml"
-    )
-    path = named_file(options.name, suffix, "configuration file")
-    sys.stdout.write(f"{path}\n")
-    if path.suffix == ".jsonl":
-        return [command("distill", "--prompts", path.stem, "--output", f"runs/{path.stem}/answers.jsonl")]
-    return COMMAND.findall(path.read_text(encoding="utf-8")) or [command("train", "--config", path.stem)]
-
-
-def _about(path: Path) -> str:
-    """What a file is for: its first comment, or how many prompts it holds."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return f"{len(lines)} prompts" if path.suffix == ".jsonl" else lines[0].lstrip("# ")

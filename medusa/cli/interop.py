@@ -22,8 +22,8 @@ from medusa.cli.loading import (
     log_version,
     recorded_base,
 )
-from medusa.cli.next_steps import command
-from medusa.cli.options import words_of
+from medusa.cli.options import command, words_of
+from medusa.console import PERCENT, counted, log_console, print_list, track
 from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
 from medusa.heads.ahead import AheadHead, Heads
 from medusa.heads.checkpoint import (
@@ -60,8 +60,6 @@ from medusa.interop.repository import (
 from medusa.measurement.report import Report, end_with_json
 from medusa.model import MedusaModel
 from medusa.places import base_named
-from medusa.progress import log_console, print_list, track
-from medusa.tables import PERCENT, counted
 from medusa.trees.candidate_tree import CandidateTree
 
 

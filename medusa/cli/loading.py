@@ -20,17 +20,17 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.choices import Dtype, StepKind, TemplateOptions
 from medusa.cli.commands import AnsweringOptions, CompileOptions
-from medusa.cli.next_steps import command
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
     AnswerOptions,
     ModelOptions,
     PromptOptions,
+    command,
     words_of,
 )
+from medusa.console import counted, log_console, track
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
@@ -42,8 +42,8 @@ from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
 from medusa.model import MedusaModel
+from medusa.options import Dtype, StepKind, TemplateOptions
 from medusa.places import EMBEDDED_BASE
-from medusa.progress import log_console, track
 from medusa.prompts import (
     Prompt,
     check_told,
@@ -52,7 +52,6 @@ from medusa.prompts import (
     read_prompts,
     with_told,
 )
-from medusa.tables import counted
 
 
 def load_model(

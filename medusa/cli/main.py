@@ -15,9 +15,8 @@ from importlib import import_module
 from typing import Any
 
 import medusa
-from medusa.cli.next_steps import print_next
-from medusa.cli.options import parse
-from medusa.progress import log_console
+from medusa.cli.options import parse, print_next
+from medusa.console import log_console
 
 LOST_PIPE = 141
 """What a shell says of a program that wrote to a pipe which nobody reads any more: 128 + SIGPIPE."""
@@ -41,7 +40,7 @@ COMMANDS = {
     "serve": Command("serve:serve", "commands:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
     "fetch": Command("fetch:fetch", "commands:FetchOptions", "get the small model that is used by default"),
     "compile": Command("loading:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
-    "configs": Command("info:configs", "commands:ConfigsOptions", "list configurations that ship"),
+    "configs": Command("configs:configs", "configs:ConfigsOptions", "list configurations that ship"),
     "distill": Command("distill:run", "distill:DistillOptions", "let a model answer prompts"),
     "train": Command("train:train", "train:TrainOptions", "train heads, on such answers"),
     "tune": Command("tune:tune", "tune:TuneOptions", "choose the tree that is fastest here"),

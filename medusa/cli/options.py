@@ -1,16 +1,19 @@
-"""The options of programs: dataclasses that the command line and a YAML file fill.
+"""The options of programs: dataclasses that the command line and a YAML file fill; and programs to run next.
 
 A program's options are one frozen dataclass, made of its own fields and of the groups below. The name
 of a field is its flag (``max_new_tokens`` is ``--max-new-tokens``), the line under a field is its help,
 and each dataclass checks its own values in ``__post_init__``. :func:`parse` does the rest; it knows
-nothing about any single option.
-"""
+nothing about any single option."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import inspect
+import os
+import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +24,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from medusa.checks import check_at_least
-from medusa.choices import Dtype, Engine, StepKind, TemplateOptions
+from medusa.console import log_console, print_list
 from medusa.files import read_yaml
+from medusa.options import Dtype, Engine, StepKind, TemplateOptions, check_at_least
 from medusa.places import named_file
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
@@ -449,3 +452,28 @@ class ProgramOptions:
     prompts: PromptOptions = PromptOptions()
     answers: AnswerOptions = AnswerOptions()
     report: ReportOptions = ReportOptions()
+
+
+def command(name: str, *words: object) -> str:
+    """``medusa NAME WORD ...`` as a shell reads it."""
+    return shlex.join(["medusa", name, *map(str, words)])
+
+
+def print_next(commands: Sequence[str]) -> None:
+    """End with ``commands``: what to do next, to be pasted as it stands."""
+    own = _own_name()
+    print_list(log_console(), "next:", [re.sub("^medusa ", f"{own} ", line) for line in commands])
+
+
+def _own_name() -> str:
+    """What a shell calls this installation's ``medusa``: its path, where the name finds none or another."""
+    script, found = Path(sys.executable).with_name("medusa"), shutil.which("medusa")
+    if not script.is_file() or (found is not None and script.samefile(found)):
+        return "medusa"
+    return shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))
+
+
+def chat_with(drafter: str, model: ModelOptions, drafters: DrafterOptions) -> str:
+    """The command that chats with this drafter, as measurements call it."""
+    which = {"plain": ["--plain"], "default": []}.get(drafter, ["--drafter", drafter])
+    return command("chat", *which, *words_of(model), *words_of(drafters.read_by(drafter)))

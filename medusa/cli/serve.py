@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from medusa.cli.commands import ServeOptions
 from medusa.cli.loading import load_model
-from medusa.progress import log_console
+from medusa.console import log_console
 
 KEY_VARIABLE = "MEDUSA_API_KEY"
 

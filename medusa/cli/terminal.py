@@ -17,7 +17,7 @@ from types import FrameType
 from rich.cells import cell_len
 from rich.console import Console
 
-from medusa.progress import log_console
+from medusa.console import log_console
 
 try:
     import termios

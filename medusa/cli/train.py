@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.cli.next_steps import command
-from medusa.cli.options import words_of
+from medusa.cli.options import command, words_of
 from medusa.training.config import TrainingConfiguration, launched_precision
 from medusa.training.run import job
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa.checks import check_at_least
 from medusa.cli.loading import (
     answered_prompts,
     encode_prompts,
@@ -18,8 +17,8 @@ from medusa.cli.loading import (
     load_prompts,
     measured_on,
 )
-from medusa.cli.next_steps import command
-from medusa.cli.options import GrowingInts, ProgramOptions, words_of
+from medusa.cli.options import GrowingInts, ProgramOptions, command, words_of
+from medusa.console import TIMES, Column, counted, log_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.comparison import ranked
 from medusa.measurement.report import Report
@@ -34,10 +33,9 @@ from medusa.measurement.tuning import (
     trees_by_size,
 )
 from medusa.model import MedusaModel
+from medusa.options import check_at_least
 from medusa.plots import short_name
-from medusa.progress import log_console
 from medusa.prompts import padded_batch
-from medusa.tables import TIMES, Column, counted
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import TunedTree

@@ -24,18 +24,15 @@ import torch
 
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.base.cache import GROWTH_STEP
-from medusa.base.causal_lm import new_cache, vocab_size
-from medusa.base.position_limits import common_context
-from medusa.checks import check_at_least
+from medusa.base.causal_lm import common_context, new_cache, vocab_size
 from medusa.decoding.pausing import Pausing
-from medusa.decoding.prefix_cache import PrefixCache, num_shared
-from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.state import DecodeRequest, DecodeState, Prefix, PrefixCache, num_shared
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import Advance, Forward, RowsFailed, advanced, begin, sampled_kind
-from medusa.drafters.protocol import Drafter
+from medusa.drafters.protocol import Drafter, DraftValidator
 from medusa.drafters.references import References
-from medusa.drafters.validation import DraftValidator
+from medusa.options import check_at_least
 
 MAX_PASSED = 16
 """Shorter rows that may begin before one that has no room yet."""

@@ -32,9 +32,9 @@ import statistics
 import torch
 from torch import Tensor
 
-from medusa.choices import StepKind
 from medusa.drafters.protocol import Drafter, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
+from medusa.options import StepKind
 
 MAX_DEBT = 1.0
 """What guessing may lose before it pauses, in plain steps."""

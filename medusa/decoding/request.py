@@ -29,8 +29,7 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import CausalLM, embedding_weight, home_device, ids_of
-from medusa.base.position_limits import check_positions
+from medusa.base.causal_lm import CausalLM, check_positions, embedding_weight, home_device, ids_of
 from medusa.decoding.state import DecodeRequest, is_exact
 
 DROPPED_ARGUMENTS = {
@@ -272,7 +271,8 @@ class _Ends:
 def _needs_lockstep(
     watching: list[LogitsProcessor], ends: _Ends, num_rows: int, samples: bool, acceptance: str
 ) -> bool:
-    """Whether processors and criteria must be called as by ``transformers``: see ``decoding.lockstep``."""
+    """Whether ``transformers``' way of calling processors and criteria must be kept: see
+    :func:`medusa.acceptance.exact.accept_in_lockstep`."""
     if is_exact(acceptance, samples):
         waits_for_all = num_rows > 1 and bool(ends.others) and not ends.rows_end_alone
         return bool(watching or ends.watching) or waits_for_all

@@ -1,10 +1,16 @@
-"""What to decode, and how far it has come: the request, and the rows still decoding.
+"""What to decode, and how far it has come: the request, rows still decoding, prefixes that they leave.
 
 No model is called here; ``step`` moves the state forward.
-"""
+
+Keys and values of a text depend on its tokens alone, so whoever begins with the same tokens can start from a
+copy of them: a conversation's next turn does not read its history again. :class:`PrefixCache` keeps what rows
+leave behind when they end, until a limit of memory is reached; the least recently used goes first. What one
+owner leaves is for that owner alone: how much of a guess is known, and how fast it is read, would tell others
+the text token by token."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from medusa.acceptance.exact import Acceptance
-from medusa.acceptance.protocol import DraftKind
-from medusa.acceptance.rules import VerificationRule, rule_named
+from medusa.acceptance.exact import Acceptance, LockstepBatch
+from medusa.acceptance.protocol import DraftKind, VerificationRule
+from medusa.acceptance.rules import rule_named
 from medusa.acceptance.sampling import UpcomingNoise, gumbel_noise
 from medusa.base.cache import TreeCache
-from medusa.decoding.lockstep import LockstepBatch
 from medusa.drafters.references import References
 
 
@@ -39,7 +44,7 @@ class DecodeRequest:
     """Asked after every token of every row. End-of-sequence and length have their own fields."""
     in_lockstep: bool = False
     """Rows advance together, and processors and criteria are called as ``transformers`` calls them: see
-    :mod:`medusa.decoding.lockstep`. Without, processors are of ``NODE_PROCESSORS``."""
+    :mod:`medusa.acceptance.exact`. Without, processors are of ``NODE_PROCESSORS``."""
     rows_end_alone: bool = True
     """A row ends by itself; without, which goes with ``in_lockstep``, all rows go on until each has ended."""
     eos_ids: frozenset[int] = frozenset()
@@ -290,3 +295,69 @@ def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:
     widths = (max(0, -missing), max(0, missing))
     both = zip((first, second), widths, strict=True)
     return [each if not more else torch.nn.functional.pad(each, (*fill, 0, more)) for each, more in both]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    owner: Hashable
+    ids: tuple[int, ...]
+    prefix: Prefix
+
+
+class PrefixCache:
+    """Prefixes of one base, ``max_bytes`` of keys, values and features at most, of all owners together; 0
+    keeps none. Owners are whatever the caller tells them by."""
+
+    def __init__(self, max_bytes: int):
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
+        self.max_bytes = max_bytes
+        self._kept: list[_Kept] = []  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return sum(each.prefix.num_bytes for each in self._kept)
+
+    def longest(self, ids: Sequence[int], owner: Hashable = None) -> tuple[Prefix | None, int]:
+        """What of this owner shares most first tokens with ``ids``, and how many; counts as a use of it."""
+        ids = tuple(ids)
+        shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
+        if not any(shared):
+            return None, 0
+        best = shared.index(max(shared))
+        used = self._kept.pop(best)
+        self._kept.append(used)
+        return used.prefix, shared[best]
+
+    def is_known(self, ids: Sequence[int], owner: Hashable = None) -> bool:
+        """Whether something that is kept for this owner begins with ``ids``."""
+        return any(each.owner == owner and num_shared(each.ids, ids) == len(ids) for each in self._kept)
+
+    def keep(self, ids: Sequence[int], prefix: Prefix, owner: Hashable = None) -> None:
+        """Keep ``prefix``, which has read exactly ``ids``; what it continues is not kept beside it."""
+        ids = tuple(ids)
+        if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):
+            return
+        self._kept = [
+            each for each in self._kept if each.owner != owner or num_shared(each.ids, ids) < len(each.ids)
+        ]
+        self._kept.append(_Kept(owner, ids, prefix))
+        while self.num_bytes > self.max_bytes:
+            del self._kept[0]
+
+
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start."""
+    low, high = 0, min(len(first), len(second))
+    first, second = tuple(first), tuple(second)
+    while low < high:  # the first ``low`` agree, and some of the first ``high + 1`` do not
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

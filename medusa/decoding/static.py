@@ -31,17 +31,15 @@ from medusa.base.causal_lm import (
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.step import Advance, acceptance_of, depths_of, draft_context
 from medusa.drafters.protocol import (
+    TOKEN_RULES,
+    TOPOLOGY_RULES,
     Draft,
     DraftContext,
     Drafter,
     PlainDrafter,
     StaticDrafter,
-    host_bound_parts,
-)
-from medusa.drafters.validation import (
-    TOKEN_RULES,
-    TOPOLOGY_RULES,
     check_shapes,
+    host_bound_parts,
     is_medusas_own,
     raise_violated,
     token_violations,

@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medusa.acceptance.distributions import verification_noise
-from medusa.acceptance.exact import Acceptance, accept_equal, accept_typical, accepted_up_to
-from medusa.acceptance.protocol import DraftKind
-from medusa.acceptance.rules import SampledDraft
+from medusa.acceptance.exact import (
+    Acceptance,
+    accept_equal,
+    accept_in_lockstep,
+    accept_typical,
+    accepted_up_to,
+)
+from medusa.acceptance.protocol import DraftKind, SampledDraft, verification_noise
 from medusa.acceptance.sampling import (
     NodePaths,
     TokenLogprobs,
@@ -27,12 +31,10 @@ from medusa.acceptance.sampling import (
 from medusa.base.cache import MOST_BEHIND, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.base.recurrent import StatefulCache, keeps_state
-from medusa.decoding.lockstep import accept_in_lockstep
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
 from medusa.decoding.statistics import PhaseClock
-from medusa.drafters.protocol import Draft, DraftContext, Drafter
-from medusa.drafters.validation import DraftValidator
+from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
 from medusa.trees.candidate_tree import TreeTopology
 
 

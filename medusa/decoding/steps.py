@@ -31,7 +31,6 @@ from typing import get_args
 
 from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.base.recurrent import keeps_state
-from medusa.choices import StepKind
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticRows, StepRunner, static_drafter
 from medusa.decoding.step import Forward
@@ -40,6 +39,7 @@ from medusa.engine.compiled import CompiledPass, library_paths, missing_for_comp
 from medusa.engine.quick_heads import compile_heads, parts_of_heads
 from medusa.engine.views import is_view
 from medusa.heads.ahead import Heads
+from medusa.options import StepKind
 
 
 class Libraries:

@@ -1,7 +1,15 @@
-"""A separate, smaller model drafts (speculative sampling, arXiv 2211.17192)."""
+"""A language model drafts: a separate, smaller one, or a cheaper form of the base.
+
+The first is speculative sampling (arXiv 2211.17192). The base is cheaper with its first layers only, or with
+its weights in low precision.
+
+The forms of the base run on its own cache, so the prefix is never computed or stored twice: committed entries
+are read, and the entries of drafted nodes lie where the verification pass overwrites them.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,7 +21,11 @@ from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_si
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
+from medusa.engine.views import missing_for_kernels, view_of
 from medusa.trees.candidate_tree import CandidateTree
+
+MOST_PADDING = 0.05
+"""Of the rows of an embedding, by which those of one family differ."""
 
 
 class DraftModelDrafter(LevelDrafter):
@@ -28,14 +40,14 @@ class DraftModelDrafter(LevelDrafter):
             embedding differs within a family); surplus is cut, missing tokens are never drafted.
     """
 
-    def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree, beta: float = 1.0):
+    def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree):
         check_decodable(draft_model)
         if keeps_state(draft_model):
             raise ValueError(
                 f"draft model must keep no recurrent state, which cannot forget its guesses, got "
                 f"{type(draft_model).__name__}; choose one whose layers are all attention"
             )
-        super().__init__(tree, draft_model.device, beta)
+        super().__init__(tree, draft_model.device)
         self.draft_model, self._vocab_size = draft_model, base_vocab_size
         self.cache: TreeCache | None = None
 
@@ -83,11 +95,85 @@ def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
         )
 
 
-def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM, tolerance: float = 0.05) -> None:
+def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM) -> None:
     """Raise ValueError when two vocabularies differ by more than padding of the embedding can explain."""
     ours, theirs = vocab_size(base), vocab_size(draft_model)
-    if abs(ours - theirs) > tolerance * ours:
+    if abs(ours - theirs) > MOST_PADDING * ours:
         raise ValueError(
             f"draft model has vocab_size={theirs}, the base {ours}: they cannot share a tokenizer; "
             "choose a draft model of the same family"
         )
+
+
+class SelfDrafter(LevelDrafter):
+    """Runs ``cheaper``, a cheaper form of the base with the same keys and values, down the tree.
+
+    Args:
+        cheaper: from :func:`early_exit` or :func:`low_precision`.
+    """
+
+    def __init__(self, cheaper: CausalLM, tree: CandidateTree):
+        super().__init__(tree, cheaper.device)
+        self.cheaper = cheaper
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.cheaper)
+
+    def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
+        _, logits = verify(
+            self.cheaper, tokens[:, nodes], self.topology, context.cache, first_node=nodes.start
+        )
+        return logits
+
+
+class LowPrecisionDrafter(SelfDrafter):
+    """Runs the base in int8."""
+
+    context_only = False  # guesses read int8 keys of earlier guesses, the base's own once committed
+
+
+def early_exit(base: CausalLM, num_layers: int) -> CausalLM:
+    """The first ``num_layers`` layers of ``base``, its final norm and its LM head (arXiv 2404.16710).
+
+    Shares every weight with ``base``; nothing is copied.
+
+    Raises:
+        ValueError: ``num_layers`` is not below the base's number of layers.
+    """
+    total = base.config.get_text_config(decoder=True).num_hidden_layers
+    if not 1 <= num_layers < total:
+        raise ValueError(f"num_layers of an early exit must be in [1, {total - 1}], got {num_layers}")
+    config = copy.deepcopy(base.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
+    with torch.device("meta"):
+        shallow = type(base)(config)
+    ours = base.state_dict(keep_vars=True)
+    for name, parameter in shallow.named_parameters():  # loading gives what it assigns this parameter's flag
+        parameter.requires_grad_(ours[name].requires_grad)
+    shallow.load_state_dict({name: ours[name] for name in shallow.state_dict()}, assign=True)
+    for name, buffer in list(shallow.named_buffers()):
+        if buffer.is_meta:  # not saved with the weights, such as rotary frequencies
+            owner, _, leaf = name.rpartition(".")
+            setattr(shallow.get_submodule(owner), leaf, base.get_buffer(name))
+    shallow.set_attn_implementation(text_attention(base))
+    return shallow.eval()
+
+
+def text_attention(base: CausalLM) -> str:
+    """The attention implementation of the base's text layers."""
+    return base.config.get_text_config(decoder=True)._attn_implementation
+
+
+def low_precision(base: CausalLM) -> CausalLM:
+    """``base`` with int8 weights (see :mod:`medusa.engine.kernels`).
+
+    Raises:
+        ValueError: ``base`` is not float32 on the CPU.
+    """
+    if (lacks := missing_for_kernels(base)) is not None:
+        raise ValueError(f"low-precision drafting needs {lacks}")
+    return view_of(base, int8=True)

@@ -7,6 +7,10 @@ the base's distribution, so what they say of a token is near the rate at which i
 
 Level by level the ``beam`` best nodes are carried on, with as many candidates after each. All of it is tensor
 operations of one shape, so static steps can run it.
+
+A base that keeps a state (:mod:`medusa.base.recurrent`) follows one path a step. For it
+:class:`BestPathDrafter` takes of such a tree the path that is expected to give most tokens: that with the
+largest sum of the probabilities of its nodes.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from medusa.acceptance.protocol import DraftKind
+from medusa.acceptance.protocol import DraftKind, independent_chains
 from medusa.base.causal_lm import CausalLM
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.heads import BETA, HeadsDrafter
+from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.drafters.suffix import MAX_CHILDREN, ODDS, Continuations, continuations
-from medusa.engine.products import PackedLinear
+from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import is_view
 from medusa.heads.ahead import AheadHead
 from medusa.heads.medusa_heads import MedusaHeads
@@ -55,7 +59,7 @@ class DynamicDrafter(LevelDrafter):
     cannot be drawn, and such rules refuse it.
     """
 
-    suffix_length: int
+    suffix_length = 0
     """Tokens of a suffix match that take part."""
     spare_nodes = 0
     """Nodes beyond those of ``tree``, for whoever leaves out those that do not pay."""
@@ -282,17 +286,9 @@ class DynamicDrafter(LevelDrafter):
 class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
     """Medusa heads in dynamic trees."""
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        output_embedding: nn.Module,
-        tree: CandidateTree,
-        beta: float = BETA,
-        suffix_length: int = 0,
-    ):
-        self.suffix_length, self.has_kernels = suffix_length, isinstance(output_embedding, PackedLinear)
-        self.trust = torch.zeros(len(ODDS))
-        HeadsDrafter.__init__(self, heads, output_embedding, tree, beta)
+    def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
+        self.has_kernels, self.trust = isinstance(output_embedding, PackedLinear), torch.zeros(len(ODDS))
+        HeadsDrafter.__init__(self, heads, output_embedding, tree)
 
     @property
     def static_key(self) -> Hashable:
@@ -309,17 +305,9 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
 class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
     """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
 
-    def __init__(
-        self,
-        head: AheadHead,
-        base: CausalLM,
-        tree: CandidateTree,
-        beta: float = 1.0,
-        suffix_length: int = 0,
-    ):
-        self.suffix_length, self.has_kernels = suffix_length, is_view(base)
-        self.trust = torch.zeros(len(ODDS))
-        AheadDrafter.__init__(self, head, base, tree, beta)
+    def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
+        self.has_kernels, self.trust = is_view(base), torch.zeros(len(ODDS))
+        AheadDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""
 
@@ -346,3 +334,50 @@ def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device)
     columns = torch.full((vocab_size,), -1, device=device)
     columns[tokens] = torch.arange(len(tokens), device=device)
     return columns
+
+
+WIDTH = 8
+"""Chains side by side whose nodes the tree has: so many candidates are compared."""
+
+
+class BestPathDrafter(StatelessDrafter):
+    """Drafts the best path of the trees of ``drafter``, as deep as these."""
+
+    def __init__(self, drafter: DynamicDrafter):
+        self._drafter = drafter.fill(independent_chains(WIDTH, drafter.tree.depth))
+        self.context_only, self.needs_features = drafter.context_only, drafter.needs_features
+        self.reads_layers = drafter.reads_layers
+
+    @property
+    def max_depth(self) -> int:
+        return self._drafter.max_depth
+
+    def fill(self, tree: CandidateTree | None = None) -> BestPathDrafter:
+        """As deep as ``tree``."""
+        return BestPathDrafter(self._drafter.fill(tree))
+
+    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+        self._drafter.begin(num_rows, after._drafter if isinstance(after, BestPathDrafter) else None)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._drafter.keep_rows(rows)
+
+    def draft(self, context: DraftContext) -> Draft:
+        return best_path(self._drafter.draft(context))
+
+
+def best_path(draft: Draft) -> Draft:
+    """The path of ``draft``, which says what its nodes are worth, on which most guesses are expected to be
+    right: a chain, as deep as the deepest of its rows; behind the end of a shorter one its last token stands
+    again, and is worth nothing."""
+    assert draft.worth is not None
+    topology = draft.topology
+    expected = (topology.ancestors * draft.worth.exp()[:, None]).sum(2)  # (B, N): of the path to each node
+    best = expected.argmax(1)
+    depths = topology.depths.expand_as(draft.tokens).gather(1, best[:, None])  # (B, 1)
+    lineage = topology.lineage.expand(len(best), -1, -1)[torch.arange(len(best), device=best.device), best]
+    path = lineage[:, : int(depths.max()) + 1]  # (B, L)
+    is_behind = torch.arange(path.shape[1], device=path.device) > depths
+    worth = draft.worth.gather(1, path).masked_fill(is_behind, -torch.inf)
+    chain = TreeTopology.chain(path.shape[1], path.device, is_draft=True)
+    return Draft(draft.tokens.gather(1, path), chain, worth=worth)

@@ -18,8 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from medusa.acceptance.distributions import draft_noise, draw_tree, kind_drawn
-from medusa.acceptance.protocol import DraftKind
+from medusa.acceptance.protocol import DraftKind, draft_noise, draw_tree, kind_drawn
 from medusa.acceptance.sampling import warp_logits
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -29,16 +28,14 @@ LARGEST_LOGIT = 1e9
 
 
 class LevelDrafter(StatelessDrafter):
-    """Fills ``tree`` from the root down.
+    """Fills ``tree`` from the root down; its ranks count a drafter's best tokens after the parent."""
 
-    Args:
-        tree: its ranks count a drafter's best tokens after the parent.
-        beta: weight of the drafter's opinion against the noise when a row is sampled and candidates are
-            ranked; 1 takes its distribution as it is, more sharpens it.
-    """
+    beta = 1.0
+    """Weight of the drafter's opinion against the noise when a row is sampled and candidates are ranked; 1
+    takes its distribution as it is, more sharpens it."""
 
-    def __init__(self, tree: CandidateTree, device: torch.device | str, beta: float = 1.0):
-        self.beta, self._device = beta, device
+    def __init__(self, tree: CandidateTree, device: torch.device | str):
+        self._device = device
         self._shape(tree)
 
     def fill(self, tree: CandidateTree | None = None) -> Self:

@@ -8,7 +8,7 @@ A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,23 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from medusa.acceptance.distributions import independent_chains
+from medusa.acceptance.protocol import independent_chains
 from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
-from medusa.checks import check_at_least
-from medusa.choices import StepKind
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.best_path import BestPathDrafter
-from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
-from medusa.drafters.dynamic import DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
+from medusa.drafters.draft_model import (
+    DraftModelDrafter,
+    LowPrecisionDrafter,
+    SelfDrafter,
+    check_draft_vocabulary,
+    check_same_tokens,
+    early_exit,
+    low_precision,
+)
+from medusa.drafters.dynamic import BestPathDrafter, DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter, PlainDrafter, host_bound_parts
-from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
@@ -38,6 +42,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import missing_mtp, own_head
+from medusa.options import StepKind, check_at_least
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -236,18 +241,18 @@ DEFAULT_DRAFTER = "dynamic-heads+suffix"
 """Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
 
 
-def part_names(name: str, known: Iterable[str] | None = None) -> list[str]:
+def part_names(name: str) -> list[str]:
     """What ``name`` is made of: itself, or the parts of a union.
 
     Raises:
         ValueError: a part is unknown, named twice, or "plain".
     """
-    known = list(DRAFTERS if known is None else known)
     parts = name.split("+")
     for part in parts:
-        if part not in known:
+        if part not in DRAFTERS:
             raise ValueError(
-                f"drafter {part!r} is unknown; there are {', '.join(known)}, and unions such as heads+suffix"
+                f"drafter {part!r} is unknown; there are {', '.join(DRAFTERS)}, and unions such as "
+                "heads+suffix"
             )
     if len(set(parts)) < len(parts) or ("plain" in parts and len(parts) > 1):
         raise ValueError(

@@ -38,10 +38,10 @@ import functools
 from typing import get_args
 
 from medusa.base.causal_lm import CausalLM
-from medusa.choices import Engine
+from medusa.console import log_console
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.views import missing_for_kernels, missing_for_plain_float32, view_of
-from medusa.progress import log_console
+from medusa.options import Engine
 
 QUANTISED = ("int8",)
 """Engines that quantise, and so change the text."""

@@ -42,7 +42,7 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
-from medusa.engine.products import Product
+from medusa.engine.kernels import Product
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology

@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from medusa import files
+from medusa.console import log_console
 from medusa.hardware import device_name
 from medusa.places import cache_home
-from medusa.progress import log_console
 
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -70,17 +70,14 @@ def _sealed(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": files.digest_of(path)}
 
 
-def compile_library(
-    path: Path, text: str, make: Callable[[Path], Path], check: Callable[[Path], None] = lambda made: None
-) -> None:
-    """Make a library, hold what came out against what it must compute, and keep it as ``path``.
+def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None:
+    """Make a library, and keep it as ``path``.
 
     Nothing is done where it is there. Another process that compiles the same is waited for.
 
     Args:
         text: tells the user what takes so long.
         make: compiles it in an empty directory, and says where it is.
-        check: raises unless the library computes what it must.
     """
     if path.exists():
         return
@@ -99,7 +96,6 @@ def compile_library(
         try:
             with console.status("compiling", spinner="dots"), files.disk_errors(path):
                 library = make(made)
-                check(library)
                 files.write_json(_seal(path), _sealed(library))
                 library.chmod(0o755)
                 files.sync(library)

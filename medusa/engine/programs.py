@@ -20,9 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.engine.kernels import SOURCE
+from medusa.engine.kernels import SOURCE, Product
 from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
-from medusa.engine.products import Product
 from medusa.engine.views import JoinedLinear
 
 VERSION = 8

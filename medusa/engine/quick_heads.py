@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
-from medusa.engine.products import PackedLinear, Product
+from medusa.engine.kernels import PackedLinear, Product
 from medusa.engine.programs import Part, Program
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.token_map import GatheredRows, TokenMapped
@@ -35,7 +35,9 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
     anew when a weight has changed.
     """
     scored = heads.token_map if heads.scores_base_rows else None
-    has_kernels = isinstance(output_embedding, PackedLinear) and _dtype(heads) == torch.float32
+    has_kernels = (
+        isinstance(output_embedding, PackedLinear) and next(heads.parameters()).dtype == torch.float32
+    )
     if not has_kernels and scored is None:
         return heads
     quick = copy_sharing_parameters(heads)
@@ -50,9 +52,8 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
                 Product(weight.detach(), None, int8=True) for weight in getattr(heads, "paths", ())
             )
     if scored is not None:
-        quick.scorer = (
-            _scorer(output_embedding, scored) if has_kernels else GatheredRows(output_embedding, scored)
-        )
+        gathered = GatheredRows(output_embedding, scored)
+        quick.scorer = Product(gathered.rows, gathered.bias, int8=True) if has_kernels else gathered
     return quick
 
 
@@ -169,14 +170,3 @@ class _Rows:
 
     forward: Callable[[Tensor], Tensor]
     weight: Tensor
-
-
-def _scorer(output_embedding: nn.Module, token_map: Tensor) -> Product:
-    """The rows of an output embedding for the tokens of a map alone."""
-    bias = cast("Tensor | None", output_embedding.bias)
-    bias = None if bias is None else bias.detach()[token_map]
-    return Product(embedding_weight(output_embedding).detach()[token_map], bias, int8=True)
-
-
-def _dtype(heads: nn.Module) -> torch.dtype:
-    return cast(torch.dtype, next(heads.parameters()).dtype)

@@ -14,8 +14,7 @@ from medusa.base.architecture_check import fault_of, is_tested
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.base.recurrent import keeps_state
-from medusa.engine.kernels import missing_kernels
-from medusa.engine.products import PackedLinear, Product
+from medusa.engine.kernels import PackedLinear, Product, missing_kernels
 from medusa.engine.snapshot import alteration_of
 
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
@@ -110,11 +109,6 @@ def missing_for_plain_float32(base: CausalLM) -> str | None:
     devices = {parameter.device.type for parameter in base.parameters()}
     if base.dtype != torch.float32 or devices != {"cpu"}:
         return f"a float32 model on the CPU, got {base.dtype} on {', '.join(sorted(devices))}"
-    return missing_for_plain_weights(base)
-
-
-def missing_for_plain_weights(base: CausalLM) -> str | None:
-    """What an engine that takes weights into a form of its own lacks in ``base``; None when nothing."""
     if any(type(m) is nn.Linear and type(m.weight) is not nn.Parameter for m in base.modules()):
         return "plain weights, and this model's are quantised already"
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:

@@ -7,7 +7,6 @@ unmerged, in peft's own format, so that a user who has the base downloads only a
 
 from __future__ import annotations
 
-import copy
 import reprlib
 import warnings
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.heads.fingerprint import BaseFingerprint
 
 PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -112,8 +111,7 @@ def folded(base: CausalLM) -> CausalLM:
     """
     if not _adapter_names(base):
         return base
-    shared = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-    clone = copy.deepcopy(base, shared)
+    clone = copy_sharing_parameters(base)
     for name, module in list(clone.named_modules()):
         if _is_plain_sum(module):
             clone.set_submodule(name, _folded_linear(module))

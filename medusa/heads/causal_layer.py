@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 from medusa.base.causal_lm import CausalLM, hidden_size
-from medusa.checks import check_counts, is_count
+from medusa.options import check_counts, is_count
 
 MAX_SIZE = 2**24
 """Largest hidden size or vocabulary that is read: far above any model's. A file that says more is refused

@@ -39,7 +39,7 @@ from medusa.heads.mtp import MtpConfig, MtpHead, own_head
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
-from medusa.pretrained import DEFAULT_HEADS, heads_for, shipped_heads
+from medusa.places import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.checks import check_counts
 from medusa.heads.ahead import AheadHead, Drafted
 from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers
 from medusa.heads.medusa_heads import MAX_DEPTH
+from medusa.options import check_counts
 
 _MIN_LAYERS_OF_DEFAULT = 7
 """Bases with fewer layers have no three different ones at :func:`default_layers`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
-from medusa.checks import differences
+from medusa.options import differences
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
 """Of the output embedding: rows spread over the vocabulary, and the first columns of each."""

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_weight
-from medusa.checks import check_counts
 from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, CausalLayer, LayerConfig, checked_layers
 from medusa.heads.token_map import TokenMapped
+from medusa.options import check_counts
 
 MAX_DEPTH = 256
 """How far ahead heads may guess: far above what they guess right."""

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.checks import check_counts, is_count
 from medusa.heads.ahead import AheadHead, Drafted
 from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
+from medusa.options import check_counts, is_count
 
 _NEEDED = f"transformers 5.23 or newer, got {transformers.__version__}; pip install --upgrade transformers"
 UNSAID = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}

@@ -1,7 +1,7 @@
 """Heads out to a format of another project, in from one, and checked as one; every format by name.
 
 **Adding a format**: a file in this folder with a :class:`medusa.interop.protocol.ForeignFormat`, a line in
-:data:`FORMATS`, and, where heads can be written or checked as it, its name in :mod:`medusa.choices`.
+:data:`FORMATS`, and, where heads can be written or checked as it, its name in :mod:`medusa.options`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.tensor_files import check_finite
 from medusa.hub import hub_directory
 from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
-from medusa.interop.medusa_reference import MEDUSA, MEDUSA_FULL
 from medusa.interop.mtp import MTP
+from medusa.interop.plain_heads import MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.vllm_medusa import VLLM_MEDUSA
 from medusa.model import MedusaModel

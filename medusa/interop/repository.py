@@ -30,6 +30,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from medusa.console import percent
 from medusa.files import Layout, read_json, write_json
 from medusa.heads.checkpoint import (
     ADAPTER_CONFIG_FILE,
@@ -43,7 +44,6 @@ from medusa.hub import LOG_IN, split_revision
 from medusa.interop import custom_generate
 from medusa.interop.conversion import EXPORT_LAYOUT, FORMATS, export_heads
 from medusa.interop.protocol import ToExport
-from medusa.tables import percent
 
 _CARD_FILE = "README.md"
 _CUSTOM_FILES = (f"{custom_generate.FOLDER}/generate.py", f"{custom_generate.FOLDER}/requirements.txt")

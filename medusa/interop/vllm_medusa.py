@@ -24,7 +24,7 @@ from medusa.files import read_json
 from medusa.heads.checkpoint import kind_of
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.tensor_files import names_in, read_tensors
-from medusa.interop.medusa_reference import NAMES as REFERENCE_NAMES
+from medusa.interop.plain_heads import NAMES as REFERENCE_NAMES
 from medusa.interop.plain_heads import (
     PlainHeads,
     TensorNames,

@@ -1,14 +1,16 @@
 """Contenders against each other: what is asked, and what their answers add up to.
 
 A setting is so many rows decoded together after conversations of so many tokens. All contenders answer each
-batch of a setting, in turns (:mod:`medusa.measurement.timing`), with the same seeds.
-"""
+batch of a setting, in turns (:mod:`medusa.measurement.timing`), with the same seeds. The earlier turns of
+such a conversation are other prompts with the model's own answers, so the text before a question is what it
+would really hold."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.causal_lm import CausalLM, end_ids
+from medusa.console import counted
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.bounds import best_expected_tokens, divergence, f_hw
@@ -48,8 +51,7 @@ from medusa.measurement.timing import (
     total_statistics,
 )
 from medusa.model import MedusaModel
-from medusa.prompts import padded_batch
-from medusa.tables import counted
+from medusa.prompts import Message, Prompt, encode_messages, encode_prompt, padded_batch
 from medusa.trees.rank_counts import RankCounts
 
 MOST_CALIBRATED = 24
@@ -396,3 +398,66 @@ def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting)
         name: divergence(model.base, conversations(setting, each).values())
         for name, each in by_contender(answers).items()
     }
+
+
+ANSWER_TOKENS = 128
+"""Longest answer in the earlier turns."""
+Exchange = tuple[Message, Message]
+"""A question and its answer."""
+
+
+def earlier_exchanges(model: MedusaModel, prompts: Sequence[Prompt], num_tokens: int) -> list[Exchange]:
+    """Questions of ``prompts`` with answers, until they make ``num_tokens`` tokens; each question once.
+
+    The answer is the one in the file where there is one, else the model's own, greedy.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, so there is no conversation to lengthen.
+    """
+    if model.tokenizer is None or model.tokenizer.chat_template is None:
+        raise ValueError(
+            "a context length pads prompts with earlier turns, and this tokenizer has no chat template to "
+            "render them; use a chat model, or leave the context lengths out"
+        )
+    exchanges: list[Exchange] = []
+    length = 0
+    for prompt in prompts:
+        if length >= num_tokens:
+            break
+        question = prompt.messages[-1]
+        answer: Message = {"role": "assistant", "content": prompt.answer or answered(model, question)}
+        exchanges.append((question, answer))
+        length += num_tokens_of(model, Prompt((question, answer)))
+    return exchanges
+
+
+def answered(model: MedusaModel, question: Message) -> str:
+    """The model's own answer to a question, greedy and short."""
+    inputs: dict[str, Any] = encode_messages(model.tokenizer, [question], model.device)
+    out: Any = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    return model.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def lengthened(model: MedusaModel, prompt: Prompt, exchanges: Sequence[Exchange], num_tokens: int) -> Prompt:
+    """``prompt`` after as many earlier exchanges as fit into ``num_tokens`` tokens with it; none where it is
+    longer by itself. They come around again when there are too few."""
+    system = [message for message in prompt.messages[:1] if message["role"] == "system"]
+    rest = list(prompt.messages[len(system) :])
+    earlier: list[Message] = []
+    for exchange in _others(exchanges, rest[-1]):
+        longer = [*exchange, *earlier]
+        if num_tokens_of(model, replace(prompt, messages=(*system, *longer, *rest))) > num_tokens:
+            break
+        earlier = longer
+    return replace(prompt, messages=(*system, *earlier, *rest))
+
+
+def num_tokens_of(model: MedusaModel, prompt: Prompt) -> int:
+    """Length of a conversation that waits for an answer."""
+    return encode_prompt(model.tokenizer, prompt)["input_ids"].shape[1]
+
+
+def _others(exchanges: Sequence[Exchange], question: Message) -> Iterator[Exchange]:
+    """The exchanges about other questions, again and again; nothing where there are none."""
+    others = [exchange for exchange in exchanges if exchange[0] != question]
+    return (others[number % len(others)] for number in count()) if others else iter(())

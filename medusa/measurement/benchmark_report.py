@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa.console import PERCENT, TIMES, Column, cell, counted
 from medusa.decoding.statistics import PHASES
 from medusa.measurement.benchmark import Setting, conversations
 from medusa.measurement.contenders import EXACT, HEADS, PLAIN, TYPICAL, drafter_and_rule, is_ours
@@ -24,7 +25,6 @@ from medusa.plots import (
     name_rows,
 )
 from medusa.prompts import Prompt
-from medusa.tables import PERCENT, TIMES, Column, cell, counted
 
 
 def add_texts(

@@ -21,7 +21,7 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_states, output_embedding
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.engine import QUANTISED
-from medusa.engine.products import narrowest_dtype
+from medusa.engine.kernels import narrowest_dtype
 from medusa.hardware import DeviceRates
 from medusa.heads.ahead import AheadHead
 from medusa.model import MedusaModel

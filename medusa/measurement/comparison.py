@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from medusa.console import PERCENT, Column, track
 from medusa.heads.ahead import Heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint
@@ -31,8 +32,6 @@ from medusa.measurement.timing import (
 )
 from medusa.model import MedusaModel
 from medusa.plots import INK, beside, figure_of, heat_map, name_rows, shade, short_name
-from medusa.progress import track
-from medusa.tables import PERCENT, Column
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from medusa.console import Column, log_console, print_table
 from medusa.files import write_json
-from medusa.progress import log_console
-from medusa.tables import Column, print_table
 
 STANDARD_OUTPUT = Path("-")
 TABLE_WIDTH = 118
@@ -35,7 +34,7 @@ class Report:
     def add_table(
         self, title: str, columns: Mapping[str, Column], rows: Sequence[Any], **layout: Any
     ) -> None:
-        """``columns`` and ``layout`` are those of :func:`medusa.tables.print_table`."""
+        """``columns`` and ``layout`` are those of :func:`medusa.console.print_table`."""
         self._parts.append(partial(print_table, title=title, columns=columns, rows=rows, **layout))
 
     def add_line(self, text: str, style: str | None = None, soft_wrap: bool = False) -> None:

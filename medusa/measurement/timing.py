@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from medusa.console import ProgressReporter
 from medusa.decoding.statistics import PHASES, DecodingStatistics
-from medusa.progress import ProgressReporter
 
 NUM_WARM_UPS = 3
 WARM_UP_TOKENS = 8
@@ -185,7 +185,6 @@ def with_interval(
     samples: np.ndarray,
     statistic: Callable[[np.ndarray], np.ndarray],
     resamples: int = 4000,
-    seed: int = 0,
 ) -> Ratio:
     """``statistic`` of ``samples`` with a 95 % interval: a percentile bootstrap over samples.
 
@@ -194,7 +193,7 @@ def with_interval(
     value = float(statistic(samples))
     if len(samples) < 2:
         return {"ratio": value, "low": None, "high": None}
-    drawn = np.random.default_rng(seed).integers(len(samples), size=(resamples, len(samples)))
+    drawn = np.random.default_rng(0).integers(len(samples), size=(resamples, len(samples)))
     low, high = np.percentile(statistic(samples[drawn]), [2.5, 97.5])
     return {"ratio": value, "low": float(low), "high": float(high)}
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa.console import counted
 from medusa.decoding.static import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
@@ -26,7 +27,6 @@ from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
 from medusa.measurement.timing import take_turns
 from medusa.model import MedusaModel
 from medusa.plots import FAINT, GREEN, ORANGE, beside, figure_of, shade, size_axis
-from medusa.tables import counted
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
@@ -99,14 +99,14 @@ def measure_step_seconds(
     return {size: statistics.median(measured) for size, measured in found.items()}
 
 
-def fastest(table: Sequence[TreeSize], min_gain: float = MIN_GAIN) -> TreeSize:
+def fastest(table: Sequence[TreeSize]) -> TreeSize:
     """The row with the most tokens per second; the smaller tree where two are equal.
 
-    Plain decoding, where it is in the table and no tree is ``min_gain`` times as fast.
+    Plain decoding, where it is in the table and no tree is :data:`MIN_GAIN` times as fast.
     """
     best = max(table, key=lambda row: (row.tokens_per_second, -row.num_nodes))
     plain = next((row for row in table if row.num_nodes == 1), best)
-    return best if best.tokens_per_second >= min_gain * plain.tokens_per_second else plain
+    return best if best.tokens_per_second >= MIN_GAIN * plain.tokens_per_second else plain
 
 
 def _first_round(

@@ -23,8 +23,7 @@ from medusa.acceptance.grammar import (
     pattern_rule,
 )
 from medusa.acceptance.sampling import OccurrencePenalty
-from medusa.base.causal_lm import end_ids, vocab_size
-from medusa.base.position_limits import common_context
+from medusa.base.causal_lm import common_context, end_ids, vocab_size
 from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus

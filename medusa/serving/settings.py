@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa.checks import check_above, check_at_least
+from medusa.options import check_above, check_at_least
 
 HOST_NAME = r"[A-Za-z0-9_.-]+|[0-9a-fA-F:.]+(%\w+)?"
 """A name, or an address of either kind."""

@@ -16,12 +16,11 @@ from typing import Any, Literal, get_args
 import yaml
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.checks import check_above, check_at_least, check_within, differences
-from medusa.choices import TemplateOptions
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
 from medusa.heads.mtp import MtpConfig
+from medusa.options import TemplateOptions, check_above, check_at_least, check_within, differences
 
 ObjectiveName = Literal["ce", "kl", "blend"]
 

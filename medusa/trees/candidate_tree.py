@@ -238,12 +238,3 @@ def grown_path_values(
             if rate > 0:
                 heapq.heappush(frontier, (negative * rate, (*path, rank)))
     return values
-
-
-def independent_path_values(rank_rates: Sequence[Sequence[float]]) -> dict[RankPath, float]:
-    """Path values under independence of depths: the product of ``rank_rates[d][r]``.
-
-    ``rank_rates[d][r]`` is how often the rank-r guess of head d+1 is right: a start for
-    :func:`best_tree` when no joint counts exist.
-    """
-    return grown_path_values(lambda path: rank_rates[len(path)] if len(path) < len(rank_rates) else ())

@@ -6,16 +6,17 @@ import pytest
 import torch
 from verification_laws import FALSE_ALARM_RATE, law_of, p_value, sampled_law, toy_pair, toy_table
 
-from medusa.acceptance import distributions as noise
-from medusa.acceptance.distributions import draft_noise, verification_noise
-from medusa.acceptance.rules import (
+from medusa.acceptance import protocol as noise
+from medusa.acceptance.protocol import (
     DraftKind,
+    draft_noise,
     draw_tree,
     draw_without_replacement,
     independent_chains,
     kind_drawn,
-    rule_named,
+    verification_noise,
 )
+from medusa.acceptance.rules import rule_named
 from medusa.trees.candidate_tree import CandidateTree
 
 NUM_DRAWS = 200_000

@@ -16,13 +16,8 @@ from verification_laws import (
     toy_table,
 )
 
-from medusa.acceptance.rules import (
-    RULES,
-    DraftKind,
-    independent_chains,
-    kind_drawn,
-    rule_named,
-)
+from medusa.acceptance.protocol import DraftKind, independent_chains, kind_drawn
+from medusa.acceptance.rules import RULES, rule_named
 from medusa.trees.candidate_tree import CandidateTree
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])

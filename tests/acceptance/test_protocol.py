@@ -6,17 +6,21 @@ import pytest
 import torch
 from verification_laws import toy_table
 
-from medusa.acceptance.chain_rules import TargetModification, modified_target, path_log_ratio
-from medusa.acceptance.rules import (
-    RULES,
+from medusa.acceptance.protocol import (
     DraftKind,
     SampledDraft,
     VerificationNoise,
     draw_tree,
     independent_chains,
+)
+from medusa.acceptance.rules import (
+    RULES,
+    TargetModification,
+    division_factor,
+    modified_target,
+    path_log_ratio,
     rule_named,
 )
-from medusa.acceptance.tree_rules import division_factor
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])

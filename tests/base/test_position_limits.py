@@ -17,8 +17,7 @@ from transformers import (
 
 from medusa import MedusaModel
 from medusa.base.architecture_check import check_tree_verification
-from medusa.base.causal_lm import new_cache, prefill, switch_length
-from medusa.base.position_limits import common_context, unmasked_window
+from medusa.base.causal_lm import common_context, new_cache, prefill, switch_length, unmasked_window
 
 
 @pytest.fixture(scope="module")

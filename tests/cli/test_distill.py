@@ -17,9 +17,12 @@ from medusa.files import read_json
 from medusa.prompts import read_prompts
 from medusa.training.distillation import answering
 from medusa.training.distillation.answering import (
+    ChatEndpoint,
     Conversation,
     EndpointAnswerer,
     LocalAnswerer,
+    Refusal,
+    Reply,
     question_frame,
 )
 from medusa.training.distillation.distill import (
@@ -30,7 +33,6 @@ from medusa.training.distillation.distill import (
     prompt_free,
     unanswered,
 )
-from medusa.training.distillation.endpoint import ChatEndpoint, Refusal, Reply
 
 MAX_NEW_TOKENS = 12
 
@@ -463,7 +465,7 @@ def test_answers_that_cannot_be_kept_are_counted_and_named_and_the_run_goes_on(s
     command = ["distill", "--prompts", str(file), "--output", str(output), "--model", "tiny"]
     command += ["--endpoint", fake.url, "--batch-size", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.training.distillation.endpoint.time.sleep", lambda seconds: None)
+        patch.setattr("medusa.training.distillation.answering.time.sleep", lambda seconds: None)
         assert main([*command, "--limit", "2"]) == 0
         assert f"1 could not be answered, the first: {file} row 2: " in capsys.readouterr().err
         assert main(command) == 0, "the rows of earlier runs count"

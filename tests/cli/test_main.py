@@ -21,8 +21,8 @@ from medusa import CandidateTree, HeadsCheckpoint, save_heads
 from medusa.cli.commands import InfoOptions
 from medusa.cli.info import info
 from medusa.cli.main import COMMANDS, exit_status, main
+from medusa.console import track
 from medusa.places import EMBEDDED_BASE, base_named, shipped_files
-from medusa.progress import track
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 OTHER_DEVICE = "xpu" if torch.cuda.is_available() else "cuda"
@@ -463,7 +463,7 @@ def test_a_prompt_beyond_the_context_is_refused_by_row_before_any_work(saved, ca
 
 
 def test_progress_without_a_terminal_is_lines_with_the_time_left(capsys, monkeypatch):
-    monkeypatch.setattr("medusa.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("medusa.console.SECONDS_BETWEEN_LINES", 0.0)
     assert list(track(["a", "b", "c"], "answering")) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [

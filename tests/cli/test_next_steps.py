@@ -18,8 +18,7 @@ import medusa.hardware
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.commands import ChatOptions, PushOptions
 from medusa.cli.main import COMMANDS, _named, main
-from medusa.cli.next_steps import chat_with, print_next
-from medusa.cli.options import DrafterOptions, ModelOptions, parse, words_of
+from medusa.cli.options import DrafterOptions, ModelOptions, chat_with, parse, print_next, words_of
 from medusa.cli.train import TrainOptions, next_steps
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
@@ -68,7 +67,7 @@ def test_a_command_ends_with_its_next_step(name, place, tmp_path, capsys, monkey
     monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
     monkeypatch.setattr(MedusaModel, "compile", lambda model: 0.0)
     monkeypatch.setattr("medusa.cli.fetch._is_fetched", lambda directory: True)
-    monkeypatch.setattr("medusa.cli.next_steps._own_name", lambda: "medusa")
+    monkeypatch.setattr("medusa.cli.options._own_name", lambda: "medusa")
     words = shlex.split(RUNS[name].format(**place, new=tmp_path / "new"))
     capsys.readouterr()
     assert main([name, *words]) == 0

@@ -11,21 +11,21 @@ import pytest
 from tiny_training import chat_tokenizer, counting_rows, save_tiny_base, tiny_base, write_rows
 
 from medusa import MedusaModel
-from medusa.choices import TemplateOptions
 from medusa.cli.chat import ChatSession
 from medusa.cli.commands import ChatOptions
 from medusa.cli.distill import DistillOptions, summarise, wanted_prompts
 from medusa.cli.loading import load_model, load_prompts
 from medusa.cli.main import main
 from medusa.cli.options import ModelOptions, PromptOptions, parse, words_of
+from medusa.console import log_console
 from medusa.heads.checkpoint import load_heads
-from medusa.progress import log_console
+from medusa.options import TemplateOptions
 from medusa.prompts import split_thoughts
 from medusa.serving.requests import ChatRequest
 from medusa.serving.service import Service
 from medusa.serving.settings import ServiceOptions
+from medusa.training.data.loading import Renderer
 from medusa.training.data.reading import parse_row
-from medusa.training.data.rendering import Renderer
 from medusa.training.distillation.answering import LocalAnswerer
 from medusa.training.distillation.distill import DistillationReport
 

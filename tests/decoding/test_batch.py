@@ -23,7 +23,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.decoding.batch import MAX_PASSED, Batch, BatchLimits, QueueFull, Row
-from medusa.decoding.prefix_cache import PrefixCache
+from medusa.decoding.state import PrefixCache
 from medusa.decoding.step import Forward
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 

@@ -35,10 +35,10 @@ from transformers import (
 )
 
 from medusa import CandidateTree, MedusaHeads, MedusaModel
+from medusa.drafters.draft_model import SelfDrafter, early_exit
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.self_draft import SelfDrafter, early_exit
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 

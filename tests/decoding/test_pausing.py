@@ -29,11 +29,16 @@ from medusa.decoding.statistics import PhaseClock
 from medusa.decoding.step import Forward
 from medusa.decoding.steps import Steps
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.draft_model import DraftModelDrafter
+from medusa.drafters.draft_model import (
+    DraftModelDrafter,
+    LowPrecisionDrafter,
+    SelfDrafter,
+    early_exit,
+    low_precision,
+)
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
-from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head

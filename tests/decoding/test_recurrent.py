@@ -16,8 +16,8 @@ from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.base.cache import MOST_BEHIND
 from medusa.decoding.batch import BatchLimits, Row
-from medusa.drafters.best_path import BestPathDrafter, best_path
 from medusa.drafters.draft_model import DraftModelDrafter
+from medusa.drafters.dynamic import BestPathDrafter, best_path
 from medusa.drafters.protocol import Draft
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.heads.causal_layer import LayerConfig

@@ -23,11 +23,18 @@ from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.draft_model import DraftModelDrafter, check_draft_vocabulary, check_same_tokens
+from medusa.drafters.draft_model import (
+    DraftModelDrafter,
+    LowPrecisionDrafter,
+    SelfDrafter,
+    check_draft_vocabulary,
+    check_same_tokens,
+    early_exit,
+    low_precision,
+)
 from medusa.drafters.dynamic import DynamicAheadDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext
-from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter, early_exit, low_precision
 from medusa.drafters.suffix import MATCH_WEIGHTS, SuffixDrafter, longest_match
 from medusa.drafters.union import UnionDrafter
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -246,7 +253,7 @@ def test_in_a_union_every_drafter_reads_its_own_layers():
 
 def test_a_perfect_draft_model_is_always_accepted():
     base = tiny_model("qwen3")
-    drafter = DraftModelDrafter(base, VOCAB_SIZE, CHAIN, beta=1.0)
+    drafter = DraftModelDrafter(base, VOCAB_SIZE, CHAIN)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 0}):
         out = MedusaModel(base).generate(
             **left_padded(random_prompts(3, 12), [12, 5, 8]),

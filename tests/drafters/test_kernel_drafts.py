@@ -38,7 +38,7 @@ def drafter(num_nodes, depth, suffix_length, token_map_size=None):
     embedding = output_embedding(prepared_base(BASE, "packed"))
     broad, deep = range(1, num_nodes - depth), range(1, depth + 1)
     tree = CandidateTree.from_paths([*((rank,) for rank in broad), *((0,) * length for length in deep)])
-    made = DynamicHeadsDrafter(quick_heads(heads, embedding), embedding, tree, suffix_length=suffix_length)
+    made = DynamicHeadsDrafter(quick_heads(heads, embedding), embedding, tree).with_suffix(suffix_length)
     assert made.has_kernels
     return made
 

@@ -8,16 +8,15 @@ from tiny_chat import chat_base, chat_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.acceptance.rules import independent_chains
-from medusa.drafters.draft_model import DraftModelDrafter
+from medusa.acceptance.protocol import independent_chains
+from medusa.drafters.draft_model import DraftModelDrafter, LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS, Drafters, DrafterSettings
-from medusa.drafters.self_draft import LowPrecisionDrafter, SelfDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.engine.products import PackedLinear
+from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import missing_for_kernels
 from medusa.trees.tuned_trees import TunedTree
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import prepared_base
-from medusa.engine.products import PackedLinear
+from medusa.engine.kernels import PackedLinear
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.views import (
     InPlaceNorm,

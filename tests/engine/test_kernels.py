@@ -22,8 +22,7 @@ from medusa import CandidateTree, MedusaModel, engine
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import kernels
-from medusa.engine.kernels import missing_kernels
-from medusa.engine.products import Product, in_panels, narrowest_dtype, quantised
+from medusa.engine.kernels import Product, in_panels, missing_kernels, narrowest_dtype, quantised
 from medusa.engine.views import view_of
 from medusa.trees.candidate_tree import TreeTopology
 

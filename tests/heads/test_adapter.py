@@ -28,7 +28,7 @@ from medusa import (
     save_heads,
 )
 from medusa.cli.main import main
-from medusa.engine.products import PackedLinear
+from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import missing_for_kernels
 from medusa.heads.adapter import folded
 from medusa.training.config import JointOptions

@@ -19,7 +19,7 @@ from medusa.cli.main import main
 from medusa.files import check_writable_target, write_json
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
-from medusa.pretrained import shipped_heads
+from medusa.places import shipped_heads
 
 KINDS = ["shared", "full", "token_map"]
 MAP = [20, 3, 7, 0, 11]

@@ -14,17 +14,17 @@ from torch.nn import functional as F
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, load_heads, save_heads
 from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.decoding.batch import Row
-from medusa.drafters import layer_cache
+from medusa.drafters import ahead
 from medusa.drafters.heads import HeadsDrafter
-from medusa.engine.products import PackedLinear
+from medusa.engine.kernels import PackedLinear
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.causal_layer import LayerConfig
 from medusa.interop.protocol import ToExport
 from medusa.interop.vllm_medusa import checked_plain
 from medusa.training.config import LossOptions
-from medusa.training.losses.targets import align
-from medusa.training.recipes.medusa_heads import HeadsLoss
+from medusa.training.losses import align
+from medusa.training.recipes.frozen import HeadsLoss
 from medusa.training.states.stored import StateBatch
 from medusa.trees.rank_counts import UNKNOWN
 
@@ -101,7 +101,7 @@ def test_the_text_is_that_of_plain_decoding_on_every_architecture(architecture, 
 
 @pytest.mark.parametrize("most_entries", [512, 3])
 def test_what_is_read_step_by_step_is_what_is_read_at_once(readings, most_entries, monkeypatch):
-    monkeypatch.setattr(layer_cache, "MOST_ENTRIES", most_entries)
+    monkeypatch.setattr(ahead, "MOST_ENTRIES", most_entries)
     base = tiny_model("llama")
     model = MedusaModel(base, new_heads(), tree=TREE)
     model.generate(**left_padded(random_prompts(3, 11), [11, 4, 7]), **GREEDY, drafter="dynamic-heads")

@@ -15,7 +15,7 @@ from medusa import HeadsCheckpoint, MedusaModel, load_heads, save_heads
 from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.pretrained import shipped_heads
+from medusa.places import shipped_heads
 
 ANOTHER = r"trained on another model \('tiny'\) than the base .*its output embedding is 1\d\d\.\d% away"
 

@@ -16,12 +16,12 @@ from transformers import GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCau
 
 import medusa.interop.conversion
 from medusa import Adapter, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
-from medusa.choices import ForeignName
 from medusa.cli.main import main
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.interop.conversion import FORMATS
 from medusa.interop.plain_heads import expanded_rows
+from medusa.options import ForeignName
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 BASE = chat_base()

@@ -10,10 +10,19 @@ from rich.console import Console
 from tiny_chat import chat_model
 
 from medusa import DecodingStatistics
-from medusa.measurement.benchmark import Request, Setting, measure, paired_ratio, runnable, setting_report
+from medusa.measurement.benchmark import (
+    Request,
+    Setting,
+    earlier_exchanges,
+    lengthened,
+    measure,
+    num_tokens_of,
+    paired_ratio,
+    runnable,
+    setting_report,
+)
 from medusa.measurement.benchmark_report import add_tables
 from medusa.measurement.contenders import Contender
-from medusa.measurement.prompts import earlier_exchanges, lengthened, num_tokens_of
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer, new_tokens
 from medusa.prompts import Prompt

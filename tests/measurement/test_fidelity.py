@@ -9,7 +9,7 @@ from tiny_chat import chat_base
 
 from medusa.engine import prepared_base
 from medusa.heads.calibration import AnsweredTokens
-from medusa.measurement.fidelity import add_table, compared, distances, fidelity, reader_of
+from medusa.measurement.evaluation import add_fidelity_table, compared, distances, fidelity, reader_of
 from medusa.measurement.report import Report
 
 ROWS = [
@@ -62,7 +62,7 @@ def test_rows_add_up_to_means_over_tokens_with_intervals_over_rows():
     assert report["kl_interval"] == pytest.approx([0.2, 0.3]), "either row alone"
     console = Console(width=118, record=True)
     whole = Report({"engines": {"int8": report}, "num_answers": 2, "num_tokens": 3})
-    add_table(whole)
+    add_fidelity_table(whole)
     whole.show(console)
     text = console.export_text()
     assert "0.26667" in text and "66.7%" in text and "2 answers, 3 tokens" in text

@@ -23,7 +23,7 @@ def test_rounds_that_warm_up_are_run_and_left_out():
 def test_no_round_begins_after_the_time_is_up(monkeypatch, capsys):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(timing.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr("medusa.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("medusa.console.SECONDS_BETWEEN_LINES", 0.0)
     found = take_turns(["a", "b"], 100, lambda *call: call, seconds=45.0, label="measuring")
     assert 2 <= len(found) < 20 and len(found) % 2 == 0, "whole rounds"
     assert "of 100 rounds" in capsys.readouterr().err

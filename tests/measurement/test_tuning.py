@@ -46,7 +46,8 @@ def test_a_tree_must_beat_plain_decoding_by_more_than_noise():
     plain = TreeSize(1, 0, tokens_per_step=1.0, step_seconds=1.0)
     barely = TreeSize(4, 2, tokens_per_step=1.22, step_seconds=1.2)
     assert fastest([plain, barely]) is plain
-    assert fastest([plain, barely], min_gain=1.0) is barely
+    clearly = TreeSize(4, 2, tokens_per_step=1.25, step_seconds=1.2)
+    assert fastest([plain, clearly]) is clearly
 
 
 def test_the_speed_of_a_batch_is_that_of_its_rows_together():

@@ -11,8 +11,8 @@ from conftest import BUSHY, OracleDrafter
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import hidden_size, vocab_size
+from medusa.drafters.draft_model import early_exit
 from medusa.drafters.registry import Drafters, DrafterSettings
-from medusa.drafters.self_draft import early_exit
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.prompts import encode_messages, padded_batch, read_prompts
 

@@ -15,8 +15,8 @@ from tiny_chat import save_chat_model
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel
+from medusa.drafters.draft_model import early_exit
 from medusa.drafters.registry import Drafters, DrafterSettings
-from medusa.drafters.self_draft import early_exit
 
 program = load_program("scripts/truncate_model.py")
 

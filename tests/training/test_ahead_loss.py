@@ -27,9 +27,8 @@ from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.training.config import LossOptions
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import Dataset, load_data
-from medusa.training.losses.fused import added
-from medusa.training.losses.targets import align
-from medusa.training.recipes.ahead_head import AheadLoss
+from medusa.training.losses import added, align
+from medusa.training.recipes.frozen import AheadLoss
 from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
 from medusa.training.states.stored import BaseStates, StateBatch

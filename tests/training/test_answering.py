@@ -11,16 +11,27 @@ from fake_endpoint import fake_endpoints
 from tiny_chat import chat_base, chat_tokenizer
 
 from medusa.model import MedusaModel
-from medusa.training.distillation import endpoint as endpoint_module
-from medusa.training.distillation.answering import Conversation, LocalAnswerer, repeated_tail
+from medusa.training.distillation import answering
+from medusa.training.distillation.answering import (
+    ChatEndpoint,
+    Conversation,
+    LocalAnswerer,
+    Refusal,
+    repeated_tail,
+)
 from medusa.training.distillation.distill import AnswerFile, configuration_path
-from medusa.training.distillation.endpoint import ChatEndpoint, Refusal
 
 
 @pytest.fixture
 def serve():
     with fake_endpoints() as start:
         yield start
+
+
+@pytest.fixture(autouse=True)
+def few_tries_at_once(monkeypatch):
+    monkeypatch.setattr(answering, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(answering, "MAX_ATTEMPTS", 4)
 
 
 def ask(endpoint, text="hi"):
@@ -45,17 +56,17 @@ def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
 
 def test_an_endpoint_that_is_busy_is_asked_again(serve):
     fake = serve(failures=[503, 429, 500])
-    assert ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001)).message["content"] == "you said hi"
+    assert ask(ChatEndpoint(fake.url, "tiny")).message["content"] == "you said hi"
     assert len(fake.requests) == 4
 
 
 def test_an_endpoint_that_stays_away_is_given_up_with_its_last_words(serve):
-    fake = serve(failures=[503] * 3)
-    with pytest.raises(ConnectionError, match=r"no answer in 3 tries, last HTTP 503: .*says no"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
+    fake = serve(failures=[503] * 4)
+    with pytest.raises(ConnectionError, match=r"no answer in 4 tries, last HTTP 503: .*says no"):
+        ask(ChatEndpoint(fake.url, "tiny"))
     fake.stop()
-    with pytest.raises(ConnectionError, match="no answer in 2 tries, last Connect"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
+    with pytest.raises(ConnectionError, match="no answer in 4 tries, last Connect"):
+        ask(ChatEndpoint(fake.url, "tiny"))
 
 
 def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
@@ -68,8 +79,8 @@ def test_an_endpoint_that_refuses_a_prompt_is_not_asked_again(serve):
 def test_an_endpoint_that_speaks_another_language_is_named(serve):
     fake = serve(body={"text": "hello"})
     with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=3, first_wait=0.001))
-    assert len(fake.requests) == 3
+        ask(ChatEndpoint(fake.url, "tiny"))
+    assert len(fake.requests) == 4
     with pytest.raises(ValueError, match="must start with http"):
         ChatEndpoint("localhost:8000", "tiny")
 
@@ -88,7 +99,7 @@ def test_one_answer_that_is_none_is_asked_for_again(serve, garbage):
     fake.answer = lambda request: next(answers, None) or answer(request)
     if garbage == []:
         fake.answer = lambda request: next(answers, answer(request))
-    reply = ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001))
+    reply = ask(ChatEndpoint(fake.url, "tiny"))
     assert reply.message == {"role": "assistant", "content": "you said hi"}
     assert len(fake.requests) == 2
 
@@ -97,7 +108,7 @@ def test_one_answer_that_is_none_is_asked_for_again(serve, garbage):
 def test_an_endpoint_that_refuses_whoever_asks_ends_the_run(serve, status):
     fake = serve(failures=[status])
     with pytest.raises(PermissionError, match=rf"HTTP {status}: .*says no.*check OPENAI_API_KEY.*'tiny'"):
-        ask(ChatEndpoint(fake.url, "tiny", first_wait=0.001))
+        ask(ChatEndpoint(fake.url, "tiny"))
     assert len(fake.requests) == 1
 
 
@@ -160,14 +171,14 @@ def call_of(arguments):
 def test_an_answer_that_cannot_be_kept_refuses_its_prompt_alone(serve, raw):
     fake = serve(raw=raw.encode())
     with pytest.raises(Refusal, match="did not answer as an OpenAI-compatible chat server does"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
+        ask(ChatEndpoint(fake.url, "tiny"))
 
 
 def test_a_body_that_cannot_be_unpacked_refuses_its_prompt_alone(serve):
     fake = serve(raw=b"no gzip", headers={"Content-Encoding": "gzip"})
     with pytest.raises(Refusal, match="sent a body that cannot be unpacked"):
-        ask(ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001))
-    assert len(fake.requests) == 2
+        ask(ChatEndpoint(fake.url, "tiny"))
+    assert len(fake.requests) == 4
 
 
 @pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "-3", "[]", '"many"', "9" * 300])
@@ -182,12 +193,12 @@ def test_a_count_of_tokens_that_is_none_costs_no_answer(serve, count):
 @pytest.mark.parametrize("asked", ["3600", "9" * 400, "²", "Wed, 21 Oct 2099 07:28:00 GMT"])
 def test_a_long_wait_is_bounded_and_told(serve, monkeypatch, asked):
     waits, said = [], []
-    monkeypatch.setattr(endpoint_module.time, "sleep", waits.append)
+    monkeypatch.setattr(answering.time, "sleep", waits.append)
     fake = serve(failures=[503], headers={"Retry-After": asked.encode("utf-8").decode("latin-1")})
-    ask(ChatEndpoint(fake.url, "tiny", first_wait=0.5, longest_wait=20, say=said.append))
-    assert waits == [20 if asked == "3600" else 0.5]
+    ask(ChatEndpoint(fake.url, "tiny", say=said.append))
+    assert waits == [60 if asked == "3600" else 0.001]
     assert said == (
-        [f"{fake.url}/chat/completions asks to wait 3600 s; waiting 20 s"] if asked == "3600" else []
+        [f"{fake.url}/chat/completions asks to wait 3600 s; waiting 60 s"] if asked == "3600" else []
     )
 
 

@@ -16,8 +16,8 @@ from medusa.base.causal_lm import output_embedding, switch_length
 from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Document, Documents
-from medusa.training.losses.fused import added
-from medusa.training.recipes.medusa_heads import HeadsLoss, LossSums
+from medusa.training.losses import added
+from medusa.training.recipes.frozen import HeadsLoss, LossSums
 from medusa.training.states.base import LiveStates, check_packing
 from medusa.training.states.stored import BaseStates
 

@@ -22,10 +22,10 @@ from medusa.training.data.loading import (
     filtered,
     held_out_indices,
     load_data,
+    tokenise,
     tokenised,
 )
 from medusa.training.data.reading import expanded
-from medusa.training.data.rendering import tokenise
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.training.config import JointOptions
 from medusa.training.data.batching import collate
-from medusa.training.losses.targets import Alignment, align, teacher_of
+from medusa.training.losses import Alignment, align, teacher_of
 from medusa.training.recipes.joint import BaseLoss, TrainedAdapter, target_layers
 from medusa.training.run.trainer import Trainer
 

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import hidden_states
 from medusa.training.config import LossOptions
-from medusa.training.losses.fused import FusedLoss, SplitHeads
-from medusa.training.losses.targets import Alignment, align, needed_states, teacher_of
-from medusa.training.recipes.medusa_heads import HeadsLoss
+from medusa.training.losses import Alignment, FusedLoss, SplitHeads, align, needed_states, teacher_of
+from medusa.training.recipes.frozen import HeadsLoss
 
 NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20
 UNEMBEDDINGS = ("shared", "full", "token_map")

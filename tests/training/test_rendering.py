@@ -7,8 +7,8 @@ import pytest
 from tiny_training import CHAT_TEMPLATE, chat_tokenizer, conversation
 
 from medusa.prompts import encode_messages
+from medusa.training.data.loading import Renderer, tokenise
 from medusa.training.data.reading import parse_row
-from medusa.training.data.rendering import Renderer, tokenise
 
 TWO_TURNS = {
     "messages": [

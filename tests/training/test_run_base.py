@@ -37,8 +37,8 @@ from medusa.base.causal_lm import hidden_size, hidden_states, logit_scale, outpu
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Document, Documents
-from medusa.training.losses.targets import teacher_of
-from medusa.training.recipes.medusa_heads import new_heads
+from medusa.training.losses import teacher_of
+from medusa.training.recipes.frozen import new_heads
 from medusa.training.run import job
 from medusa.training.states.base import (
     LiveStates,

@@ -30,13 +30,13 @@ from transformers import AutoModelForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import output_embedding
-from medusa.progress import ProgressReporter
+from medusa.console import ProgressReporter
 from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import load_data
-from medusa.training.losses.targets import teacher_of
-from medusa.training.recipes.medusa_heads import HeadsLoss
+from medusa.training.losses import teacher_of
+from medusa.training.recipes.frozen import HeadsLoss
 from medusa.training.states import format as states_format
 from medusa.training.states.base import LiveStates
 from medusa.training.states.format import StatesDirectory, digest_of_weights

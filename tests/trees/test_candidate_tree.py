@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa import CandidateTree, best_tree
-from medusa.trees.candidate_tree import MAX_NODES, TreeTopology, grown_path_values, independent_path_values
+from medusa.trees.candidate_tree import MAX_NODES, TreeTopology, grown_path_values
+
+
+def independent_path_values(rank_rates):
+    """Path values where depths know nothing of each other: the product of ``rank_rates[d][r]``."""
+    return grown_path_values(lambda path: rank_rates[len(path)] if len(path) < len(rank_rates) else ())
 
 
 @st.composite

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from medusa import CandidateTree, best_tree
-from medusa.trees.candidate_tree import independent_path_values
+from medusa.trees.candidate_tree import grown_path_values
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
+
+
+def independent_path_values(rank_rates):
+    """Path values where depths know nothing of each other: the product of ``rank_rates[d][r]``."""
+    return grown_path_values(lambda path: rank_rates[len(path)] if len(path) < len(rank_rates) else ())
 
 
 def counts_of(*answers, max_rank=4):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import Documents
-from medusa.training.losses.targets import Alignment, align
+from medusa.training.losses import Alignment, align
 
 MicroBatch = list[list[int]]
 _POOL = 64
@@ -68,7 +68,7 @@ class PaddedBatch:
         return PaddedBatch(self.input_ids.to(device), self.positions.to(device), self.is_label.to(device))
 
     def aligned(self, num_heads: int, column_of: Tensor | None = None) -> Alignment:
-        """See :func:`medusa.training.losses.targets.align`; sources count the B * T positions row by
+        """See :func:`medusa.training.losses.align`; sources count the B * T positions row by
         row."""
         return align(
             self.input_ids.flatten(), self.is_label.flatten(), self.positions.flatten(), num_heads, column_of

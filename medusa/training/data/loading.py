@@ -1,20 +1,38 @@
-"""From data files to documents to train on and documents to measure on, and how to look at them."""
+"""From data files to documents to train on and documents to measure on, and how to look at them.
+
+A document is a conversation as the model sees it, with the parts that the model itself would have written. An
+answer is rendered behind the very text that inference puts before it: the chat template of the
+messages so far, with its generation prompt. The answer and the end-of-turn token are labels; what the
+template adds after that (a newline, say) is not, and neither is the end of an answer that was cut. Reasoning
+and tool calls are labels as the template writes them, since the model wrote them so. What the model cannot
+have written is left out and counted: an answer without the reasoning that the template opens, reasoning or
+tool calls that the template does not show.
+Turns of one conversation make one document as long as each prompt continues the text before it;
+where a template rewrites its history, an answer gets a document of its own.
+A tokenizer without a chat template belongs to a model that continues text: a message and its answer are a
+text and how the model went on."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from rich.text import Text
 
-from medusa.checks import differences
 from medusa.heads.calibration import AnsweredTokens
+from medusa.options import differences
+from medusa.prompts import check_told, thoughts_of
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import (
     ONLY_IN_TRAINING,
@@ -27,8 +45,200 @@ from medusa.training.data.dataset import (
     write_dataset,
     write_documents,
 )
-from medusa.training.data.reading import Example, read_examples
-from medusa.training.data.rendering import RenderedText, Renderer, tokenise
+from medusa.training.data.reading import Example, Message, read_examples
+
+_MOST_REMEMBERED = 8
+"""Different things that a chat template was told, which heads remember."""
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """Text and the character ranges of it that the model wrote."""
+
+    text: str
+    written: tuple[tuple[int, int], ...]
+    add_special_tokens: bool = False
+    """True for plain text; a chat template writes its own."""
+
+
+class Renderer:
+    """Renders examples with one tokenizer's chat template, which is told ``told`` where an example does not
+    say it itself; ``skipped`` counts the answers left out by why."""
+
+    def __init__(self, tokenizer: Any, told: Mapping[str, Any] | None = None):
+        self.tokenizer, self.told = tokenizer, told or {}
+        check_told(self.told)
+        self.skipped: Counter[str] = Counter()
+        self.template_options: list[dict[str, Any]] = []
+        """What it was told, tools and documents left out: every different one."""
+
+    def render(self, example: Example) -> list[RenderedText]:
+        """The documents of one example; none when no assistant message answers anything.
+
+        Raises:
+            ValueError: the template refuses the conversation, or there is none and it is more than a text
+                with its continuation.
+        """
+        if example.text is not None:
+            return [RenderedText(example.text, ((0, len(example.text)),), True)]
+        if not self.tokenizer.chat_template:
+            return self._continued(example)
+        example = replace(example, template_options={**self.told, **example.template_options})
+        documents: list[RenderedText] = []
+        text, written = "", list[tuple[int, int]]()
+        for index in _answer_indices(example.messages):
+            is_cut = example.answer_was_cut and index == len(example.messages) - 1
+            prompt, answer = self._answered(example, index, is_cut)
+            if not answer:
+                continue
+            if written and not prompt.startswith(text):
+                documents.append(RenderedText(text, tuple(written)))
+                written = []
+            text = prompt + answer
+            written.append((len(prompt), len(text)))
+        if written:
+            documents.append(RenderedText(text, tuple(written)))
+            given = example.template_options.items()
+            told = {key: value for key, value in given if key not in ("tools", "documents")}
+            if told not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
+                self.template_options.append(told)
+        return documents
+
+    def _continued(self, example: Example) -> list[RenderedText]:
+        """The text of the first message and how the model continued it, as :mod:`medusa.prompts` asks a model
+        without a chat template."""
+        if [message["role"] for message in example.messages] != ["user", "assistant"]:
+            raise ValueError(
+                f"{example.origin} is a conversation and the tokenizer of {self.tokenizer.name_or_path!r} "
+                "has no chat template; use a chat model, rows with 'text', or rows of one user message and "
+                "its answer"
+            )
+        prompt, answer = (message["content"] for message in example.messages)
+        if not answer:
+            self._skip("an empty answer")
+            return []
+        text = prompt + answer + ("" if example.answer_was_cut else self.tokenizer.eos_token or "")
+        return [RenderedText(text, ((len(prompt), len(text)),), True)]
+
+    def _answered(self, example: Example, index: int, is_cut: bool) -> tuple[str, str]:
+        """What inference puts before the answer at ``index``, and what the model then wrote; nothing where
+        it cannot have written that."""
+        message, before = example.messages[index], example.messages[:index]
+        options = dict(example.template_options)
+        prompt = self._templated(before, example.origin, add_generation_prompt=True, **options)
+        shown = self._templated([*before, message], example.origin, **options)
+        content, reasoning = message["content"].strip(), str(message.get("reasoning_content") or "").strip()
+        calls = message.get("tool_calls")
+        if not (content or reasoning or calls):
+            return self._skip("an empty answer")
+        is_open = self._opens_reasoning(prompt, example, index)
+        if reasoning and reasoning not in shown:
+            begin, end = thoughts_of(self.tokenizer.chat_template)
+            if not end or calls:
+                return self._skip("reasoning that the template does not show")
+            # some templates take it out of what the model has said
+            line = prompt.rpartition(begin)[2] if is_open else "\n"
+            answer = ("" if is_open else begin + line) + reasoning
+            answer += f"{line}{end}{2 * line}{content}" if content else ""
+            return prompt, answer + ("" if is_cut else self._end_of_turn)
+        if calls:
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            if shown == self._templated([*before, plain], example.origin, **options):
+                return self._skip("tool calls that the template does not show")
+        between = shown[len(prompt) :].partition(content)[0] if content in shown and content else ""
+        continues = shown.startswith(prompt)
+        is_meant = is_open or (continues and _TAG.search(shown[len(prompt) :] if calls else between))
+        if is_meant and not reasoning and not _CLOSING.search(content):
+            return self._skip("an answer without the reasoning that the template opens")
+        is_raw = _CLOSING.search(content) is not None  # reasoning and answer in one, as they were decoded
+        if not (reasoning or calls) and (is_raw or not (continues and between.strip())):
+            return prompt, message["content"] + ("" if is_cut else self._end_of_turn)
+        if not continues:
+            return self._skip("an answer that the template writes otherwise than the model")
+        answer = shown[len(prompt) :].rstrip()
+        if is_cut:
+            said = content or reasoning
+            answer = answer[: answer.rfind(said) + len(said)]
+        return prompt, answer
+
+    def _opens_reasoning(self, prompt: str, example: Example, index: int) -> bool:
+        """Whether the generation prompt ends inside of a block of reasoning."""
+        tags = list(_TAG.finditer(prompt, max(0, len(prompt) - 200)))
+        if not tags or tags[-1].group().startswith(("</", "[/")):
+            return False
+        before = self._templated(example.messages[:index], example.origin, **example.template_options)
+        return tags[-1].start() >= len(before)  # else a message speaks of such tags
+
+    def _skip(self, why: str) -> tuple[str, str]:
+        self.skipped[f"skipped: {why}"] += 1
+        return "", ""
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """What the template writes after an answer, up to the whitespace: the end-of-turn token."""
+        answer = "an answer"
+        messages = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": answer})
+        return self._templated(messages, "a question with its answer").rpartition(answer)[2].rstrip()
+
+    def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable is of another type
+            raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
+
+
+_TAG = re.compile(r"</?[\w:|]*(?:think|reason)\w*>|\[/?THINK\]", re.IGNORECASE)
+"""What opens and closes a block of reasoning in a chat template."""
+_CLOSING = re.compile(r"</[\w:|]*(?:think|reason)\w*>|\[/THINK\]", re.IGNORECASE)
+
+
+def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 512) -> Iterator[Document]:
+    """One document per text, tokenised as a whole, in order.
+
+    A token is a label when all of it lies in a range that the model wrote.
+
+    Raises:
+        ValueError: the tokenizer cannot say which characters a token covers.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} cannot tell which characters a token covers, which the label mask "
+            "needs; load a fast tokenizer"
+        )
+    for special, alike in groupby(texts, key=lambda text: text.add_special_tokens):
+        while batch := list(islice(alike, batch_size)):
+            encoded = tokenizer(
+                [text.text for text in batch],
+                add_special_tokens=special,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+            for text, ids, offsets in zip(
+                batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            ):
+                mask = _label_mask(np.asarray(offsets).reshape(-1, 2), text.written)
+                yield Document(np.asarray(ids, dtype=np.int32), mask)
+
+
+def _label_mask(offsets: np.ndarray, written: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(T,) bool from (T, 2) character ranges. Tokenizers trim spaces off the start, so a token is taken to
+    begin where the one before it ended."""
+    ends = np.maximum.accumulate(offsets[:, 1])
+    starts = np.concatenate([[0], ends[:-1]])
+    mask = np.zeros(len(ends), dtype=bool)
+    for start, end in written:
+        mask |= (starts >= start) & (ends <= end) & (ends > start)
+    return mask
+
+
+def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
+    """Assistant messages that answer something."""
+    asked = False
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and asked:
+            yield index
+        asked |= message["role"] not in ("assistant", "system")
+
 
 _LOOP_NGRAM = 8
 """Tokens that have to repeat before a repetition counts as a loop; prose rarely repeats so many."""

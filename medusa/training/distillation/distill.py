@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa.checks import differences
 from medusa.files import read_json, write_json
+from medusa.options import differences
 from medusa.prompts import Prompt
 from medusa.training.distillation.answering import Answerer, Conversation, CountTokens, Refusal, Reply
 

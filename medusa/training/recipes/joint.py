@@ -32,9 +32,17 @@ from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config import JointOptions, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, PaddedBatch, collate
 from medusa.training.data.dataset import Documents
-from medusa.training.losses.fused import FusedLoss, LossSums, TargetBlock, added
-from medusa.training.losses.targets import Alignment, Teacher, expected, teacher_of
-from medusa.training.recipes.medusa_heads import HeadsLoss, new_heads
+from medusa.training.losses import (
+    Alignment,
+    FusedLoss,
+    LossSums,
+    TargetBlock,
+    Teacher,
+    added,
+    expected,
+    teacher_of,
+)
+from medusa.training.recipes.frozen import HeadsLoss, new_heads
 from medusa.training.recipes.recipe import Recipe, RunState
 from medusa.training.states.stored import BaseStates
 

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from medusa.base.causal_lm import CausalLM, logit_scale
-from medusa.checks import differences
 from medusa.heads.adapter import Adapter
 from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import KINDS, load_heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpHead, own_head
+from medusa.options import differences
 from medusa.training.config import TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, PaddedBatch
 from medusa.training.data.dataset import Documents
-from medusa.training.losses.fused import LossSums
-from medusa.training.losses.targets import Alignment, teacher_of
+from medusa.training.losses import Alignment, LossSums, teacher_of
 from medusa.training.states.stored import BaseStates
 
 

@@ -14,15 +14,14 @@ from rich.console import Console
 
 import medusa
 from medusa.base.causal_lm import CausalLM
+from medusa.console import ProgressReporter, log_console
 from medusa.files import locked
 from medusa.heads.adapter import peft_library
-from medusa.progress import ProgressReporter, log_console
 from medusa.training.config import RunOptions, TrainingConfiguration
 from medusa.training.data.dataset import Dataset, read_dataset, trained_on
 from medusa.training.data.loading import LEGEND, coloured, load_data, tokenised
-from medusa.training.recipes.ahead_head import AheadRecipe
+from medusa.training.recipes.frozen import AheadRecipe, MedusaRecipe
 from medusa.training.recipes.joint import JointRecipe
-from medusa.training.recipes.medusa_heads import MedusaRecipe
 from medusa.training.run.metrics import calibrated_tree, draw_training, table
 from medusa.training.run.processes import StopSignal, new_accelerator, on_main_process
 from medusa.training.run.run_directory import RunDirectory

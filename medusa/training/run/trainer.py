@@ -22,14 +22,14 @@ from rich.console import Console
 from torch import Tensor
 
 from medusa.base.causal_lm import output_embedding, switch_length
+from medusa.console import ProgressReporter
 from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.progress import ProgressReporter
 from medusa.training.config import REMEDIES, OptimisationOptions, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Dataset, trained_on
-from medusa.training.losses.fused import added, as_numbers, from_numbers
+from medusa.training.losses import added, as_numbers, from_numbers
 from medusa.training.recipes.recipe import Recipe, RunState
 from medusa.training.run.metrics import draw_training, is_stale, one_line, replayed_metrics
 from medusa.training.run.processes import (

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 import medusa
 from medusa.base.causal_lm import CausalLM, hidden_size, hidden_states, switch_length
-from medusa.checks import differences
+from medusa.console import ProgressReporter
 from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.progress import ProgressReporter
+from medusa.options import differences
 from medusa.training.config import DataOptions
 from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.data.dataset import Documents
-from medusa.training.losses.targets import needed_states
+from medusa.training.losses import needed_states
 from medusa.training.states.base import LiveStates
 from medusa.training.states.format import (
     DOCUMENTS,

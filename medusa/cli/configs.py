@@ -1,0 +1,54 @@
+"""``medusa configs``: the configurations and prompts that ship."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from medusa.cli.options import command
+from medusa.places import named_file, shipped_files
+
+COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
+"""In the comment at the head of a configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigsOptions:
+    """List the configurations and prompts that ship, or say where one of them is.
+
+    Their names stand wherever a path does: `medusa train --config smollm2`, `--prompts demo_prompts`.
+
+        medusa configs
+        cp "$(medusa configs smollm2)" mine.yaml
+        accelerate launch --config_file "$(medusa configs accelerate_ddp)" -m medusa train --config smollm2
+    """
+
+    name: tyro.conf.Positional[str | None] = None
+    """Print the path of this one."""
+
+
+def configs(options: ConfigsOptions) -> list[str]:
+    """Print what there is, or the path of what is named, which says itself how it is used."""
+    if options.name is None:
+        files = sorted(shipped_files().iterdir(), key=lambda path: (path.suffix, path.stem))
+        width = max(len(path.stem) for path in files)
+        sys.stdout.write("".join(f"{path.stem:<{width}}  {_about(path)}\n" for path in files))
+        return [command("configs", "smollm2_demo")]
+    suffix = Path(options.name).suffix or next(
+        (path.suffix for path in shipped_files().iterdir() if path.stem == options.name), ".yaml"
+    )
+    path = named_file(options.name, suffix, "configuration file")
+    sys.stdout.write(f"{path}\n")
+    if path.suffix == ".jsonl":
+        return [command("distill", "--prompts", path.stem, "--output", f"runs/{path.stem}/answers.jsonl")]
+    return COMMAND.findall(path.read_text(encoding="utf-8")) or [command("train", "--config", path.stem)]
+
+
+def _about(path: Path) -> str:
+    """What a file is for: its first comment, or how many prompts it holds."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return f"{len(lines)} prompts" if path.suffix == ".jsonl" else lines[0].lstrip("# ")

@@ -1,1 +1,0 @@
-"""What every kind of training minimises: targets, objectives, and a loss that never holds all logits."""
