@@ -299,6 +299,22 @@ def nothing_is_compiled_unasked():
         yield own
 
 
+@pytest.fixture(scope="session", autouse=True)
+def pictures_are_small():
+    """A picture of full size takes a third of a second, and nearly every command and every run draws one."""
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def small(figure: Figure, path: Path, dpi: int) -> None:
+        figure.set_layout_engine(None)
+        save(figure, path, dpi=dpi // 10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", small)
+        yield
+
+
 @pytest.fixture
 def fresh_accelerator():
     """accelerate keeps the precision of the first Accelerator of a process."""

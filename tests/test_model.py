@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import REAL_BASE, VOCAB_SIZE, OracleDrafter, left_padded, random_prompts, tiny_model
+from conftest import (
+    REAL_BASE,
+    VOCAB_SIZE,
+    OracleDrafter,
+    left_padded,
+    random_heads,
+    random_prompts,
+    tiny_model,
+)
 from stateful_models import stateful_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -48,14 +56,6 @@ TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = random_prompts(1, 6)
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
 SAMPLED = {"max_new_tokens": 14, "do_sample": True, "temperature": 1.2, "seed": 4}
-
-
-def random_heads(num_heads: int = 3, hidden_size: int = 32, vocab_size: int = VOCAB_SIZE) -> MedusaHeads:
-    torch.manual_seed(2)
-    heads = MedusaHeads(HeadsConfig(hidden_size, vocab_size, num_heads))
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return heads
 
 
 @pytest.fixture(scope="module")
@@ -685,8 +685,9 @@ def test_decode_belongs_to_its_own_base(model):
     ],
 )
 def test_heads_of_another_base_are_refused(sizes, message):
+    heads = MedusaHeads(HeadsConfig(**{"hidden_size": 32, "vocab_size": VOCAB_SIZE, "num_heads": 3, **sizes}))
     with pytest.raises(ValueError, match=message):
-        MedusaModel(tiny_model("llama"), random_heads(**sizes))
+        MedusaModel(tiny_model("llama"), heads)
 
 
 def test_a_tree_deeper_than_the_heads_is_refused_at_once():
@@ -715,7 +716,7 @@ def test_loading_arguments_for_a_base_already_loaded_are_refused():
 
 
 def test_the_heads_that_ship_for_a_base_are_named_once(real_base):
-    named = MedusaModel.from_pretrained(str(REAL_BASE), "smollm2-135m-instruct")
+    named = MedusaModel.from_pretrained(real_base, "smollm2-135m-instruct")
     with pytest.raises(ValueError, match=r"there for smollm2-135m-instruct, got base '.*models"):
         MedusaModel.from_pretrained(str(REAL_BASE), heads="default")
     default = MedusaModel.from_pretrained("smollm2-135m-instruct", heads="default")

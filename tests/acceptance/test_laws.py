@@ -75,7 +75,7 @@ def test_drafters_whose_q_depends_on_the_depth_alone_are_exact_too(name):
 def test_sampled_texts_follow_the_law_in_float32(name):
     target, drafter = toy_pair(seed=21, vocab_size=4, zeros=0.2)
     tree, replacement = usual_tree(name)
-    counts = sampled_law(RULES[name], target, drafter, tree, 4, replacement=replacement)
+    counts = sampled_law(RULES[name], target, drafter, tree, 4, replacement=replacement, num_rows=80_000)
     assert p_value(counts, law_of(target, 4)) > FALSE_ALARM_RATE
 
 

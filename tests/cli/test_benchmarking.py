@@ -231,10 +231,10 @@ def test_sampling_is_from_all_tokens_unless_flags_cut_some_off(setting, capsys):
     own += [
         "--draft-length",
         3,
-        "--temperature",
-        1,
         "--max-new-tokens",
         13,
+        "--temperature",
+        1,
         "--limit",
         2,
     ]  # three whole steps

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import REAL_BASE, tiny_model
+from conftest import tiny_model
+from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, save_chat_model
 
-from medusa import MedusaModel
+from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, save_heads
 from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
@@ -58,11 +59,14 @@ def test_an_engine_that_keeps_no_library_is_refused(compiling):
         model.compile()
 
 
-@pytest.mark.skipif(not REAL_BASE.exists(), reason="needs `make models`")
-def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys):
-    assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
+def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys, tmp_path):
+    base, _ = save_chat_model(tmp_path)
+    fusing = MedusaHeads(HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, 3, reads_path=True, fused_layers=(1,)))
+    heads = save_heads(HeadsCheckpoint(fusing, base), tmp_path / "fusing")
+    words = ["compile", "--base", base, "--heads", str(heads), "--engine", "int8"]
+    assert main(words) == 0
     assert "compiled, ready after 321.0 s" in capsys.readouterr().err
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
     assert sorted(names) == ["heads", "heads-fuse", "llama-after", "llama-before", "llama-layer"]
-    assert main(["compile", "--base", str(REAL_BASE), "--engine", "int8"]) == 0
+    assert main(words) == 0
     assert "was there" in capsys.readouterr().err

@@ -92,7 +92,7 @@ LIMITS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     kind=st.sampled_from(["llama", "gemma3", "mistral-sliding", "gpt-neox", "eagle3"]),
     arrivals=st.lists(st.tuples(requests(), st.integers(0, 6)), min_size=1, max_size=7),

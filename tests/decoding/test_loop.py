@@ -16,9 +16,7 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import gumbel_noise
@@ -41,16 +39,6 @@ def plain_and_drafted(
     return plain, drafted
 
 
-@st.composite
-def trees(draw, max_depth: int = 4, max_width: int = 3) -> CandidateTree:
-    paths = {()}
-    for _ in range(draw(st.integers(0, 14))):
-        parent = draw(st.sampled_from(sorted(paths)))
-        if len(parent) < max_depth:
-            paths.add((*parent, draw(st.integers(0, max_width - 1))))
-    return CandidateTree.from_paths(paths)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_transformers_generate_past_the_sliding_window(architecture, attention):
@@ -60,9 +48,9 @@ def test_greedy_equals_transformers_generate_past_the_sliding_window(architectur
         for length in (1, SLIDING_WINDOW - 3, 600):
             prompt = random_prompts(1, length)
             batch = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-            reference = base.generate(**batch, max_new_tokens=24, do_sample=False)
+            reference = base.generate(**batch, max_new_tokens=16, do_sample=False)
             plain, drafted = plain_and_drafted(
-                MedusaModel(base), batch, [length], max_new_tokens=24, do_sample=False
+                MedusaModel(base), batch, [length], max_new_tokens=16, do_sample=False
             )
             assert plain.tolist() == reference.tolist()
             assert drafted.sequences.tolist() == reference.tolist()
@@ -71,51 +59,24 @@ def test_greedy_equals_transformers_generate_past_the_sliding_window(architectur
         base.set_attn_implementation("sdpa")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": False}, {"do_sample": True, "temperature": 1.3, "repetition_penalty": 1.4}],
+    ids=["greedy", "sampled"],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_ragged_batch_equals_plain_decoding_and_every_row_its_own_run(architecture, temperature):
+def test_a_ragged_batch_equals_plain_decoding_and_every_row_its_own_run(architecture, options):
     model = MedusaModel(tiny_model(architecture))
     lengths = [40, 7, 1, 33]
     batch = left_padded(random_prompts(4, 40), lengths)
-    sampled = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    for seed, penalty in ((0, 1.0), (5, 1.4)):
-        options = {
-            **sampled,
-            "repetition_penalty": penalty,
-            "seed": [seed + row for row in range(4)],
-            "max_new_tokens": 21,
-        }
-        plain, drafted = plain_and_drafted(model, batch, lengths, **options)
-        assert drafted.sequences.tolist() == plain.tolist()
-        assert drafted.statistics.tokens_per_step > 1.3
-        for row, length in enumerate(lengths):
-            alone = model.generate(
-                batch["input_ids"][row : row + 1, 40 - length :], **{**options, "seed": seed + row}
-            )
-            assert plain[row, 40 - length :].tolist() == alone[0].tolist()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    tree=trees(),
-    architecture=st.sampled_from(["llama", "gemma3", "mistral-sliding"]),
-    lengths=st.lists(st.integers(1, 45), min_size=1, max_size=4),
-    temperature=st.sampled_from([0.0, 0.7, 1.3]),
-    hit_rate=st.sampled_from([0.0, 0.5, 1.0]),
-    seed=st.integers(0, 2**40),
-    max_new_tokens=st.integers(1, 17),
-)
-def test_any_tree_and_any_drafter_give_plain_output(
-    tree, architecture, lengths, temperature, hit_rate, seed, max_new_tokens
-):
-    model = MedusaModel(tiny_model(architecture))
-    batch = left_padded(random_prompts(len(lengths), max(lengths), seed=seed % 1000), lengths)
-    options = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "seed": seed}
-    if temperature:
-        options["temperature"] = temperature
-    plain, drafted = plain_and_drafted(model, batch, lengths, tree=tree, hit_rate=hit_rate, **options)
+    options = {**options, "max_new_tokens": 16}
+    plain, drafted = plain_and_drafted(model, batch, lengths, **options, seed=[5, 6, 7, 8])
     assert drafted.sequences.tolist() == plain.tolist()
-    assert drafted.sequences.shape[1] == max(lengths) + max_new_tokens
+    assert drafted.statistics.tokens_per_step > 1.3
+    for row, length in enumerate(lengths):
+        prompt = batch["input_ids"][row : row + 1, 40 - length :]
+        alone = model.generate(prompt, **options, seed=5 + row)
+        assert plain[row, 40 - length :].tolist() == alone[0].tolist()
 
 
 @pytest.mark.parametrize("reading", READING)
@@ -247,14 +208,6 @@ def test_padding_slots_holding_token_zero_are_never_accepted():
     assert out.statistics.accepted_histogram == [0, 4, 0, 0]
 
 
-class CountsCalls(LogitsProcessor):
-    """Favours the token that is (sum of the path) modulo V, so that a wrong path shows at once."""
-
-    def __call__(self, input_ids, scores):
-        favoured = input_ids.sum(dim=1, keepdim=True) % scores.shape[1]
-        return scores.scatter_add(1, favoured, torch.full_like(favoured, 4, dtype=scores.dtype))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -263,7 +216,6 @@ class CountsCalls(LogitsProcessor):
         {"bad_words_ids": [[5], [6, 7]]},
         {"forced_eos_token_id": 7, "eos_token_id": 7},
         {"exponential_decay_length_penalty": (4, 1.2), "eos_token_id": 9},
-        {"logits_processor": LogitsProcessorList([CountsCalls()])},
         {"typical_p": 0.7, "do_sample": True},
         {"repetition_penalty": 1.3, "do_sample": True, "top_k": 7},
     ],
@@ -306,12 +258,12 @@ def test_stopping_criteria_end_a_row_at_the_exact_token():
 
 @pytest.mark.parametrize("tree", [PLAIN, BUSHY], ids=["plain", "tree"])
 def test_sampling_follows_the_exact_joint_distribution(tree):
-    """Chi-square over the first two tokens of 6,000 seeds; false alarm rate 1e-4 a case."""
+    """Chi-square over the first two tokens of 1,500 seeds; false alarm rate 1e-4 a case."""
     from scipy.stats import chi2
 
     base = tiny_model("gpt-neox")
     model = MedusaModel(base)
-    num_rows, keep = 6000, 6
+    num_rows, keep = 1500, 6
     prompt = random_prompts(1, 5)
     options = {"do_sample": True, "temperature": 0.9, "top_k": keep, "max_new_tokens": 3}
     if tree is PLAIN:

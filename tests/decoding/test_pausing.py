@@ -289,7 +289,7 @@ def drafts_by_length(base, drafter, request, pausing) -> tuple[list[int], dict[i
 def test_a_drafter_that_was_left_out_for_some_steps_drafts_as_if_it_had_been_asked(name):
     base, request = tiny_model("qwen3"), request_of(random_prompts(1, 9), 40)
     text, always = drafts_by_length(base, DRAFTERS[name](base), request, None)
-    for seed in range(3):
+    for seed in range(2):
         paused_text, drafts = drafts_by_length(base, DRAFTERS[name](base), request, RandomPausing(seed))
         assert paused_text == text
         both = always.keys() & drafts.keys()

@@ -100,18 +100,18 @@ def test_a_base_published_in_bfloat16_is_decoded_in_float32_with_its_weights_as_
 
 
 @needs_kernels
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_decoding_on_the_packed_engine_is_token_identical(temperature):
-    base = tiny_model("llama")
-    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
-    options = {"do_sample": temperature > 0, "seed": 2, "max_new_tokens": 20}
-    if temperature:
-        options["temperature"] = temperature
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
+def test_decoding_with_heads_is_token_identical_on_an_engine(sampling, engine):
+    """Packed, it is what the base itself writes too."""
+    base, options = tiny_model("llama"), {"do_sample": False, "seed": 2, "max_new_tokens": 30, **sampling}
     batch = left_padded(random_prompts(3, 14), [14, 2, 9])
-    eager = MedusaModel(base).generate(**batch, **options)
-    fast = MedusaModel(base, heads, BUSHY, engine="packed")
-    assert fast.generate(**batch, **options).tolist() == eager.tolist()
-    assert fast.base is base and fast.runner is not base
+    model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3)), BUSHY, engine=engine)
+    plain = model.generate(**batch, **options, tree=CandidateTree.chain(0))
+    assert model.generate(**batch, **options, tree=model.tree).tolist() == plain.tolist()
+    if engine == "packed":
+        assert MedusaModel(base).generate(**batch, **options).tolist() == plain.tolist()
+    assert model.base is base and model.runner is not base
 
 
 @needs_kernels
@@ -245,19 +245,6 @@ def test_an_activation_of_a_view_gives_a_row_the_same_bits_alone_and_among_other
         return function(rows.split(width, dim=-1)[0])
 
     assert torch.equal(of_part(rows), torch.cat([of_part(row) for row in rows.split(1)]))
-
-
-@needs_kernels
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_int8_decoding_with_heads_is_token_identical_to_int8_decoding_without(temperature):
-    base = tiny_model("llama")
-    model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3)), BUSHY, engine="int8")
-    options = {"do_sample": temperature > 0, "seed": 2, "max_new_tokens": 30}
-    if temperature:
-        options["temperature"] = temperature
-    batch = left_padded(random_prompts(3, 14), [14, 2, 9])
-    plain = model.generate(**batch, **options, tree=CandidateTree.chain(0))
-    assert model.generate(**batch, **options, tree=model.tree).tolist() == plain.tolist()
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import BUSHY, random_prompts, tiny_model
 from torch import nn
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.batch import Row
@@ -66,6 +66,10 @@ def fresh_base():
 
 def heads():
     return MedusaHeads(HeadsConfig(32, 61, num_heads=4))
+
+
+def row_of(model):
+    return Row(model.request(PROMPT, **OPTIONS))
 
 
 def said_by(base):
@@ -181,7 +185,7 @@ def test_neither_a_stream_nor_a_batch_goes_on_across_a_change_of_weights(engine,
     model = MedusaModel(base, heads(), BUSHY, engine=engine)
     stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
     next(stream)
-    batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+    batch.add(row_of(model))
     batch.step()
     WRITES[write](base)
     with pytest.raises(ValueError, match="have changed since this answer or batch was begun"):
@@ -190,7 +194,7 @@ def test_neither_a_stream_nor_a_batch_goes_on_across_a_change_of_weights(engine,
         with pytest.raises(ValueError, match=r"answer or batch was begun.*continuous_batch\(\)"):
             batch.step()
         with pytest.raises(ValueError, match=r"answer or batch was begun.*continuous_batch\(\)"):
-            batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+            batch.add(row_of(model))
         model.refresh()
     assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
 
@@ -199,7 +203,7 @@ def test_a_batch_takes_no_request_after_a_hook_that_its_modules_would_not_run():
     base = fresh_base()
     model = MedusaModel(base, engine="packed")
     batch = model.continuous_batch()
-    row = Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS)))
+    row = row_of(model)
     ALTERATIONS["a hook on a linear layer"](base)
     with pytest.raises(ValueError, match="have changed since this answer or batch was begun"):
         batch.add(row)
@@ -224,7 +228,7 @@ def test_neither_a_stream_nor_a_batch_goes_on_in_training_mode():
     with pytest.raises(ValueError, match="set to training mode"):
         list(stream)
     with pytest.raises(ValueError, match="training mode"):
-        batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+        batch.add(row_of(model))
 
 
 def test_a_stream_does_not_go_on_while_its_adapter_is_off():
@@ -246,10 +250,7 @@ def test_weights_that_are_lent_for_each_pass_are_no_change(tmp_path):
     accelerate.dispatch_model(base, places | layers, main_device="cpu", offload_dir=tmp_path)
     model = MedusaModel(base, heads(), BUSHY, engine="eager")
     assert model.generate(PROMPT, **OPTIONS).tolist() == reference
-    batch, row = (
-        model.continuous_batch(),
-        Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))),
-    )
+    batch, row = model.continuous_batch(), row_of(model)
     batch.add(row)
     while batch.is_busy:
         batch.step()
@@ -293,7 +294,7 @@ def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypa
 def test_autocast_that_is_switched_in_the_middle_is_told(engine):
     model = MedusaModel(fresh_base(), engine=engine)
     stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
-    batch.add(Row(model.request(PROMPT, generation_config=GenerationConfig(**OPTIONS))))
+    batch.add(row_of(model))
     next(stream)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(ValueError, match="autocast was switched"):

@@ -162,7 +162,6 @@ def test_heads_of_others_guess_here_what_they_guess_there_and_decode_exactly(var
     arguments |= {"do_sample": True, "temperature": 0.7}
     plain_text = model.generate(**arguments, tree=CandidateTree.chain(0))
     assert torch.equal(model.generate(**arguments, tree=BUSHY.subtree(3)), plain_text)
-    assert torch.equal(model.generate(**arguments, drafter="dynamic-heads"), plain_text)
 
 
 def test_the_type_of_the_file_is_kept_and_what_was_decided_is_said(base, tmp_path, capsys):

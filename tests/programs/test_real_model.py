@@ -39,7 +39,7 @@ def assert_identical(base, tokenizer, prompt: str, max_new_tokens: int, drafts: 
 
 @pytest.mark.parametrize(("prompt", "drafts"), [(PROMPTS[0], "untrained heads"), (PROMPTS[1], "often right")])
 def test_two_answers_of_the_real_model_are_token_identical(real_base, real_tokenizer, prompt, drafts):
-    assert_identical(real_base, real_tokenizer, prompt, max_new_tokens=32, drafts=drafts)
+    assert_identical(real_base, real_tokenizer, prompt, max_new_tokens=16, drafts=drafts)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Reasoning, text and calls of tools are told apart, however an answer is cut, and no stop string is sent."""
 
+import functools
 import json
 
 import pytest
@@ -244,17 +245,23 @@ def written(form: AnswerForm, name: str, given: dict) -> str:
     return before + json.dumps(given) + after
 
 
-@pytest.mark.parametrize("has_tokens", [False, True])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.call)
-@pytest.mark.parametrize(("schema", "arguments"), GIVEN)
-def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema, arguments, has_tokens):
-    pytest.importorskip("llguidance")
+@functools.cache
+def tokenizer_and_compiler(form: AnswerForm, has_tokens: bool):
+    """Of a model whose tokenizer has the marks of ``form`` as tokens, or has not."""
     from medusa.acceptance.grammar import GrammarCompiler
 
     tokenizer = chat_tokenizer()
     if has_tokens or form.is_harmony:
         tokenizer.add_tokens([AddedToken(mark, special=form.is_harmony) for mark in form.marks])
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [256])
+    return tokenizer, GrammarCompiler(tokenizer, len(tokenizer), [256])
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.call)
+@pytest.mark.parametrize(("schema", "arguments"), GIVEN)
+def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema, arguments, has_tokens):
+    pytest.importorskip("llguidance")
+    tokenizer, compiler = tokenizer_and_compiler(form, has_tokens)
     functions = [{"name": "other"}, {"name": "f", "parameters": schema}]
     rules = ["answer: call", *form.call_rules(functions, compiler.spelt)]
     for is_thinking in (None, True) if form.thoughts[0] else (None,):
