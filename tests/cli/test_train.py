@@ -275,7 +275,6 @@ def test_two_processes_have_the_losses_of_one(workplace, alone):
     assert_same_result(workplace, "two", alone)
 
 
-@pytest.mark.slow
 def test_a_run_killed_at_any_step_goes_on_to_the_same_losses(workplace, alone):
     step = random.randrange(4, 12)
     arguments = ("--output_dir", "killed", *STEPS)
