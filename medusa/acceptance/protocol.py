@@ -211,6 +211,9 @@ def check_chain(name: str, draft: SampledDraft) -> None:
         )
 
 
+# ------------------------------------------------------------------ distributions
+
+
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """``numerator / denominator``, and 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))

@@ -1,7 +1,8 @@
 """The rules for sampled drafts, for one chain: "token", "block" and "greedy_block"; and for trees:
 "multi_draft", "spectr" and "traversal".
 
-:mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back."""
+:mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ from medusa.acceptance.protocol import (
     row_at,
     without,
 )
+
+# ------------------------------------------------------------------ one chain
 
 
 def verify_tokens(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
@@ -227,6 +230,9 @@ GREEDY_BLOCK = VerificationRule(
     "most accepted in one step; carries a changed target over the next steps",
     context_only_proposal=True,
 )
+
+
+# ------------------------------------------------------------------ trees
 
 
 @dataclass(frozen=True)
@@ -477,6 +483,9 @@ TRAVERSAL = VerificationRule(
     (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
     "leaves to root over a tree of drafts that differ",
 )
+
+
+# ------------------------------------------------------------------ by name
 
 
 RULES: dict[str, VerificationRule] = {
