@@ -1,7 +1,7 @@
 """Sources of candidates: each fills a tree with tokens for one verification pass.
 
 A drafter proposes, the base model decides, so a drafter can make decoding slow but never wrong.
-One file per source, all behind :class:`Drafter`. Those that ask a model for the next token at every node
+All stand behind :class:`Drafter`. Those that ask a model for the next token at every node
 share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
 
 :class:`DraftValidator` holds drafters to what every draft must be: shapes, tokens, and a tree that is one.
