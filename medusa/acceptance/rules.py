@@ -55,11 +55,6 @@ def verify_tokens(draft: SampledDraft, noise: VerificationNoise, state: Any = No
     return conclude(draft, noise, best, residual, acceptance)
 
 
-TOKEN = VerificationRule(
-    "token", verify_tokens, (DraftKind.CHAIN,), "each draft token of a chain on its own, up to the miss"
-)
-
-
 def verify_block(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
     """The prefixes of a chain are tested as wholes, and the longest accepted one wins.
 
@@ -89,11 +84,6 @@ def prefix_weight(draft: SampledDraft, proposal: Tensor) -> Tensor:
     for i in range(step.shape[1]):
         weights.append((weights[-1] * step[:, i]).clamp(max=1))
     return torch.stack(weights, dim=1)
-
-
-BLOCK = VerificationRule(
-    "block", verify_block, (DraftKind.CHAIN,), "prefixes of a chain as wholes, the longest one wins"
-)
 
 
 @dataclass(frozen=True)
@@ -223,15 +213,6 @@ def next_state(
     return TargetModification(log_ratio.masked_fill(remaining == 0, 0.0), remaining)
 
 
-GREEDY_BLOCK = VerificationRule(
-    "greedy_block",
-    verify_greedy_block,
-    (DraftKind.CHAIN,),
-    "most accepted in one step; carries a changed target over the next steps",
-    context_only_proposal=True,
-)
-
-
 # ------------------------------------------------------------------ trees
 
 
@@ -301,21 +282,6 @@ def _try_node(
 def _choose(first: Tensor, a: Tensor, second: Tensor, b: Tensor, otherwise: Tensor) -> Tensor:
     """Rows (B, V) of ``a`` where ``first`` (B,) holds, of ``b`` where ``second`` does, else ``otherwise``."""
     return torch.where(first[:, None], a, torch.where(second[:, None], b, otherwise))
-
-
-MULTI_DRAFT = VerificationRule(
-    "multi_draft",
-    verify_drafts,
-    (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "recursive rejection over independent drafts (SpecInfer)",
-)
-
-MULTI_DRAFT_WITHOUT_REPLACEMENT = VerificationRule(
-    "multi_draft_without_replacement",
-    partial(verify_drafts, replacement=False),
-    (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "recursive rejection over drafts that differ",
-)
 
 
 def verify_spectr(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
@@ -406,14 +372,6 @@ def residual_after_all(p: Tensor, q: Tensor, rho: Tensor, num_drafts: Tensor) ->
     return normalised((p - covered).clamp(min=0), fallback=p)
 
 
-SPECTR = VerificationRule(
-    "spectr",
-    verify_spectr,
-    (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "k-sequential selection among independent drafts (SpecTr)",
-)
-
-
 def verify_traversal(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
     """Traversal verification: a tree drawn without replacement, judged from its leaves to its root.
 
@@ -477,27 +435,27 @@ def first_accepted(draft: SampledDraft, accepted: Tensor) -> Tensor:
     return best
 
 
-TRAVERSAL = VerificationRule(
-    "traversal",
-    verify_traversal,
-    (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "leaves to root over a tree of drafts that differ",
-)
-
-
 # ------------------------------------------------------------------ by name
 
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule
     for rule in (
-        TOKEN,
-        BLOCK,
-        GREEDY_BLOCK,
-        MULTI_DRAFT,
-        MULTI_DRAFT_WITHOUT_REPLACEMENT,
-        SPECTR,
-        TRAVERSAL,
+        VerificationRule("token", verify_tokens, (DraftKind.CHAIN,)),
+        VerificationRule("block", verify_block, (DraftKind.CHAIN,)),
+        VerificationRule("greedy_block", verify_greedy_block, (DraftKind.CHAIN,), context_only_proposal=True),
+        VerificationRule("multi_draft", verify_drafts, (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN)),
+        VerificationRule(
+            "multi_draft_without_replacement",
+            partial(verify_drafts, replacement=False),
+            (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+        ),
+        VerificationRule("spectr", verify_spectr, (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN)),
+        VerificationRule(
+            "traversal",
+            verify_traversal,
+            (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+        ),
     )
 }
 """Every rule for sampled drafts, by name."""
