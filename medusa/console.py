@@ -2,7 +2,8 @@
 
 Where a table is too wide, what does not fit beside the rest follows below, and nothing is cut off. Progress
 is a bar on a terminal, and a line now and then elsewhere. Programs talk to the reader on standard error;
-standard output is for results."""
+standard output is for results.
+"""
 
 from __future__ import annotations
 

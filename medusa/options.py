@@ -1,6 +1,7 @@
 """What options may be: words to choose from, numbers within bounds; and in what two sets of options differ.
 
-They stand alone here so that a program can show its help without importing torch."""
+They stand alone here so that a program can show its help without importing torch.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ does), know its rows by their index in the batch, or fail after a token that it 
 does with ``transformers`` only when it is called as there: once for each position, in order, with the whole
 batch. So in lockstep the tree is walked one position at a time. The scores where the rows stand are
 processed, a token is chosen after each, the criteria are asked, and every row moves to the child that holds
-its token. Where a row has no such child, the step ends for all rows."""
+its token. Where a row has no such child, the step ends for all rows.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +100,9 @@ def accept_typical(
     plausible = probability > bound.gather(1, parents)
     plausible[:, 0] = True
     return deepest_path(plausible, chosen, topology)
+
+
+# ------------------------------------------------------------------ in lockstep
 
 
 class LockstepBatch:

@@ -35,7 +35,7 @@ q = 0 was not drafted and is never accepted; a residual without mass falls back 
 
 A rule says which drafts it is exact for (``draft_kinds``, the kind to draw first) and refuses the
 others with the reason (``rule.require``). **Adding a rule**: a
-``VerificationRule("name", verify, draft_kinds=(DraftKind.CHAIN,), summary="...")`` in
+``VerificationRule("name", verify, draft_kinds=(DraftKind.CHAIN,))`` in
 :data:`medusa.acceptance.rules.RULES`.
 
 Drafts are drawn from q with noise that the caller brings, one implementation for drafters and tests. Noise is
@@ -123,7 +123,6 @@ class VerificationRule:
     name: str
     function: VerifyFunction
     draft_kinds: tuple[DraftKind, ...]  # the first is the one to draw where a tree may branch
-    summary: str
     context_only_proposal: bool = False
 
     @property
@@ -209,6 +208,9 @@ def check_chain(name: str, draft: SampledDraft) -> None:
             f"acceptance={name!r} walks one chain, got a tree of {num_nodes} nodes and depth {max_depth}; "
             "use CandidateTree.chain(g).topology(), or a tree rule such as 'traversal'"
         )
+
+
+# ------------------------------------------------------------------ distributions
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The rules for sampled drafts, for one chain: "token", "block" and "greedy_block"; and for trees:
 "multi_draft", "spectr" and "traversal".
 
-:mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back."""
+:mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ from medusa.acceptance.protocol import (
     without,
 )
 
+# ------------------------------------------------------------------ one chain
+
 
 def verify_tokens(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
     """Speculative sampling: the draft tokens of a chain are tested one by one, the first miss ends it.
@@ -50,11 +53,6 @@ def verify_tokens(draft: SampledDraft, noise: VerificationNoise, state: Any = No
     best = torch.cumprod((noise.uniform < acceptance).long(), dim=1).sum(1) - 1
     residual = excess(row_at(draft.target, best), row_at(proposal, best))
     return conclude(draft, noise, best, residual, acceptance)
-
-
-TOKEN = VerificationRule(
-    "token", verify_tokens, (DraftKind.CHAIN,), "each draft token of a chain on its own, up to the miss"
-)
 
 
 def verify_block(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
@@ -86,11 +84,6 @@ def prefix_weight(draft: SampledDraft, proposal: Tensor) -> Tensor:
     for i in range(step.shape[1]):
         weights.append((weights[-1] * step[:, i]).clamp(max=1))
     return torch.stack(weights, dim=1)
-
-
-BLOCK = VerificationRule(
-    "block", verify_block, (DraftKind.CHAIN,), "prefixes of a chain as wholes, the longest one wins"
-)
 
 
 @dataclass(frozen=True)
@@ -220,13 +213,7 @@ def next_state(
     return TargetModification(log_ratio.masked_fill(remaining == 0, 0.0), remaining)
 
 
-GREEDY_BLOCK = VerificationRule(
-    "greedy_block",
-    verify_greedy_block,
-    (DraftKind.CHAIN,),
-    "most accepted in one step; carries a changed target over the next steps",
-    context_only_proposal=True,
-)
+# ------------------------------------------------------------------ trees
 
 
 @dataclass(frozen=True)
@@ -295,21 +282,6 @@ def _try_node(
 def _choose(first: Tensor, a: Tensor, second: Tensor, b: Tensor, otherwise: Tensor) -> Tensor:
     """Rows (B, V) of ``a`` where ``first`` (B,) holds, of ``b`` where ``second`` does, else ``otherwise``."""
     return torch.where(first[:, None], a, torch.where(second[:, None], b, otherwise))
-
-
-MULTI_DRAFT = VerificationRule(
-    "multi_draft",
-    verify_drafts,
-    (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "recursive rejection over independent drafts (SpecInfer)",
-)
-
-MULTI_DRAFT_WITHOUT_REPLACEMENT = VerificationRule(
-    "multi_draft_without_replacement",
-    partial(verify_drafts, replacement=False),
-    (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "recursive rejection over drafts that differ",
-)
 
 
 def verify_spectr(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
@@ -400,14 +372,6 @@ def residual_after_all(p: Tensor, q: Tensor, rho: Tensor, num_drafts: Tensor) ->
     return normalised((p - covered).clamp(min=0), fallback=p)
 
 
-SPECTR = VerificationRule(
-    "spectr",
-    verify_spectr,
-    (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "k-sequential selection among independent drafts (SpecTr)",
-)
-
-
 def verify_traversal(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
     """Traversal verification: a tree drawn without replacement, judged from its leaves to its root.
 
@@ -471,24 +435,27 @@ def first_accepted(draft: SampledDraft, accepted: Tensor) -> Tensor:
     return best
 
 
-TRAVERSAL = VerificationRule(
-    "traversal",
-    verify_traversal,
-    (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-    "leaves to root over a tree of drafts that differ",
-)
+# ------------------------------------------------------------------ by name
 
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule
     for rule in (
-        TOKEN,
-        BLOCK,
-        GREEDY_BLOCK,
-        MULTI_DRAFT,
-        MULTI_DRAFT_WITHOUT_REPLACEMENT,
-        SPECTR,
-        TRAVERSAL,
+        VerificationRule("token", verify_tokens, (DraftKind.CHAIN,)),
+        VerificationRule("block", verify_block, (DraftKind.CHAIN,)),
+        VerificationRule("greedy_block", verify_greedy_block, (DraftKind.CHAIN,), context_only_proposal=True),
+        VerificationRule("multi_draft", verify_drafts, (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN)),
+        VerificationRule(
+            "multi_draft_without_replacement",
+            partial(verify_drafts, replacement=False),
+            (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+        ),
+        VerificationRule("spectr", verify_spectr, (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN)),
+        VerificationRule(
+            "traversal",
+            verify_traversal,
+            (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
+        ),
     )
 }
 """Every rule for sampled drafts, by name."""

@@ -13,7 +13,8 @@ Besides its context a model may have a position past which it computes otherwise
   request stays on one side: its nodes are kept within the original context, or its first chunk reaches past
   it.
 - A few models have a ``sliding_window`` in their configuration that their code never masks by, while the
-  cache of ``transformers`` forgets what lies before it. Up to the window both agree."""
+  cache of ``transformers`` forgets what lies before it. Up to the window both agree.
+"""
 
 from __future__ import annotations
 
@@ -436,6 +437,9 @@ def logits_of_states(base: CausalLM, states: Tensor) -> Tensor:
         return base(input_ids=dummy, use_cache=False).logits[0]
     finally:
         handle.remove()
+
+
+# ------------------------------------------------------------------ how far a request may reach
 
 
 def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_tokens: int) -> None:

@@ -3,7 +3,8 @@
 A program's options are one frozen dataclass, made of its own fields and of the groups below. The name
 of a field is its flag (``max_new_tokens`` is ``--max-new-tokens``), the line under a field is its help,
 and each dataclass checks its own values in ``__post_init__``. :func:`parse` does the rest; it knows
-nothing about any single option."""
+nothing about any single option.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
-from medusa.options import Dtype, Engine, StepKind, TemplateOptions, check_at_least
+from medusa.options import Dtype, Engine, StepKind, TemplateOptions, check_at_least, check_within
 from medusa.places import named_file
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
@@ -379,10 +380,8 @@ class AnswerOptions:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_new_tokens", "top_k")
         check_at_least(self, 0, "temperature")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        check_within(self, "(0, 1]", "top_p")
+        check_within(self, "[0, 1]", "min_p")
         if self.temperature == 0:
             for name in ("top_k", "top_p", "min_p"):
                 if getattr(self, name) is not None:

@@ -6,7 +6,8 @@ Keys and values of a text depend on its tokens alone, so whoever begins with the
 copy of them: a conversation's next turn does not read its history again. :class:`PrefixCache` keeps what rows
 leave behind when they end, until a limit of memory is reached; the least recently used goes first. What one
 owner leaves is for that owner alone: how much of a guess is known, and how fast it is read, would tell others
-the text token by token."""
+the text token by token.
+"""
 
 from __future__ import annotations
 
@@ -295,6 +296,9 @@ def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:
     widths = (max(0, -missing), max(0, missing))
     both = zip((first, second), widths, strict=True)
     return [each if not more else torch.nn.functional.pad(each, (*fill, 0, more)) for each, more in both]
+
+
+# ------------------------------------------------------------------ prefixes that rows leave
 
 
 @dataclass(frozen=True)

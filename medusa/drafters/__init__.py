@@ -1,4 +1,4 @@
-"""Who fills the candidate tree: ``drafter=``, one file for each drafter.
+"""Who fills the candidate tree: ``drafter=``.
 
 A drafter proposes tokens for the nodes of a tree; the base model then verifies them. Whatever it proposes,
 the text stays the same under the exact rule. ``registry`` lists the drafters that have a name.

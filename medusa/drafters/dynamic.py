@@ -336,6 +336,9 @@ def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device)
     return columns
 
 
+# ------------------------------------------------------------------ the best path
+
+
 WIDTH = 8
 """Chains side by side whose nodes the tree has: so many candidates are compared."""
 

@@ -1,13 +1,14 @@
 """Sources of candidates: each fills a tree with tokens for one verification pass.
 
 A drafter proposes, the base model decides, so a drafter can make decoding slow but never wrong.
-One file per source, all behind :class:`Drafter`. Those that ask a model for the next token at every node
+All stand behind :class:`Drafter`. Those that ask a model for the next token at every node
 share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
 
 :class:`DraftValidator` holds drafters to what every draft must be: shapes, tokens, and a tree that is one.
 Shapes are known on the host. What the tensors hold is looked at on the device, which gives one flag for each
 rule. The general loop reads the flags before the base sees the draft; static steps collect them until the
-host next reads the results."""
+host next reads the results.
+"""
 
 from __future__ import annotations
 
@@ -208,6 +209,9 @@ class PlainDrafter(StatelessDrafter):
 
     def draft(self, context: DraftContext) -> Draft:
         return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
+
+
+# ------------------------------------------------------------------ what every draft must be
 
 
 TOKEN_RULES = ("token ids of the base's vocabulary", "the root token in node 0 of every row")

@@ -118,7 +118,6 @@ class NamedDrafter:
     name: str
     make: Callable[[DraftHost, DrafterSettings], Drafter]
     """Makes it, in a tree of its own; what is slow is done here, once. Others are made of it by ``fill``."""
-    summary: str
     missing: Callable[[DraftHost, DrafterSettings], str | None] = lambda host, settings: None
     """What it needs and has not got, and the flag that gives it; None when it can work."""
     needs_heads: bool = False
@@ -200,40 +199,25 @@ def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
 DRAFTERS: dict[str, NamedDrafter] = {
     named.name: named
     for named in (
-        NamedDrafter("heads", _heads, "the heads the model was loaded with", _missing_heads, True),
+        NamedDrafter("heads", _heads, _missing_heads, needs_heads=True),
+        NamedDrafter("dynamic-heads", partial(_heads, is_dynamic=True), _missing_heads, needs_heads=True),
         NamedDrafter(
-            "dynamic-heads",
-            partial(_heads, is_dynamic=True),
-            "the heads, in a tree that takes another shape at every step",
-            _missing_heads,
-            needs_heads=True,
-        ),
-        NamedDrafter(
-            "suffix",
-            lambda host, settings: SuffixDrafter(settings.draft_length or SuffixDrafter().length),
-            "what followed the same words earlier in the text",
+            "suffix", lambda host, settings: SuffixDrafter(settings.draft_length or SuffixDrafter().length)
         ),
         NamedDrafter(
             "eagle3",
             _eagle3,
-            "an EAGLE-3 head beside the heads",
             lambda host, settings: "an EAGLE-3 head; give --eagle3" if settings.eagle3 is None else None,
         ),
-        NamedDrafter(
-            "mtp",
-            _mtp,
-            "the layers for multi-token prediction that the base comes with",
-            lambda host, settings: missing_mtp(host.base),
-        ),
-        NamedDrafter("draft-model", _draft_model, "a smaller model", _missing_draft_model),
-        NamedDrafter("early-exit", _early_exit, "the base's first layers", _missing_exit_layer),
+        NamedDrafter("mtp", _mtp, lambda host, settings: missing_mtp(host.base)),
+        NamedDrafter("draft-model", _draft_model, _missing_draft_model),
+        NamedDrafter("early-exit", _early_exit, _missing_exit_layer),
         NamedDrafter(
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
-            "the base in int8",
             lambda host, settings: NO_STATE if keeps_state(host.base) else missing_for_kernels(host.base),
         ),
-        NamedDrafter("plain", lambda host, settings: PlainDrafter(), "nothing: one token a pass"),
+        NamedDrafter("plain", lambda host, settings: PlainDrafter()),
     )
 }
 """Every drafter that a user can ask for by name."""

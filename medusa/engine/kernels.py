@@ -14,7 +14,8 @@ number exactly: most checkpoints were published in bfloat16, and are the same mo
 the memory and nearly half the time. In int8 a weight has one scale per output channel, and the text is that
 of another model (MEASUREMENTS says how near). What it is multiplied by becomes whole numbers of 16 bits, 256
 of which share a scale; their products are added as whole numbers, which is exact in any order and half the
-work of widening to float32."""
+work of widening to float32.
+"""
 
 from __future__ import annotations
 
@@ -166,6 +167,9 @@ def _ordinary(module: Any) -> Any:
 for _instead, _name in TREE_ATTENTION.items():
     AttentionInterface.register(_name, tree_attention)
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_instead])
+
+
+# ------------------------------------------------------------------ linear layers
 
 
 WEIGHT_STEPS = 127

@@ -11,6 +11,7 @@
 Those of EAGLE-3 (arXiv 2503.01840) hold one transformer layer (:mod:`medusa.interop.eagle3`), mtp layers of
 the base's kind (:mod:`medusa.interop.mtp`). The others hold plain Medusa heads (arXiv 2401.10774): each reads
 the base's last hidden state and nothing else.
-A format is one file here and a line in :mod:`medusa.interop.conversion`. One strict reader of each format
-serves ``medusa import`` and ``medusa check``, so what passes the check is what the other project loads.
+A format is a :class:`~medusa.interop.protocol.ForeignFormat` and a line in :mod:`medusa.interop.conversion`.
+One strict reader of each format serves ``medusa import`` and ``medusa check``, so what passes the check is
+what the other project loads.
 """

@@ -264,6 +264,9 @@ def _equal_rows(theirs: Tensor, ours: Tensor) -> Tensor:
     return cast_ours | (theirs.to(ours.dtype) == ours).all(dim=1)
 
 
+# ------------------------------------------------------------------ the checkpoints of FasterDecoding/Medusa
+
+
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NAMES = TensorNames("{head}.{layer}.linear.{part}", "{head}.{layer}.weight")
 _PREFIX, _LM_HEAD = "medusa_head.", "lm_head.weight"

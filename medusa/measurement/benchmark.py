@@ -3,7 +3,8 @@
 A setting is so many rows decoded together after conversations of so many tokens. All contenders answer each
 batch of a setting, in turns (:mod:`medusa.measurement.timing`), with the same seeds. The earlier turns of
 such a conversation are other prompts with the model's own answers, so the text before a question is what it
-would really hold."""
+would really hold.
+"""
 
 from __future__ import annotations
 
@@ -398,6 +399,9 @@ def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting)
         name: divergence(model.base, conversations(setting, each).values())
         for name, each in by_contender(answers).items()
     }
+
+
+# ------------------------------------------------------------------ earlier turns
 
 
 ANSWER_TOKENS = 128

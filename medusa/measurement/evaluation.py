@@ -4,7 +4,8 @@ distributions of quantised models are from the float32 model's, on the same toke
 For the latter the float32 model's own greedy answers are read again (teacher forcing), so that all are asked
 about the same positions. At each one KL(float32 || other) = sum over tokens of p (log p - log q), in nats,
 and whether both find the same token likeliest. Reading is split into passes of so many tokens: one pass is
-how prompts are read, passes of one token are how plain decoding goes."""
+how prompts are read, passes of one token are how plain decoding goes.
+"""
 
 from __future__ import annotations
 
@@ -208,6 +209,9 @@ def _plot_categories(ax: Any, overall: float, categories: Mapping[str, Mapping[s
     ax.set_xlim(1, 1 + (max(values) - 1) * 1.2 + 0.05)
     ax.set_title("Tokens per step by category")
     ax.set_xlabel("1 is plain decoding; dotted: all prompts")
+
+
+# ------------------------------------------------------------------ an engine against float32
 
 
 CLEAR_LEAD = 0.5

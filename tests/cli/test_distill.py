@@ -38,7 +38,9 @@ MAX_NEW_TOKENS = 12
 
 
 @pytest.fixture
-def serve():
+def serve(monkeypatch):
+    monkeypatch.setattr(answering, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(answering, "FIRST_WAIT", 0.001)
     with fake_endpoints() as start:
         yield start
 
@@ -347,7 +349,7 @@ def test_the_demo_prompts_are_readable_varied_and_disjoint():
 def answer_from(fakes, tmp_path, num_prompts=3, minutes=None, concurrency=1, **options):
     """The rows and the report of a run over endpoints, and the seconds it took."""
     prompts = read_prompts(prompts_file(tmp_path, num_prompts))
-    endpoints = [ChatEndpoint(fake.url, "tiny", max_attempts=2, first_wait=0.001) for fake in fakes]
+    endpoints = [ChatEndpoint(fake.url, "tiny") for fake in fakes]
     answerer = EndpointAnswerer(endpoints, concurrency, MAX_NEW_TOKENS, **options)
     began = time.monotonic()
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:

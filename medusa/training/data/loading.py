@@ -10,7 +10,8 @@ tool calls that the template does not show.
 Turns of one conversation make one document as long as each prompt continues the text before it;
 where a template rewrites its history, an answer gets a document of its own.
 A tokenizer without a chat template belongs to a model that continues text: a message and its answer are a
-text and how the model went on."""
+text and how the model went on.
+"""
 
 from __future__ import annotations
 

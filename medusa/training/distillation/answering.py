@@ -2,7 +2,8 @@
 self-distillation scales to a serving cluster.
 
 Both take conversations from a source as they get room for them, and hand back each with the next
-message, in the order they end."""
+message, in the order they end.
+"""
 
 from __future__ import annotations
 
@@ -188,6 +189,9 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     return {"type": "function", "function": {"name": function["name"], "arguments": parsed}}
+
+
+# ------------------------------------------------------------------ who answers
 
 
 MAX_PERIOD, MIN_REPEATED = 64, 48

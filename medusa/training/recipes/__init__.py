@@ -1,1 +1,1 @@
-"""The kinds of training, one file each."""
+"""The kinds of training: heads on a frozen base, and heads with an adapter on it."""

@@ -1,6 +1,6 @@
 """What the trainer asks of a kind of training, and what new heads of every kind begin with.
 
-A new kind is one file beside this one, and one line in :data:`medusa.training.run.job.RECIPES`.
+A new kind is a class in this folder, and one line in :data:`medusa.training.run.job.RECIPES`.
 """
 
 from __future__ import annotations
