@@ -180,7 +180,10 @@ static float rounded(const float* x, int64_t count, int16_t* rounded) {
 // Weights lie in panels (N / LANES, K, LANES), int8 in (N / LANES, K / 2, LANES, 2). A block is M rows by J panels;
 // its sums stay in registers.
 constexpr int MOST_ROWS = 12;
-constexpr int PAGE = 4096;  // processors look no page ahead by themselves
+// How far ahead weights are fetched, into the second cache: processors look no page ahead by themselves, and at eight
+// pages two cores had read 1.3 times as much as at one.
+constexpr int64_t PAGE = 4096, AHEAD = 8 * PAGE;
+static inline void fetch(const void* ahead) { __builtin_prefetch(ahead, 0, 2); }
 template <typename W>
 constexpr int panels_for(int rows) {
   constexpr int others = std::is_same_v<W, int8_t> ? 3 : 1;  // registers for numbers of a row, and products before they are added
@@ -207,7 +210,7 @@ static void finished(const Product& of, const float* sums, int64_t row, int64_t 
 }
 
 template <typename W, int M, int J>
-static inline void sum_up(const Product& of, const W* w, int64_t row, Vec (&sums)[M][J]) {
+static inline void sum_up(const Product& of, const W* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
   const float* x = of.x + row * of.K;
   for (int64_t k = 0; k < of.K; k++) {
     Vec weights[J];
@@ -215,7 +218,7 @@ static inline void sum_up(const Product& of, const W* w, int64_t row, Vec (&sums
     for (int j = 0; j < J; j++) {
       const W* next = w + (j * of.K + k) * LANES;
       weights[j] = widened(next);
-      __builtin_prefetch(reinterpret_cast<const char*>(next) + PAGE);
+      fetch(reinterpret_cast<const char*>(next) + ahead);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
@@ -227,7 +230,7 @@ static inline void sum_up(const Product& of, const W* w, int64_t row, Vec (&sums
 }
 
 template <int M, int J>
-static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Vec (&sums)[M][J]) {
+static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
   int64_t pairs = (of.K + 1) / 2, runs = (of.K + RUN - 1) / RUN;
   const int16_t* x = of.rounded + row * runs * RUN;
   for (int64_t run = 0; run < runs; run++) {
@@ -238,7 +241,7 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Vec (
       for (int j = 0; j < J; j++) {
         const int8_t* next = w + (j * pairs + k) * 2 * LANES;
         weights[j] = widened_pairs(next);
-        __builtin_prefetch(next + PAGE);
+        fetch(next + ahead);
       }
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++) {
@@ -258,10 +261,11 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Vec (
 }
 
 template <typename W, int M, int J>
-[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel) {
+[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel, int64_t last) {
   Vec sums[M][J] = {};
-  int64_t height = std::is_same_v<W, int8_t> ? of.K + of.K % 2 : of.K;
-  sum_up(of, static_cast<const W*>(of.panels) + panel * height * LANES, row, sums);
+  int64_t height = std::is_same_v<W, int8_t> ? of.K + of.K % 2 : of.K, size = height * LANES * sizeof(W);
+  int64_t ahead = std::clamp((last - panel - J) * size, PAGE, AHEAD);  // what follows the last panel is another thread's
+  sum_up(of, static_cast<const W*>(of.panels) + panel * height * LANES, row, ahead, sums);
   float results[M * J * LANES];
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++)
@@ -279,8 +283,8 @@ static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
   for (int64_t panel = first; panel < last; panel += J)
     for (int64_t next = 0; next < of.M; next += M) {
       int64_t row = std::min(next, of.M - M);
-      if (panel + J <= last) block<W, M, J>(of, row, panel);
-      else for (int64_t lone = panel; lone < last; lone++) block<W, M, 1>(of, row, lone);
+      if (panel + J <= last) block<W, M, J>(of, row, panel, last);
+      else for (int64_t lone = panel; lone < last; lone++) block<W, M, 1>(of, row, lone, last);
     }
 }
 
