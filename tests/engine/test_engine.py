@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -158,18 +159,19 @@ def test_joined_layers_compute_once_for_one_input_and_again_for_any_other():
     first, second = joined(linears)
     product = first._shared.product = CountedProduct(linears)
     x, other = torch.randn(4, 40), torch.randn(4, 40)
+    is_close = partial(torch.allclose, atol=1e-5)  # a wider product rounds otherwise
     with torch.no_grad():
         for _ in range(2):
-            assert torch.allclose(first(x), linears[0](x)) and torch.allclose(second(x), linears[1](x))
+            assert is_close(first(x), linears[0](x)) and is_close(second(x), linears[1](x))
         assert product.num_calls == 2  # nothing is kept once all have taken their part
         first(x)
-        assert torch.allclose(second(other), linears[1](other))
+        assert is_close(second(other), linears[1](other))
         first(x)
         x.mul_(2)
-        assert torch.allclose(second(x), linears[1](x))
-        assert torch.allclose(second(x), linears[1](x)) and torch.allclose(first(x), linears[0](x))
+        assert is_close(second(x), linears[1](x))
+        assert is_close(second(x), linears[1](x)) and is_close(first(x), linears[0](x))
     with torch.inference_mode():
-        assert torch.allclose(first(x + 1), linears[0](x + 1))
+        assert is_close(first(x + 1), linears[0](x + 1))
 
 
 def test_only_plain_layers_that_can_read_one_input_are_joined():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import threading
-from types import ModuleType
+from queue import SimpleQueue
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -72,14 +73,14 @@ def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["pass.lock"]
 
 
-def test_who_finds_another_compiling_waits_and_compiles_nothing(tmp_path, compiler, capsys):
-    path, waits = tmp_path / "pass.so", threading.Event()
+def test_who_finds_another_compiling_waits_and_compiles_nothing(tmp_path, compiler, monkeypatch):
+    path, said = tmp_path / "pass.so", SimpleQueue()
+    console = SimpleNamespace(print=lambda text, **style: said.put(text))
+    monkeypatch.setattr(libraries, "log_console", lambda: console)
     with locked(path, lock=path.with_suffix(".lock")):
-        waiting = threading.Thread(target=lambda: (waits.set(), compiled(path, compiler)))
+        waiting = threading.Thread(target=compiled, args=(path, compiler))
         waiting.start()
-        waits.wait()
-        while "waiting" not in capsys.readouterr().err:
-            assert waiting.is_alive()
+        assert "waiting until it has ended" in said.get(timeout=60)
         path.write_bytes(b"made")
     waiting.join()
     assert not compiler.made and path.read_bytes() == b"made"
