@@ -149,8 +149,8 @@ class Batch:
 
     Args:
         forward: what runs passes, with the states of the layers that drafters read.
-        guide_for: the drafter for so many rows, of which some may copy from other texts (True) or none, and
-            what pauses it (None: nothing). Called once for each of these.
+        guide_for: the drafter for up to so many rows, of which some may copy from other texts (True) or none,
+            and what pauses it (None: nothing). Called once for each power of two and each of these.
         check_base: raises ValueError where base or heads are no longer those that the batch was made for.
             Called with True for each new request, with False once a turn.
         is_streamed: whether a request alone hands out each token at once; it is checked at its end otherwise.
@@ -471,7 +471,7 @@ class Batch:
         return passes
 
     def _guide(self, num_rows: int, references: Sequence[References]) -> tuple[Drafter, Pausing | None]:
-        kind = num_rows, bool(references)
+        kind = 1 << (num_rows - 1).bit_length(), bool(references)  # what 9 rows teach is of use to 16
         if kind not in self._guides:
             self._guides[kind] = self._guide_for(*kind)
         return self._guides[kind]
