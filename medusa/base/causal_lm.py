@@ -310,7 +310,7 @@ def prefill(
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
     than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
     prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound
-    memory; with LongRoPE (see :mod:`medusa.base.causal_lm`) the first chunk of a long prompt is as long
+    memory; with LongRoPE (see the top of this file) the first chunk of a long prompt is as long
     as it takes to switch the factors.
     """
     if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding

@@ -120,8 +120,6 @@ class StepResult:
     tokens: list[list[int]]
     depths: list[list[int]]
     """The depth of the guess behind each token; 0 for the base model's own."""
-    is_first: bool = False
-    """The prefill, which gives each row its first token."""
 
 
 @dataclass
@@ -601,16 +599,15 @@ def _moved_up(num_rows: int, gone: set[int]) -> list[int]:
 
 def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
     """Decode ``request`` in ``batch``, which has nothing else to do, one :class:`StepResult` per pass."""
-    rows, is_first = batch.start(request), True
+    rows = batch.start(request)
     try:
         while batch.is_busy:
             for progress in batch.passes():
-                result = StepResult([[] for _ in rows], [[] for _ in rows], is_first)
+                result = StepResult([[] for _ in rows], [[] for _ in rows])
                 for each in progress:
                     if each.row.error is not None:
                         raise each.row.error
                     result.tokens[each.row.index], result.depths[each.row.index] = each.tokens, each.depths
                 yield result
-                is_first = False
     finally:
         batch.clear()

@@ -193,9 +193,7 @@ class TreeTopology:
         return cls((nodes - 1).clamp(min=0), nodes, ancestors, lineage, is_chain=True)
 
 
-def best_tree(
-    path_value: Mapping[RankPath, float], num_nodes: int, max_depth: int | None = None
-) -> CandidateTree:
+def best_tree(path_value: Mapping[RankPath, float], num_nodes: int) -> CandidateTree:
     """The ``num_nodes``-node tree with the largest sum of node values.
 
     ``path_value[path]`` estimates the probability that every guess on ``path`` is right; the root
@@ -207,7 +205,7 @@ def best_tree(
         raise ValueError(f"num_nodes must be at least 1 (the root token), got {num_nodes}")
     children: dict[RankPath, list[RankPath]] = {}
     for path in path_value:
-        if path and (max_depth is None or len(path) <= max_depth):
+        if path:
             children.setdefault(path[:-1], []).append(path)
     chosen: list[RankPath] = [()]
     frontier = [(-path_value[path], path) for path in children.get((), [])]

@@ -156,11 +156,9 @@ def test_the_best_tree_is_worth_as_much_as_any_tree_of_its_size(data, num_nodes)
     assert worth(chosen.paths) == pytest.approx(best)
 
 
-def test_the_best_tree_ends_where_the_values_end_or_the_depth_allowed():
+def test_the_best_tree_ends_where_the_values_end():
     values = independent_path_values([[0.6, 0.2], [0.5], [0.4]])
     assert best_tree(values, 100).num_nodes == 1 + len(values) == 7
-    assert best_tree(values, 100, max_depth=2).depth == 2
-    assert best_tree(values, 100, max_depth=0) == CandidateTree.chain(0)
     assert best_tree(values, 3).paths == ((), (0,), (0, 0))
 
 
