@@ -3,11 +3,15 @@ built."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import mmap
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -22,7 +26,14 @@ from medusa import CandidateTree, MedusaModel, engine
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import kernels
-from medusa.engine.kernels import Product, in_panels, missing_kernels, narrowest_dtype, quantised
+from medusa.engine.kernels import (
+    HugePages,
+    Product,
+    in_panels,
+    missing_kernels,
+    narrowest_dtype,
+    quantised,
+)
 from medusa.engine.views import view_of
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -38,6 +49,34 @@ def product(shape, dtype, has_bias=True):
         return Product(weight, bias, int8=True), weight, bias
     weight = weight.to(dtype).float()
     return Product(weight, bias), weight, bias
+
+
+SIZES = [(3, 5), (1 << 20, 20), (7,), (1 << 20, 30), (64,), (1, 1, 1)]
+
+
+def test_weights_in_huge_pages_have_memory_of_their_own_which_is_given_back_with_the_last_of_them():
+    pages = HugePages()
+    made = [pages.empty(shape, DTYPES[index % 4]).fill_(index) for index, shape in enumerate(SIZES)]
+    assert [tuple(each.shape) for each in made] == SIZES
+    assert all((each == index).all() for index, each in enumerate(made))
+    assert all(each.data_ptr() % HugePages.LINE == 0 for each in made)
+    part = weakref.ref(pages._part)
+    del pages, made[1:]
+    gc.collect()
+    assert part() is None and (made[0] == 0).all()
+
+
+@needs_kernels
+def test_where_a_system_has_no_huge_pages_weights_lie_in_small_ones(monkeypatch):
+    class Small(mmap.mmap):
+        def madvise(self, *advice):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(kernels.mmap, "mmap", Small)
+    monkeypatch.setattr(kernels, "_weights", HugePages())
+    made, weight, bias = product((130, 77), torch.float32)
+    x = torch.randn(2, 77)
+    torch.testing.assert_close(made(x), nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
 
 
 @needs_kernels
