@@ -105,8 +105,7 @@ def test_streamed_steps_join_to_what_generate_returns(model, options):
     )
     statistics = DecodingStatistics()
     rows: list[list[int]] = [[], [], []]
-    for number, step in enumerate(model.stream(**batch, **options, drafter=oracle, statistics=statistics)):
-        assert step.is_first == (number == 0)
+    for step in model.stream(**batch, **options, drafter=oracle, statistics=statistics):
         for row, new, depths in zip(rows, step.tokens, step.depths, strict=True):
             assert len(new) == len(depths)
             assert not new or depths == [*range(1, len(new)), 0] or len(row) + len(new) == 14

@@ -47,7 +47,7 @@ class ScriptedModel:
     def _steps(self, answer, max_new_tokens, statistics):
         tokens = [*TOKENIZER(answer, add_special_tokens=False).input_ids, END][:max_new_tokens]
         statistics.num_rows += 1
-        yield StepResult([tokens[:1]], [[0]], is_first=True)
+        yield StepResult([tokens[:1]], [[0]])
         for start in range(1, len(tokens), 2):
             new = tokens[start : start + 2]
             statistics.record_step([len(new) - 1], 3)
