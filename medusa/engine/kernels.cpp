@@ -92,31 +92,30 @@ struct Half { uint16_t bits; };
 template <typename Narrow>
 using Several [[gnu::vector_size(LANES * sizeof(Narrow)), gnu::aligned(1), gnu::may_alias]] = Narrow;
 
-static inline Vec widened(const float* from) { return load(from); }
+static inline void widened(const float* from, Vec (&wide)[1]) { wide[0] = load(from); }
 
-static inline Vec widened(const BFloat16* from) {
-  typedef uint32_t Wide __attribute__((vector_size(LANES * 4)));
-  auto narrow = *reinterpret_cast<const Several<uint16_t>*>(from);
-  return (Vec)(__builtin_convertvector(narrow, Wide) << 16);
+// The two weights of a lane lie in one number of 32 bits: nothing is moved from lane to lane.
+static inline void widened(const BFloat16* from, Vec (&wide)[2]) {
+  Int both = *reinterpret_cast<const Several<int32_t>*>(from);
+  wide[0] = (Vec)(both << 16), wide[1] = (Vec)(both & ~0xffff);
 }
 
-static inline Vec widened(const Half* from) {
+static inline void widened(const Half* from, Vec (&wide)[1]) {
 #if defined(WIDEST)
-  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  wide[0] = (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__) && defined(__F16C__)
-  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  wide[0] = (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #elif defined(__aarch64__)
-  return __builtin_convertvector(*reinterpret_cast<const Several<_Float16>*>(from), Vec);
+  wide[0] = __builtin_convertvector(*reinterpret_cast<const Several<_Float16>*>(from), Vec);
 #else
-  Vec wide;  // exact: exponent and fraction are moved to their place, and 2^112 makes up for the other bias
+  // exact: exponent and fraction are moved to their place, and 2^112 makes up for the other bias
   for (int lane = 0; lane < LANES; lane++) {
     uint32_t bits = from[lane].bits, moved = (bits & 0x7fff) << 13;
     float value;
     std::memcpy(&value, &moved, 4);
     value *= 0x1p112f;
-    wide[lane] = bits & 0x8000 ? -value : value;
+    wide[0][lane] = bits & 0x8000 ? -value : value;
   }
-  return wide;
 #endif
 }
 
@@ -177,9 +176,11 @@ static float rounded(const float* x, int64_t count, int16_t* rounded) {
 
 // ------------------------------------------------------------------------------------------------- the product
 
-// Weights lie in panels (N / LANES, K, LANES), int8 in (N / LANES, K / 2, LANES, 2). A block is M rows by J panels;
-// its sums stay in registers.
-constexpr int MOST_ROWS = 12;
+// Weights lie in panels (N / LANES, K / PER_LANE, LANES, PER_LANE). A block is M rows by J panels; its sums stay in
+// registers.
+template <typename W>
+constexpr int PER_LANE = std::is_same_v<W, BFloat16> || std::is_same_v<W, int8_t> ? 2 : 1;
+constexpr int MOST_ROWS = REGISTERS == 32 ? 13 : 12;
 // Panels that are read side by side, at most. Narrow vectors need more sums under way than two panels have; with wide
 // ones a pass of one node took a tenth longer with four.
 constexpr int STREAMS = LANES == 16 ? 2 : 4;
@@ -214,22 +215,28 @@ static void finished(const Product& of, const float* sums, int64_t row, int64_t 
 
 template <typename W, int M, int J>
 static inline void sum_up(const Product& of, const W* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
+  constexpr int PER = PER_LANE<W>;
   const float* x = of.x + row * of.K;
-  for (int64_t k = 0; k < of.K; k++) {
-    Vec weights[J];
+  int64_t height = (of.K + PER - 1) / PER * PER, k = 0;
+  auto add = [&]<int COUNT>() __attribute__((always_inline)) {
+    Vec weights[J][PER];
 #pragma GCC unroll 4
     for (int j = 0; j < J; j++) {
-      const W* next = w + (j * of.K + k) * LANES;
-      weights[j] = widened(next);
+      const W* next = w + (j * height + k) * LANES;
+      widened(next, weights[j]);
       fetch(reinterpret_cast<const char*>(next) + ahead);
     }
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) {
-      Vec value = all(x[m * of.K + k]);
+#pragma GCC unroll 2
+    for (int i = 0; i < COUNT; i++)
+#pragma GCC unroll 13
+      for (int m = 0; m < M; m++) {
+        Vec value = all(x[m * of.K + k + i]);
 #pragma GCC unroll 4
-      for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j], sums[m][j]);
-    }
-  }
+        for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j][i], sums[m][j]);
+      }
+  };
+  for (; k + PER <= of.K; k += PER) add.template operator()<PER>();
+  if (k < of.K) add.template operator()<1>();
 }
 
 template <int M, int J>
@@ -246,7 +253,7 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64
         weights[j] = widened_pairs(next);
         fetch(next + ahead);
       }
-#pragma GCC unroll 12
+#pragma GCC unroll 13
       for (int m = 0; m < M; m++) {
         int32_t pair;
         std::memcpy(&pair, x + m * runs * RUN + 2 * k, sizeof(pair));
@@ -254,7 +261,7 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64
         for (int j = 0; j < J; j++) whole[m][j] = pairs_added(whole[m][j], weights[j], pair);
       }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 13
     for (int m = 0; m < M; m++) {
       Vec step = all(of.steps[(row + m) * runs + run]);
 #pragma GCC unroll 4
@@ -266,11 +273,11 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64
 template <typename W, int M, int J>
 [[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel, int64_t last) {
   Vec sums[M][J] = {};
-  int64_t height = std::is_same_v<W, int8_t> ? of.K + of.K % 2 : of.K, size = height * LANES * sizeof(W);
+  int64_t height = (of.K + PER_LANE<W> - 1) / PER_LANE<W> * PER_LANE<W>, size = height * LANES * sizeof(W);
   int64_t ahead = std::clamp((last - panel - J) * size, PAGE, AHEAD);  // what follows the last panel is another thread's
   sum_up(of, static_cast<const W*>(of.panels) + panel * height * LANES, row, ahead, sums);
   float results[M * J * LANES];
-#pragma GCC unroll 12
+#pragma GCC unroll 13
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
     for (int j = 0; j < J; j++) store(results + (m * J + j) * LANES, sums[m][j]);
@@ -316,12 +323,11 @@ static Product in_steps(Product of) {
   return of;
 }
 
-// x (..., K) float32, panels (P, K, LANES) or of int8 (P, K / 2, LANES, 2), scales and bias (N,) float32 -> (..., N) float32
+// x (..., K) float32, panels (P, K / PER_LANE, LANES, PER_LANE), scales and bias (N,) float32 -> (..., N) float32
 static Tensor product(const Tensor& given, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
   Tensor x = torch::stable::contiguous(given);
   int64_t K = x.dim() ? x.size(x.dim() - 1) : 0, M = K ? x.numel() / K : 0;
-  bool is_int8 = panels.scalar_type() == ScalarType::Char;
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && panels.size(1) == (is_int8 ? (K + 1) / 2 : K), "rows must be float32, of the weight's width");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && panels.dim() == 4 && panels.size(1) == (K + panels.size(3) - 1) / panels.size(3), "rows must be float32, of the weight's width");
   STD_TORCH_CHECK(panels.size(2) == LANES && (width + LANES - 1) / LANES == panels.size(0), "panels must be packed for this processor");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;

@@ -274,9 +274,9 @@ _weights = HugePages()
 
 
 def in_panels(weight: Tensor) -> Tensor:
-    """A weight (out, in) as the kernels read it: (panels, in, lanes), in int8 (panels, in / 2, lanes, 2).
-    What is missing of the last panel, and of the last pair, are zeros."""
-    together = (2,) if weight.dtype == torch.int8 else ()
-    padded = F.pad(weight, (0, -weight.shape[1] % 2 if together else 0, 0, -len(weight) % lanes()))
-    panels = padded.view(-1, lanes(), padded.shape[1] // max(together, default=1), *together).transpose(1, 2)
+    """A weight (out, in) as the kernels read it: (panels, in / P, lanes, P), where a lane holds P = 2 numbers of
+    bfloat16 or int8, or one of another precision. What is missing of the last panel, and pair, are zeros."""
+    per_lane = 2 if weight.dtype in (torch.bfloat16, torch.int8) else 1
+    padded = F.pad(weight, (0, -weight.shape[1] % per_lane, 0, -len(weight) % lanes()))
+    panels = padded.view(-1, lanes(), padded.shape[1] // per_lane, per_lane).transpose(1, 2)
     return _weights.empty(panels.shape, panels.dtype).copy_(panels)

@@ -161,12 +161,13 @@ def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
 
 
 @needs_kernels
-def test_panels_hold_every_output_and_zeros_after_the_last():
-    weight = torch.arange(15.0).view(5, 3)
+@pytest.mark.parametrize("dtype, height, per_lane", [(torch.float32, 3, 1), (torch.bfloat16, 2, 2)])
+def test_panels_hold_every_weight_and_zeros_after_the_last(dtype, height, per_lane):
+    weight = torch.arange(15.0, dtype=dtype).view(5, 3)
     panels = in_panels(weight)
-    assert panels.shape[0] * kernels.lanes() >= 5 and panels.shape[1:] == (3, kernels.lanes())
-    unpacked = panels.transpose(1, 2).reshape(-1, 3)
-    assert torch.equal(unpacked[:5], weight) and not unpacked[5:].any()
+    assert panels.shape[0] * kernels.lanes() >= 5 and panels.shape[1:] == (height, kernels.lanes(), per_lane)
+    unpacked = panels.transpose(1, 2).reshape(-1, height * per_lane)
+    assert torch.equal(unpacked[:5, :3], weight) and not unpacked[5:].any() and not unpacked[:, 3:].any()
 
 
 def attend(query, key, value, seen, scaling=0.3, **options):
