@@ -240,6 +240,8 @@ class RandomPausing:
     """Lets a drafter take part in half of the steps, in stretches of any length, with any part of its draft.
     A match may rest for it."""
 
+    least_worth = 0.0
+
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.drafts = self.random.random() < 0.5

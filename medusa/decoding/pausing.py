@@ -172,21 +172,26 @@ class Pausing:
             return drafter
         return self.stand_in if self._asks_stand_in else self._nobody
 
+    @property
+    def least_worth(self) -> float:
+        """The probability from which a node of the next draft is verified; 0 where some are to learn from."""
+        known = self.cost.least_worth
+        return 0.0 if known is None or self.cost.num_since_node >= NODE_COST_INTERVAL else known
+
     def num_nodes(self, worth: Tensor, most: int) -> int:
         """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
         :class:`medusa.drafters.protocol.Draft`; as many in every row, ``most`` but for spare ones."""
-        least_worth = self.cost.least_worth
         if worth.shape[1] == 1:
             return 1
         probabilities = [sum(map(math.exp, each)) / len(each) for each in zip(*worth.tolist(), strict=True)]
         num_likely = sum(each >= SPARE_WORTH for each in probabilities)
-        self._is_learning = least_worth is None
+        self._is_learning = self.cost.least_worth is None
         tried = min(most, max(2, LEARNING_PASS // len(worth)))
-        if least_worth is None:  # some of two sizes, to learn from
+        if self._is_learning:  # some of two sizes, to learn from
             return tried if self.cost.num_since_node % 2 else tried // 2
-        if self.cost.num_since_node >= NODE_COST_INTERVAL:
+        if self.least_worth == 0:
             return tried
-        num_paying = sum(each >= least_worth for each in probabilities)
+        num_paying = sum(each >= self.least_worth for each in probabilities)
         return max(1, min(num_paying, max(most, num_likely)))
 
     def record(

@@ -92,7 +92,7 @@ def advanced(
     ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
     """
     num_behind = state.cache.num_behind
-    context = draft_context(state, forward.base)
+    context = draft_context(state, forward.base, 0.0 if pausing is None else pausing.least_worth)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if draft.worth is not None:
@@ -235,7 +235,7 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
     return kind
 
 
-def draft_context(state: DecodeState, base: CausalLM) -> DraftContext:
+def draft_context(state: DecodeState, base: CausalLM, least_worth: float = 0.0) -> DraftContext:
     """What a drafter is told, with the noise that chooses after every depth."""
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
@@ -250,6 +250,7 @@ def draft_context(state: DecodeState, base: CausalLM) -> DraftContext:
         seeds=state.seeds,
         processors=state.request.processors,
         references=state.references,
+        least_worth=least_worth,
     )
 
 

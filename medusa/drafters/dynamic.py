@@ -161,13 +161,12 @@ class DynamicDrafter(LevelDrafter):
             noise = None if context.noise is None else context.noise.until(depth)
             given = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
             wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
-            grown, goes_on = kernels.grow(
-                *given, leading, wanted, first, self._fanout, self.beam, is_expected
-            )
+            sizes = wanted, first, self._fanout, self.beam
+            grown, goes_on = kernels.grow(*given, leading, *sizes, is_expected, context.least_worth)
             *level, paths, follows, worth, numbers, parents, leading = grown
             levels += level
             beam, first = (follows, worth, numbers), first + level[0].shape[1]
-            if not goes_on:  # the tree is full; a spare node below would be less likely than one half
+            if not goes_on:  # the tree is full, or nothing below is likely enough to be verified
                 break
         sizes = self.num_nodes, self.max_depth
         tokens, *topology, worth = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
@@ -207,12 +206,22 @@ class DynamicDrafter(LevelDrafter):
                 (tokens, values, beam.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
             )
             worth, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
+            if context.least_worth > 0:
+                width = max(1, int((worth.exp() >= context.least_worth).sum(1).max()))
+                worth, kept = worth[:, :width], kept[:, :width]
             parents, at = kept // fanout, nodes.flatten(1).gather(1, kept)
             came_from = parents[..., None].expand(-1, -1, depth)
             paths = torch.cat([paths.gather(1, came_from), tokens.gather(1, kept)[..., None]], dim=2)
             beam, first = first + kept, first + values.shape[1]
+            if context.least_worth > 0 and worth[:, 0].exp().mean() < context.least_worth:
+                break
         if self.suffix_length > self.tree.depth:
             found.append(self._below_heads(expected, beam, worth, at, first))
+        missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
+        if missing > 0:  # levels were left out
+            tokens = context.root[:, None].expand(-1, missing)
+            nothing, above = torch.full_like(tokens, -torch.inf, dtype=worth.dtype), torch.full_like(tokens, -1)
+            found.append((tokens, nothing, above, torch.ones_like(tokens)))
         tokens, values, above, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return tokens, values, above, depths
 

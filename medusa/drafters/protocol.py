@@ -56,6 +56,9 @@ class DraftContext:
     """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
     references: Sequence[References] = ()
     """What each row may copy from beside its own text; () for nothing."""
+    least_worth: float = 0.0
+    """The probability below which nodes are left out of the pass anyway, in the mean of the rows: there is no
+    need to look for them."""
     fixed_shape: bool = False
     """Static steps: the draft must have all of the drafter's nodes, and the host may read no tensor."""
 

@@ -895,21 +895,19 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
 // A level: logits (B, M, C) of what follows the M nodes of the beam at `paths` (B, M, depth), with sharpness (B,) and noise (B, depths, V) in
 // sampled rows; token_map (C,), column_of (V,); what is expected: its tokens, children and shares as above, and the beam's nodes in it, `at` (B, M), -1 for none; its worth
 // (B, M) and numbers `beam` (B, M), where it is not the root. Gives tokens, values, above (B, M F) of the candidates, the first of them number `first`, and of
-// the `width` best paths, at, worth, beam, and their places in the beam above; then the `wanted` largest values of all levels, `leading` (B, wanted) those of the
-// levels before. Says whether a node below can be worth more than the last of these.
+// the `width` best paths, fewer where no row has so many that are as probable as `least_worth`, at, worth, beam, and their places in the beam above; then the
+// `wanted` largest values of all levels, `leading` (B, wanted) those of the levels before. Says whether a node below can be worth more than the last of these, and
+// the most probable ones are, in the mean of the rows, as probable as `least_worth`.
 static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise, std::optional<Tensor> token_map, std::optional<Tensor> column_of,
                                 const Tensor& expected, const Tensor& children, const Tensor& chances, const Tensor& paths, std::optional<Tensor> at, std::optional<Tensor> worth,
-                                std::optional<Tensor> beam, std::optional<Tensor> leading, int64_t wanted, int64_t first, int64_t fanout, int64_t width, bool is_expected) {
+                                std::optional<Tensor> beam, std::optional<Tensor> leading, int64_t wanted, int64_t first, int64_t fanout, int64_t width, bool is_expected, double least_worth) {
   logits = torch::stable::contiguous(logits);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 3 && fanout <= logits.size(2), "logits must be (B, M, C) float32 of as many columns as are wanted");
   int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), T = expected.size(1), spread = is_expected ? children.size(2) : 0;
-  int64_t F = fanout + spread, W = std::min(width, M * F);
+  int64_t F = fanout + spread;
   std::vector<int64_t> nothing(spread, 0);
   Level level{C, fanout, numbers<int64_t>(token_map), numbers<int64_t>(column_of)};
   Tensor tokens = made({B, M * F}, ScalarType::Long), values = made({B, M * F}, ScalarType::Float), above = made({B, M * F}, ScalarType::Long);
-  Tensor best_paths = made({B, W, depth + 1}, ScalarType::Long), best_at = made({B, W}, ScalarType::Long), best_worth = made({B, W}, ScalarType::Float);
-  Tensor best_beam = made({B, W}, ScalarType::Long), parents = made({B, W}, ScalarType::Long), leads = made({B, wanted}, ScalarType::Float);
-  bool goes_on = false;
   auto nodes_after = [&](int64_t node) {
     int64_t from = at ? numbers<int64_t>(at)[node] : 0;
     return from < 0 ? nothing.data() : numbers<int64_t>(children) + (node / M * T + from) * spread;
@@ -925,14 +923,26 @@ static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<T
       }
     }
   });
+  Tensor leads = made({B, wanted}, ScalarType::Float);
+  std::vector<Largest> bests(B, Largest{static_cast<size_t>(std::min(width, M * F))});
+  int64_t W = 1;
+  bool goes_on = false;
+  double likely = 0;
   for (int64_t row = 0; row < B; row++) {
-    Largest best{static_cast<size_t>(W)}, ahead{static_cast<size_t>(wanted)};
+    Largest &best = bests[row], ahead{static_cast<size_t>(wanted)};
     for (int64_t i = 0; i < wanted; i++) ahead.offer(leading ? numbers<float>(leading)[row * wanted + i] : NOTHING, i);
     for (int64_t i = 0; i < M * F; i++) best.offer(numbers<float>(values)[row * M * F + i], i), ahead.offer(numbers<float>(values)[row * M * F + i], i);
     for (int64_t i = 0; i < wanted; i++) numbers<float>(leads)[row * wanted + i] = ahead.kept[i].first;
     goes_on |= best.kept[0].first > ahead.kept.back().first;
+    likely += std::exp(best.kept[0].first);
+    W = std::max<int64_t>(W, std::count_if(best.kept.begin(), best.kept.end(), [&](const auto& each) { return std::exp(each.first) >= least_worth; }));
+  }
+  goes_on &= likely >= least_worth * B;
+  Tensor best_paths = made({B, W, depth + 1}, ScalarType::Long), best_at = made({B, W}, ScalarType::Long), best_worth = made({B, W}, ScalarType::Float);
+  Tensor best_beam = made({B, W}, ScalarType::Long), parents = made({B, W}, ScalarType::Long);
+  for (int64_t row = 0; row < B; row++)
     for (int64_t w = 0; w < W; w++) {
-      auto [value, i] = best.kept[w];
+      auto [value, i] = bests[row].kept[w];
       int64_t to = row * W + w, node = row * M + i / F, *path = numbers<int64_t>(best_paths) + to * (depth + 1);
       std::copy_n(numbers<int64_t>(paths) + node * depth, depth, path);
       path[depth] = numbers<int64_t>(tokens)[row * M * F + i];
@@ -942,7 +952,6 @@ static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<T
       numbers<int64_t>(best_beam)[to] = first + i;
       numbers<int64_t>(parents)[to] = i / F;
     }
-  }
   return {{tokens, values, above, best_paths, best_at, best_worth, best_beam, parents, leads}, goes_on};
 }
 
@@ -1001,7 +1010,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? said, int depth) -> Tensor[]");
-  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, Tensor? leading, int wanted, int first, int fanout, int width, bool is_expected) -> (Tensor[], bool)");
+  m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, Tensor? leading, int wanted, int first, int fanout, int width, bool is_expected, float least_worth) -> (Tensor[], bool)");
   m.def("tree_of(Tensor root, Tensor[] levels, Tensor expected, Tensor children, Tensor chances, Tensor at, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
   m.def("lanes() -> int");
 }

@@ -79,13 +79,15 @@ def both(made, given):
     is_sampled=st.booleans(),
     num_different=st.sampled_from([2, 5, 50]),
     spare_nodes=st.sampled_from([0, 12]),
+    least_worth=st.sampled_from([0.0, 0.02, 0.2]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_both_draft_the_same(
-    size, suffix_length, token_map_size, lengths, is_sampled, num_different, spare_nodes
+    size, suffix_length, token_map_size, lengths, is_sampled, num_different, spare_nodes, least_worth
 ):
     made = drafter(*size, suffix_length, token_map_size).with_suffix(suffix_length, spare_nodes)
-    mine, theirs = both(made, context(lengths, is_sampled, made, num_different))
+    given = replace(context(lengths, is_sampled, made, num_different), least_worth=least_worth)
+    mine, theirs = both(made, given)
     is_likely = (theirs.worth > math.log(SPARE_WORTH) - 1e-3).any(0)
     kept = max(theirs.tokens.shape[1] - theirs.num_spare, int(is_likely.sum()))
     mine, theirs = (
@@ -97,6 +99,28 @@ def test_both_draft_the_same(
         assert torch.equal(mine.tokens, theirs.tokens)
         for name in ("parents", "depths", "ancestors", "lineage"):
             assert torch.equal(getattr(mine.topology, name), getattr(theirs.topology, name)), name
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("suffix_length", [0, 8])
+def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(has_kernels, suffix_length, monkeypatch):
+    made, levels = drafter(30, 3, suffix_length), []
+    made.has_kernels = has_kernels
+    logits_of = made.logits_after_beam
+    made.logits_after_beam = lambda *given: levels.append(given[1].shape[1]) or logits_of(*given)
+    for length in range(20, 40):
+        given = context([length], False, made, 50)
+        whole = made.draft(given)
+        every = sum(levels)
+        levels.clear()
+        for least_worth in (0.02, 0.1, 0.5):
+            likely = made.draft(replace(given, least_worth=least_worth))
+            assert sum(levels) <= every - (every > 1 and least_worth == 0.5)
+            levels.clear()
+            num_likely = int((whole.worth.exp() >= least_worth).sum())
+            assert torch.equal(likely.tokens[:, :num_likely], whole.tokens[:, :num_likely])
+            parents = likely.topology.parents[:, :num_likely], whole.topology.parents[:, :num_likely]
+            assert torch.equal(*parents)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
