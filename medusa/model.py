@@ -256,7 +256,12 @@ class MedusaModel:
     @property
     def is_compiled(self) -> bool:
         """Whether the libraries of :meth:`compile` are on disk; false where none are made."""
-        return self.can_compile and all(path.exists() for path in self._steps.libraries.paths())
+        return self.can_compile and all(path.exists() for path in self.library_paths)
+
+    @property
+    def library_paths(self) -> list[Path]:
+        """Where the libraries of :meth:`compile` are, or will be."""
+        return self._steps.libraries.paths()
 
     def compile(self) -> float:
         """Have the libraries of ``step="compiled"`` on disk and loaded: those of the base's passes and of

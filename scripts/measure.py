@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import platform
 import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -72,7 +74,8 @@ class Experiment:
     name: str
     asks: str
     command: str
-    """Ends with one JSON object on standard output."""
+    """Ends with one JSON object on standard output; ``{prompts}`` and ``{empty}`` stand for the folder of
+    prompts and for an empty one."""
     code: tuple[str, ...]
     """Folders that the answer depends on."""
     minutes: float
@@ -115,9 +118,12 @@ def experiments() -> dict[str, Experiment]:
 
 
 def words_of(command: str) -> list[str]:
-    """The command of a document as this Python runs it."""
-    program, *rest = shlex.split(command)
-    return [sys.executable, *(["-m", "medusa"] if program == "medusa" else []), *rest]
+    """The command of a document as this Python runs it, behind the variables that it sets."""
+    words = shlex.split(command)
+    variables = list(itertools.takewhile(lambda word: "=" in word, words))
+    program, *rest = words[len(variables) :]
+    module = ["-m", "medusa"] if program == "medusa" else []
+    return [*(["env", *variables] if variables else []), sys.executable, *module, *rest]
 
 
 @contextlib.contextmanager
@@ -158,8 +164,8 @@ def run(experiment: Experiment, prompts: Path) -> None:
     began, digest = time.monotonic(), experiment.digest()
     for command in experiment.before:
         said_by(experiment, words_of(command))
-    with served(experiment.servers) as urls:
-        words = words_of(experiment.command.format(prompts=prompts))
+    with served(experiment.servers) as urls, tempfile.TemporaryDirectory() as empty:
+        words = words_of(experiment.command.format(prompts=prompts, empty=empty))
         said = said_by(experiment, words + (["--servers", *urls] if urls else []))
     versions = {each.__name__: each.__version__ for each in (medusa, torch, transformers)}
     record = {
@@ -212,7 +218,9 @@ def pages(known: Mapping[str, Experiment]) -> dict[Path, str]:
         "device": newest["device"],
         "versions": newest["versions"],
         "measured": measured,
-        "command": lambda name: known[name].command.replace("{prompts}/", ""),
+        "command": lambda name: (
+            known[name].command.replace("{prompts}/", "").replace("{empty}", "/tmp/empty")
+        ),
         "minutes": sum(each.minutes for each in known.values()),
         "found": {name: record["found"] for name, record in records.items() if record is not None},
     }

@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from medusa.acceptance.grammar import GrammarProcessor
+from medusa.engine.kernels import are_loaded
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -138,14 +139,19 @@ class UpcomingNoise:
 def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Thirty-one bits for each (seed, position, token id): (B, L, V) int32, at least 0.
 
-    Shifts, exclusive ors and products of 32-bit integers alone: the same on every device, whatever it is.
+    Shifts, exclusive ors and products of 32-bit integers alone: the same on every device, whatever it is. The
+    kernels, where they are loaded, take a tenth of the time.
     """
+    is_traced = torch.compiler.is_compiling() or type(seeds) is not Tensor
+    if seeds.device.type == "cpu" and not is_traced and are_loaded():
+        return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size))
     low, high = _as_int32(seeds), _as_int32(seeds >> 32)
     at = _as_int32(positions)
     first = _mix(at ^ _mix(low ^ _mix(high + _GOLDEN))[:, None])  # (B, L)
     second = _mix(first + _GOLDEN)
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
-    return _mix(_mix(tokens + first[..., None]) ^ second[..., None]) & 0x7FFFFFFF  # (B, L, V)
+    mixed = _mix(_mix(tokens + first[..., None]).bitwise_xor_(second[..., None]))
+    return mixed.bitwise_and_(0x7FFFFFFF)  # (B, L, V)
 
 
 CHUNK = 128
@@ -273,6 +279,7 @@ def _as_int32(values: Tensor) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """A 32-bit integer finaliser with full avalanche (constants "lowbias32", C. Wellons, 2018)."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261  # 0x846CA68B as int32
-    return x ^ ((x >> 16) & 0xFFFF)
+    # In place, which takes half the time: a vocabulary fills the second cache.
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(0x7FEB352D)
+    x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(-2073254261)  # 0x846CA68B as int32
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)

@@ -146,6 +146,7 @@ class CompileOptions:
     """
 
     model: ModelOptions = ModelOptions()
+    report: ReportOptions = ReportOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

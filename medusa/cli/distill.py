@@ -11,9 +11,10 @@ from rich.console import Console
 
 from medusa.base.loading import load_tokenizer
 from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
-from medusa.cli.options import command
+from medusa.cli.options import ReportOptions, command
 from medusa.console import ProgressReporter
 from medusa.engine import QUANTISED
+from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, TemplateOptions, check_at_least
 from medusa.places import EMBEDDED_BASE
@@ -88,6 +89,7 @@ class DistillOptions:
     model: str | None = None
     """What those servers call the model."""
     template: TemplateOptions = TemplateOptions()
+    report: ReportOptions = ReportOptions()
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompt_free", "limit", "max_new_tokens", "batch_size")
@@ -174,19 +176,21 @@ def run(options: DistillOptions) -> list[str]:
     check(options)
     prompts = wanted_prompts(options)
     use = ("--base", options.model or options.base, "--data", options.output)
-    train = command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")
+    report, limit = DistillationReport(), TimeLimit(options.max_minutes)
     with AnswerFile(options.output, _configuration(options)) as answers:
         conversations = unanswered(prompts, answers, options.temperatures, options.seed)
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
-        if not conversations:
-            return [train]
-        answerer = _load_answerer(options, log)
-        limit = TimeLimit(options.max_minutes)
-        with ProgressReporter("answers", log) as reporter:
-            progress = _AnswerProgress(reporter, len(conversations), limit)
-            report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
-        summarise(report, limit.elapsed, options.output, log)
-    return [train]
+        if conversations:
+            answerer = _load_answerer(options, log)
+            limit = TimeLimit(options.max_minutes)
+            with ProgressReporter("answers", log) as reporter:
+                progress = _AnswerProgress(reporter, len(conversations), limit)
+                report = distill(
+                    conversations, answerer, answers, limit, progress.count_tokens, progress.ended
+                )
+            summarise(report, limit.elapsed, options.output, log)
+    end_with_json({**vars(report), "seconds": limit.elapsed}, options.report.json)
+    return [command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")]
 
 
 def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:

@@ -41,6 +41,7 @@ from medusa.heads.ahead import Heads
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
+from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, StepKind, TemplateOptions
 from medusa.places import EMBEDDED_BASE
@@ -198,8 +199,13 @@ def compile_model(options: CompileOptions) -> list[str]:
     """Compile the pass of a model and its heads, or say that it is there."""
     model = load_model(options.model)
     was_there, seconds = model.is_compiled, model.compile()
-    text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
+    num_bytes = sum(path.stat().st_size for path in model.library_paths)
+    text = (
+        f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s, {num_bytes / 1e6:.0f} MB"
+    )
     log_console().print(text, soft_wrap=True)
+    found = {"was_there": was_there, "seconds": seconds, "bytes": num_bytes}
+    end_with_json(found, options.report.json)
     return [command("chat", *words_of(options.model))]
 
 

@@ -220,7 +220,10 @@ class DynamicDrafter(LevelDrafter):
         missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
         if missing > 0:  # levels were left out
             tokens = context.root[:, None].expand(-1, missing)
-            nothing, above = torch.full_like(tokens, -torch.inf, dtype=worth.dtype), torch.full_like(tokens, -1)
+            nothing, above = (
+                torch.full_like(tokens, -torch.inf, dtype=worth.dtype),
+                torch.full_like(tokens, -1),
+            )
             found.append((tokens, nothing, above, torch.ones_like(tokens)))
         tokens, values, above, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return tokens, values, above, depths

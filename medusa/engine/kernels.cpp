@@ -1004,7 +1004,40 @@ static std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> level
 
 static int64_t lanes() { return LANES; }
 
+// ------------------------------------------------------------------------------------------------- sampling
+
+// "lowbias32" (C. Wellons, 2018), of a number or of a vector of them
+template <typename Word> static inline Word mixed(Word x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du, x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+// The bits of medusa.acceptance.sampling.hashed_bits: seeds (B,), positions (B, L) -> (B, L, V)
+static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
+  constexpr uint32_t GOLDEN = 0x9E3779B9u;
+  typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+  seeds = torch::stable::contiguous(seeds), positions = torch::stable::contiguous(positions);
+  int64_t B = positions.size(0), L = positions.size(1);
+  Tensor bits = made({B, L, V}, ScalarType::Int);
+  Words lanes;
+  for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
+  torch::stable::parallel_for(0, B * L, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      uint64_t seed = numbers<int64_t>(seeds)[i / L];
+      uint32_t row = mixed(static_cast<uint32_t>(seed) ^ mixed(static_cast<uint32_t>(seed >> 32) + GOLDEN));
+      uint32_t first = mixed(static_cast<uint32_t>(numbers<int64_t>(positions)[i]) ^ row), second = mixed(first + GOLDEN);
+      int32_t* to = numbers<int32_t>(bits) + i * V;
+      for (int64_t token = 0; token < V; token += LANES) {
+        Words found = mixed(mixed(lanes + (static_cast<uint32_t>(token) + first)) ^ second) & 0x7FFFFFFFu;
+        std::memcpy(to + token, &found, std::min<int64_t>(V - token, LANES) * sizeof(uint32_t));
+      }
+    }
+  });
+  return bits;
+}
+
 STABLE_TORCH_LIBRARY(medusa, m) {
+  m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
@@ -1022,6 +1055,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("tree_of", TORCH_BOX(&tree_of));
   m.impl("remember", TORCH_BOX(&remember));
   m.impl("continuations", TORCH_BOX(&continuations));
+  m.impl("hashed_bits", TORCH_BOX(&hashed_bits));
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) { m.impl("lanes", TORCH_BOX(&lanes)); }
 

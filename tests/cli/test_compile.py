@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from conftest import tiny_model
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, save_chat_model
@@ -25,7 +27,7 @@ def compiling(monkeypatch, tmp_path):
         made.extend(self.paths())
         for path in made:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            path.write_bytes(b"12345")
         return self.base, 321.0
 
     monkeypatch.setattr(Libraries, "compiled_pass", compiled_pass)
@@ -65,7 +67,9 @@ def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys, tmp_p
     heads = save_heads(HeadsCheckpoint(fusing, base), tmp_path / "fusing")
     words = ["compile", "--base", base, "--heads", str(heads), "--engine", "int8"]
     assert main(words) == 0
-    assert "compiled, ready after 321.0 s" in capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert "compiled, ready after 321.0 s" in said
+    assert json.loads(out.splitlines()[-1]) == {"was_there": False, "seconds": 321.0, "bytes": 25}
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
     assert sorted(names) == ["heads", "heads-fuse", "llama-after", "llama-before", "llama-layer"]
     assert main(words) == 0

@@ -272,9 +272,12 @@ def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
     rows = read_rows(output)
     assert sorted(row["index"] for row in rows) == list(range(7))
     assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["num_answers"] == 7 and found["num_tokens"] > 0 and found["seconds"] > 0
     assert main(["distill", *command]) == 0
     assert read_rows(output) == rows
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["num_answers"] == 0
     assert "medusa 0." in said
     assert "7 prompts, 7 answered before" in said
     assert f"medusa train --config smollm2_demo --base {base} --data {output} --output_dir " in said

@@ -103,7 +103,9 @@ def test_both_draft_the_same(
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("suffix_length", [0, 8])
-def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(has_kernels, suffix_length, monkeypatch):
+def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(
+    has_kernels, suffix_length, monkeypatch
+):
     made, levels = drafter(30, 3, suffix_length), []
     made.has_kernels = has_kernels
     logits_of = made.logits_after_beam

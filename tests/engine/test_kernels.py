@@ -23,6 +23,8 @@ from test_causal_lm import OTHERS
 from torch import nn
 
 from medusa import CandidateTree, MedusaModel, engine
+from medusa.acceptance import sampling
+from medusa.acceptance.sampling import hashed_bits
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import kernels
@@ -168,6 +170,23 @@ def test_panels_hold_every_weight_and_zeros_after_the_last(dtype, height, per_la
     assert panels.shape[0] * kernels.lanes() >= 5 and panels.shape[1:] == (height, kernels.lanes(), per_lane)
     unpacked = panels.transpose(1, 2).reshape(-1, height * per_lane)
     assert torch.equal(unpacked[:5, :3], weight) and not unpacked[5:].any() and not unpacked[:, 3:].any()
+
+
+@needs_kernels
+@given(
+    seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=3),
+    first=st.sampled_from([0, 7, 2**31 - 2, 2**40]),
+    num_positions=st.integers(1, 3),
+    vocab_size=st.sampled_from([1, 15, 16, 17, 100]),
+)
+def test_the_kernels_draw_the_bits_that_every_device_draws(seeds, first, num_positions, vocab_size):
+    given = torch.tensor(seeds), torch.arange(first, first + num_positions).expand(len(seeds), -1), vocab_size
+    kernels.lanes()  # loads them
+    drawn = hashed_bits(*given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "are_loaded", lambda: False)
+        assert torch.equal(hashed_bits(*given), drawn)
+    assert torch.equal(torch.ops.medusa.hashed_bits(*given), drawn)
 
 
 def attend(query, key, value, seen, scaling=0.3, **options):

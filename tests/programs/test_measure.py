@@ -30,16 +30,18 @@ def measure(tmp_path, monkeypatch):
     (tmp_path / "library" / "code.py").write_text("one = 1")
     (tmp_path / "mt_bench.jsonl").write_text("".join(f"{number}\n" for number in range(10)))
     (tmp_path / "count.py").write_text(
-        "import json, sys\n"
+        "import json, os, sys\n"
         "open('runs', 'a').write(sys.argv[1])\n"
         "assert sys.argv[1] != 'b' or open('runs').read().count('b') > 1, 'fails the first time'\n"
         "print('a table')\n"
-        "print(json.dumps({'rows': len(open(sys.argv[2]).readlines()), 'words': sys.argv[3:]}))\n"
+        "kept = os.listdir(os.environ['KEPT']) if 'KEPT' in os.environ else None\n"
+        "rows = len(open(sys.argv[2]).readlines())\n"
+        "print(json.dumps({'rows': rows, 'words': sys.argv[3:], 'kept': kept}))\n"
     )
     (tmp_path / "server.py").write_text(SERVER)
     (folder / "experiments.yaml").write_text(
-        "a: {asks: 'A?', command: 'python count.py a {prompts}/mt_bench_16.jsonl', code: [library], "
-        "minutes: 1}\n"
+        "a: {asks: 'A?', command: 'KEPT={empty} python count.py a {prompts}/mt_bench_16.jsonl', "
+        "code: [library], minutes: 1}\n"
         "b: {asks: 'B?', command: 'python count.py b {prompts}/mt_bench.jsonl', code: [measurements/none], "
         "minutes: 1, before: [python count.py c README.md], servers: {one: python server.py}}\n"
     )
@@ -66,7 +68,10 @@ def test_what_is_due_runs_once_an_interrupted_run_goes_on_and_the_pages_follow(m
     assert (tmp_path / "README.md").read_text() == (
         f"# Read\n{measure.START}\n10 rows\n{measure.END}\nmore\n"
     )
-    found = json.loads((tmp_path / "measurements" / "b.json").read_text())["found"]
+    first, found = (
+        json.loads((tmp_path / "measurements" / f"{name}.json").read_text())["found"] for name in "ab"
+    )
+    assert first["kept"] == [], "a variable of the command names an empty folder"
     assert found["words"][0] == "--servers" and found["words"][1].startswith("one=http://127.0.0.1:")
 
 
