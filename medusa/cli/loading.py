@@ -199,7 +199,7 @@ def compile_model(options: CompileOptions) -> list[str]:
     """Compile the pass of a model and its heads, or say that it is there."""
     model = load_model(options.model)
     was_there, seconds = model.is_compiled, model.compile()
-    num_bytes = sum(path.stat().st_size for path in model.library_paths)
+    num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
     text = (
         f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s, {num_bytes / 1e6:.0f} MB"
     )

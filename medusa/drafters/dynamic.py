@@ -161,8 +161,8 @@ class DynamicDrafter(LevelDrafter):
             noise = None if context.noise is None else context.noise.until(depth)
             given = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
             wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
-            sizes = wanted, first, self._fanout, self.beam
-            grown, goes_on = kernels.grow(*given, leading, *sizes, is_expected, context.least_worth)
+            limits = wanted, first, self._fanout, self.beam, is_expected, context.least_worth
+            grown, goes_on = kernels.grow(*given, leading, *limits)
             *level, paths, follows, worth, numbers, parents, leading = grown
             levels += level
             beam, first = (follows, worth, numbers), first + level[0].shape[1]
