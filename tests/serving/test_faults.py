@@ -332,7 +332,7 @@ def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
 
 def test_no_more_bodies_wait_to_be_read_than_could_be_answered(monkeypatch):
     may_go_on = threading.Event()
-    monkeypatch.setattr(application, "_checked", lambda *_: may_go_on.wait(5) and fails())
+    monkeypatch.setattr(application, "_checked", lambda *_: may_go_on.wait(60) and fails())
     monkeypatch.setattr(application, "NUM_PREPARING", 1)
     with running(chat_model(), max_rows=1, max_waiting=1) as small, ThreadPoolExecutor(4) as pool:
         posts = [pool.submit(httpx.post, f"{small.url}/v1/completions", timeout=60) for _ in range(4)]
