@@ -116,8 +116,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 class UpcomingNoise:
-    """The noise (B, L, V) of the positions after the root, drawn as far as somebody asks: on a CPU that of a
-    large vocabulary takes a millisecond a position.
+    """The noise (B, L, V) of the positions after the root, drawn as far as somebody asks: on a CPU that of
+    49,152 tokens takes 0.1 ms a position with the kernels, and four times that without.
 
     Args:
         draw: the noise of so many positions after the root, but for the first so many: (B, last - first, V).
@@ -142,6 +142,7 @@ def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Shifts, exclusive ors and products of 32-bit integers alone: the same on every device, whatever it is. The
     kernels, where they are loaded, take a tenth of the time.
     """
+    # What is traced is to run on any device, and one of the kernels' operators would not.
     is_traced = torch.compiler.is_compiling() or type(seeds) is not Tensor
     if seeds.device.type == "cpu" and not is_traced and are_loaded():
         return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size))

@@ -176,7 +176,7 @@ def run(options: DistillOptions) -> list[str]:
     check(options)
     prompts = wanted_prompts(options)
     use = ("--base", options.model or options.base, "--data", options.output)
-    report, limit = DistillationReport(), TimeLimit(options.max_minutes)
+    report, seconds = DistillationReport(), 0.0
     with AnswerFile(options.output, _configuration(options)) as answers:
         conversations = unanswered(prompts, answers, options.temperatures, options.seed)
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
@@ -188,8 +188,9 @@ def run(options: DistillOptions) -> list[str]:
                 report = distill(
                     conversations, answerer, answers, limit, progress.count_tokens, progress.ended
                 )
-            summarise(report, limit.elapsed, options.output, log)
-    end_with_json({**vars(report), "seconds": limit.elapsed}, options.report.json)
+            seconds = limit.elapsed
+            summarise(report, seconds, options.output, log)
+    end_with_json({**vars(report), "seconds": seconds}, options.report.json)
     return [command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")]
 
 

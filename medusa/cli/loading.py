@@ -200,10 +200,8 @@ def compile_model(options: CompileOptions) -> list[str]:
     model = load_model(options.model)
     was_there, seconds = model.is_compiled, model.compile()
     num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
-    text = (
-        f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s, {num_bytes / 1e6:.0f} MB"
-    )
-    log_console().print(text, soft_wrap=True)
+    text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
+    log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)
     found = {"was_there": was_there, "seconds": seconds, "bytes": num_bytes}
     end_with_json(found, options.report.json)
     return [command("chat", *words_of(options.model))]

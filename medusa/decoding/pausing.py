@@ -174,9 +174,15 @@ class Pausing:
 
     @property
     def least_worth(self) -> float:
-        """The probability from which a node of the next draft is verified; 0 where some are to learn from."""
+        """The probability from which a node of the next draft is verified; 0 where nodes cost nothing, or
+        some are to learn from."""
         known = self.cost.least_worth
-        return 0.0 if known is None or self.cost.num_since_node >= NODE_COST_INTERVAL else known
+        return 0.0 if known is None or self._is_trial else known
+
+    @property
+    def _is_trial(self) -> bool:
+        """Whether a whole draft is verified next, to learn anew what a node costs."""
+        return self.cost.num_since_node >= NODE_COST_INTERVAL
 
     def num_nodes(self, worth: Tensor, most: int) -> int:
         """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
@@ -189,7 +195,7 @@ class Pausing:
         tried = min(most, max(2, LEARNING_PASS // len(worth)))
         if self._is_learning:  # some of two sizes, to learn from
             return tried if self.cost.num_since_node % 2 else tried // 2
-        if self.least_worth == 0:
+        if self._is_trial:
             return tried
         num_paying = sum(each >= self.least_worth for each in probabilities)
         return max(1, min(num_paying, max(most, num_likely)))

@@ -219,12 +219,9 @@ class DynamicDrafter(LevelDrafter):
             found.append(self._below_heads(expected, beam, worth, at, first))
         missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
         if missing > 0:  # levels were left out
-            tokens = context.root[:, None].expand(-1, missing)
-            nothing, above = (
-                torch.full_like(tokens, -torch.inf, dtype=worth.dtype),
-                torch.full_like(tokens, -1),
-            )
-            found.append((tokens, nothing, above, torch.ones_like(tokens)))
+            root = context.root[:, None].expand(-1, missing)
+            nothing = torch.full_like(root, -torch.inf, dtype=worth.dtype)
+            found.append((root, nothing, torch.full_like(root, -1), torch.ones_like(root)))
         tokens, values, above, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return tokens, values, above, depths
 

@@ -180,6 +180,8 @@ static float rounded(const float* x, int64_t count, int16_t* rounded) {
 // registers.
 template <typename W>
 constexpr int PER_LANE = std::is_same_v<W, BFloat16> || std::is_same_v<W, int8_t> ? 2 : 1;
+template <typename W>
+static inline int64_t height_of(int64_t K) { return (K + PER_LANE<W> - 1) / PER_LANE<W>; }
 constexpr int MOST_ROWS = REGISTERS == 32 ? 13 : 12;
 // Panels that are read side by side, at most. Narrow vectors need more sums under way than two panels have; with wide
 // ones a pass of one node took a tenth longer with four.
@@ -217,7 +219,7 @@ template <typename W, int M, int J>
 static inline void sum_up(const Product& of, const W* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
   constexpr int PER = PER_LANE<W>;
   const float* x = of.x + row * of.K;
-  int64_t height = (of.K + PER - 1) / PER * PER, k = 0;
+  int64_t height = height_of<W>(of.K) * PER, k = 0;
   auto add = [&]<int COUNT>() __attribute__((always_inline)) {
     Vec weights[J][PER];
 #pragma GCC unroll 4
@@ -241,7 +243,7 @@ static inline void sum_up(const Product& of, const W* w, int64_t row, int64_t ah
 
 template <int M, int J>
 static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
-  int64_t pairs = (of.K + 1) / 2, runs = (of.K + RUN - 1) / RUN;
+  int64_t pairs = height_of<int8_t>(of.K), runs = (of.K + RUN - 1) / RUN;
   const int16_t* x = of.rounded + row * runs * RUN;
   for (int64_t run = 0; run < runs; run++) {
     Int whole[M][J] = {};
@@ -273,7 +275,7 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64
 template <typename W, int M, int J>
 [[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel, int64_t last) {
   Vec sums[M][J] = {};
-  int64_t height = (of.K + PER_LANE<W> - 1) / PER_LANE<W> * PER_LANE<W>, size = height * LANES * sizeof(W);
+  int64_t height = height_of<W>(of.K) * PER_LANE<W>, size = height * LANES * sizeof(W);
   int64_t ahead = std::clamp((last - panel - J) * size, PAGE, AHEAD);  // what follows the last panel is another thread's
   sum_up(of, static_cast<const W*>(of.panels) + panel * height * LANES, row, ahead, sums);
   float results[M * J * LANES];
@@ -305,9 +307,12 @@ static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
 }
 
 template <typename W>
-static void product_of(const Product& of, int64_t panels) {
+static void product_of(const Product& of, const Tensor& panels) {
+  bool is_packed = panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == PER_LANE<W>;
+  STD_TORCH_CHECK(is_packed && panels.size(0) == (of.N + LANES - 1) / LANES, "panels must be packed for this processor");
+  STD_TORCH_CHECK(panels.size(1) == height_of<W>(of.K), "rows must be float32, of the weight's width");
   int64_t blocks = (of.M + MOST_ROWS - 1) / MOST_ROWS;
-  if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels);
+  if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels.size(0));
 }
 
 // The same with rows in steps, for int8 weights; it holds until this thread computes another.
@@ -327,18 +332,17 @@ static Product in_steps(Product of) {
 static Tensor product(const Tensor& given, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
   Tensor x = torch::stable::contiguous(given);
   int64_t K = x.dim() ? x.size(x.dim() - 1) : 0, M = K ? x.numel() / K : 0;
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && panels.dim() == 4 && panels.size(1) == (K + panels.size(3) - 1) / panels.size(3), "rows must be float32, of the weight's width");
-  STD_TORCH_CHECK(panels.size(2) == LANES && (width + LANES - 1) / LANES == panels.size(0), "panels must be packed for this processor");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "rows must be float32, of the weight's width");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
   Tensor y = torch::stable::empty(shape, ScalarType::Float);
   Product of{numbers<float>(x), nullptr, nullptr, panels.data_ptr(), numbers<float>(scales),
              numbers<float>(bias), numbers<float>(y), M, K, width};
   switch (panels.scalar_type()) {
-    case ScalarType::Float: product_of<float>(of, panels.size(0)); break;
-    case ScalarType::BFloat16: product_of<BFloat16>(of, panels.size(0)); break;
-    case ScalarType::Half: product_of<Half>(of, panels.size(0)); break;
-    case ScalarType::Char: product_of<int8_t>(in_steps(of), panels.size(0)); break;
+    case ScalarType::Float: product_of<float>(of, panels); break;
+    case ScalarType::BFloat16: product_of<BFloat16>(of, panels); break;
+    case ScalarType::Half: product_of<Half>(of, panels); break;
+    case ScalarType::Char: product_of<int8_t>(in_steps(of), panels); break;
     default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16 or int8");
   }
   return y;
@@ -1019,8 +1023,8 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
   seeds = torch::stable::contiguous(seeds), positions = torch::stable::contiguous(positions);
   int64_t B = positions.size(0), L = positions.size(1);
   Tensor bits = made({B, L, V}, ScalarType::Int);
-  Words lanes;
-  for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
+  Words within;
+  for (int lane = 0; lane < LANES; lane++) within[lane] = lane;
   torch::stable::parallel_for(0, B * L, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       uint64_t seed = numbers<int64_t>(seeds)[i / L];
@@ -1028,7 +1032,7 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
       uint32_t first = mixed(static_cast<uint32_t>(numbers<int64_t>(positions)[i]) ^ row), second = mixed(first + GOLDEN);
       int32_t* to = numbers<int32_t>(bits) + i * V;
       for (int64_t token = 0; token < V; token += LANES) {
-        Words found = mixed(mixed(lanes + (static_cast<uint32_t>(token) + first)) ^ second) & 0x7FFFFFFFu;
+        Words found = mixed(mixed(within + (static_cast<uint32_t>(token) + first)) ^ second) & 0x7FFFFFFFu;
         std::memcpy(to + token, &found, std::min<int64_t>(V - token, LANES) * sizeof(uint32_t));
       }
     }

@@ -169,6 +169,10 @@ def test_a_batch_verifies_the_nodes_that_pay_on_average():
     assert verified(cost, sure, unsure) == 3
     assert verified(cost, sure, unsure, unsure, unsure) == 2
     assert verified(cost, unsure) == 1
+    cost.node = 0.0
+    assert verified(cost, *[unsure] * 40) == 4, (
+        "nodes that cost nothing all pay, in as many rows as there are"
+    )
 
 
 def verified(cost: DraftCost, *rows: torch.Tensor, num_spare: int = 0) -> int:

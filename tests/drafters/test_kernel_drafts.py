@@ -103,13 +103,16 @@ def test_both_draft_the_same(
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("suffix_length", [0, 8])
-def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(
-    has_kernels, suffix_length, monkeypatch
-):
-    made, levels = drafter(30, 3, suffix_length), []
+def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(has_kernels, suffix_length):
+    made, levels, num_levels = drafter(30, 3, suffix_length), [], []
     made.has_kernels = has_kernels
     logits_of = made.logits_after_beam
-    made.logits_after_beam = lambda *given: levels.append(given[1].shape[1]) or logits_of(*given)
+
+    def counted(context, paths, parents):
+        levels.append(paths.shape[1])
+        return logits_of(context, paths, parents)
+
+    made.logits_after_beam = counted
     for length in range(20, 40):
         given = context([length], False, made, 50)
         whole = made.draft(given)
@@ -117,12 +120,15 @@ def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(
         levels.clear()
         for least_worth in (0.02, 0.1, 0.5):
             likely = made.draft(replace(given, least_worth=least_worth))
+            num_levels.append(len(levels))
             assert sum(levels) <= every - (every > 1 and least_worth == 0.5)
             levels.clear()
+            assert likely.tokens.shape == whole.tokens.shape
             num_likely = int((whole.worth.exp() >= least_worth).sum())
             assert torch.equal(likely.tokens[:, :num_likely], whole.tokens[:, :num_likely])
             parents = likely.topology.parents[:, :num_likely], whole.topology.parents[:, :num_likely]
             assert torch.equal(*parents)
+    assert num_levels[0::3] != num_levels[2::3], "levels below what is likely enough are not looked at"
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
