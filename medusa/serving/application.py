@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.resources import files
@@ -216,6 +217,7 @@ class _Endpoints:
         self.service, self.access = service, access
         self.most_waiting = service.limits.max_rows + service.limits.max_waiting
         self.preparing, self.compiling = CapacityLimiter(NUM_PREPARING), CapacityLimiter(1)
+        self.num_given: Counter[CapacityLimiter] = Counter()
 
     async def _run(self, threads: CapacityLimiter, work: Callable[..., Any], *given: Any) -> Any:
         """The result of ``work``, off the event loop, which answers everybody else meanwhile.
@@ -223,9 +225,14 @@ class _Endpoints:
         A body or a grammar may take a second and a hundred megabytes, so few are worked on at once, and no
         more wait than could be answered.
         """
-        if threads.statistics().tasks_waiting >= self.most_waiting:
+        # The limiter counts those that wait only a turn of the loop later, and many may come in one turn.
+        if self.num_given[threads] >= threads.total_tokens + self.most_waiting:
             raise overloaded()
-        return await to_thread.run_sync(work, *given, limiter=threads)
+        self.num_given[threads] += 1
+        try:
+            return await to_thread.run_sync(work, *given, limiter=threads)
+        finally:
+            self.num_given[threads] -= 1
 
     async def computed(
         self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]

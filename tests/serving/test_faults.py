@@ -330,6 +330,23 @@ def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
             whole(small)
 
 
+def test_of_bodies_that_come_in_one_turn_of_the_loop_no_more_are_taken_either(monkeypatch):
+    monkeypatch.setattr(application, "NUM_PREPARING", 1)
+    service = tiny_service(chat_model(), max_rows=1, max_waiting=1)
+
+    async def at_once(endpoints):
+        given = (endpoints._run(endpoints.preparing, str, number) for number in range(5))
+        return await asyncio.gather(*given, return_exceptions=True)
+
+    async def twice():
+        endpoints = application._Endpoints(service, AccessOptions())
+        return [await at_once(endpoints), await at_once(endpoints)]
+
+    for taken in asyncio.run(twice()):
+        assert taken[:3] == ["0", "1", "2"], "one is read, two wait"
+        assert [error.status for error in taken[3:]] == [503, 503]
+
+
 def test_no_more_bodies_wait_to_be_read_than_could_be_answered(monkeypatch):
     may_go_on = threading.Event()
     monkeypatch.setattr(application, "_checked", lambda *_: may_go_on.wait(60) and fails())
