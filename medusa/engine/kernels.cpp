@@ -207,9 +207,15 @@ struct Product {
   int64_t M, K, N;
 };
 
-static void finished(const Product& of, const float* sums, int64_t row, int64_t column, int64_t count) {
+static inline void finished(const Product& of, const float* sums, int64_t row, int64_t column, int64_t count) {
   float* y = of.y + row * of.N + column;
-  for (int64_t n = 0; n < count; n++) {
+  int64_t n = 0;
+  for (; n + LANES <= count; n += LANES) {
+    Vec sum = load(sums + n);
+    if (of.scales) sum *= load(of.scales + column + n);
+    store(y + n, of.bias ? sum + load(of.bias + column + n) : sum);
+  }
+  for (; n < count; n++) {
     float sum = of.scales ? sums[n] * of.scales[column + n] : sums[n];
     y[n] = of.bias ? sum + of.bias[column + n] : sum;
   }
@@ -306,14 +312,214 @@ static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { panels_times_rows<W, M>(of, begin, end); });
 }
 
-template <typename W>
-static void product_of(const Product& of, const Tensor& panels) {
-  bool is_packed = panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == PER_LANE<W>;
-  STD_TORCH_CHECK(is_packed && panels.size(0) == (of.N + LANES - 1) / LANES, "panels must be packed for this processor");
-  STD_TORCH_CHECK(panels.size(1) == height_of<W>(of.K), "rows must be float32, of the weight's width");
-  int64_t blocks = (of.M + MOST_ROWS - 1) / MOST_ROWS;
-  if (of.M) multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels.size(0));
+// ------------------------------------------------------------------- the same in tile registers, where they are
+
+// Such a register holds 16 rows of 64 bytes, and two are multiplied in 16 cycles: a pass of 16 rows takes little longer
+// than one of a single row, which waits for memory. Tiles hold bfloat16 or int8. So rows are multiplied in parts whose
+// sum they are, exactly: a float32 is that of three bfloat16, and a whole number of 16 bits that of two of 8.
+#if defined(WIDEST) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+constexpr int64_t TILE_ROWS = 16, TILE_WIDTH = 64, TILE_BYTES = TILE_ROWS * TILE_WIDTH;
+constexpr int64_t ROWS_AT_ONCE = 128;  // their parts stay in the second cache while all weights pass by
+template <typename W> constexpr int PARTS = std::is_same_v<W, int8_t> ? 2 : 3;
+
+static bool are_tiles_allowed() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // Documentation/arch/x86/xstate.rst of Linux
+  static const bool allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+  return allowed;
 }
+
+// The shapes of this thread's registers while it multiplies: from `weights` on they hold 16 rows, below as many as a block.
+struct TileRegisters {
+  struct alignas(64) Shapes { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t widths[16] = {}; uint8_t rows[16] = {}; } before;
+
+  TileRegisters(int64_t rows, int weights) {
+    _tile_storeconfig(&before);
+    Shapes shapes;
+    for (int i = 0; i < 8; i++) shapes.widths[i] = TILE_WIDTH, shapes.rows[i] = i < weights ? rows : TILE_ROWS;
+    _tile_loadconfig(&shapes);
+  }
+  ~TileRegisters() { _tile_loadconfig(&before); }
+};
+
+template <int T> static inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+template <int T> static inline void load_tile(const void* from) { asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(TILE_WIDTH), "i"(T) : "memory"); }
+template <int T> static inline void store_tile(void* to, int64_t apart) { asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(apart), "i"(T) : "memory"); }
+
+// sums += part `PART` of rows * weights
+template <typename W, int PART, int SUMS, int ROWS, int WEIGHTS> static inline void multiply_tiles() {
+  if constexpr (std::is_same_v<W, BFloat16>) asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
+  else if constexpr (PART == 0) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
+  else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
+}
+
+// Calls `body` with each constant below N.
+template <int N, typename Body> [[gnu::always_inline]] static inline void each(Body body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) { (body.template operator()<I>(), ...); }(std::make_integer_sequence<int, N>{});
+}
+
+// Rows in blocks that a tile holds, the last one over rows of the one before it; each thread takes them apart for itself.
+struct Blocks {
+  int64_t count, rows, steps, size;  // size: bytes of a block (steps, parts, rows, TILE_WIDTH)
+  char* parts;
+  float* scales;  // of int8 weights (blocks * rows, runs): the step of the numbers
+
+  int64_t first(int64_t block, int64_t M) const { return std::min(block * rows, M - rows); }
+};
+
+static void take_apart(const float* x, int64_t K, char* to, int64_t apart, const BFloat16*, float*) {
+  for (int64_t k = 0; k < K; k += 32, to += 3 * apart) {
+    float padded[32] = {};
+    const float* from = K - k < 32 ? static_cast<const float*>(std::memcpy(padded, x + k, (K - k) * sizeof(float))) : x + k;
+    __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
+    for (int part = 0; part < 3; part++) {
+      __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+      _mm512_store_si512(to + part * apart, rounded);
+      low -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(rounded)), 16);
+      high -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(rounded, 1)), 16);
+    }
+  }
+}
+
+static void take_apart(const float* x, int64_t K, char* to, int64_t apart, const int8_t*, float* steps) {
+  alignas(64) int16_t whole[RUN];
+  for (int64_t k = 0; k < K; k += TILE_WIDTH, to += 2 * apart) {
+    if (k % RUN == 0) *steps++ = rounded(x + k, std::min(RUN, K - k), whole);
+    for (int64_t half = 0; half < TILE_WIDTH; half += 32) {
+      __m512i numbers = _mm512_load_si512(whole + k % RUN + half);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to + half), _mm512_cvtepi16_epi8(_mm512_srai_epi16(numbers, 8)));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to + apart + half), _mm512_cvtepi16_epi8(numbers));
+    }
+  }
+}
+
+template <typename W>
+static Blocks blocks_of(const Product& of) {
+  thread_local Scratch scratch;
+  int64_t count = (of.M + TILE_ROWS - 1) / TILE_ROWS, rows = (of.M + count - 1) / count, runs = (of.K + RUN - 1) / RUN;
+  int64_t steps = (of.K * sizeof(W) + TILE_WIDTH - 1) / TILE_WIDTH, size = steps * PARTS<W> * rows * TILE_WIDTH;
+  float* memory = scratch.of((count * size + TILE_WIDTH) / sizeof(float) + count * rows * runs);
+  char* parts = reinterpret_cast<char*>(memory) + (-reinterpret_cast<uintptr_t>(memory) & (TILE_WIDTH - 1));
+  Blocks blocks{count, rows, steps, size, parts, reinterpret_cast<float*>(parts + count * size)};
+  for (int64_t row = 0; row < count * rows; row++) {
+    const float* x = of.x + (blocks.first(row / rows, of.M) + row % rows) * of.K;
+    take_apart(x, of.K, parts + row / rows * size + row % rows * TILE_WIDTH, rows * TILE_WIDTH, static_cast<const W*>(nullptr), blocks.scales + row * runs);
+  }
+  return blocks;
+}
+
+// J panels, tile after tile; what is missing of the last one are zeros. Tiles are fetched AHEAD steps before they are multiplied.
+template <int J, int AHEAD>
+struct Panels {
+  const char* w;
+  int64_t size, steps;
+  alignas(64) char ends[J][TILE_BYTES];
+
+  const char* tile(int j, int64_t step) {
+    const char* whole = w + j * size + step * TILE_BYTES;
+    int64_t left = size - step * TILE_BYTES;
+    if (left >= TILE_BYTES) return whole;
+    std::memset(ends[j] + left, 0, TILE_BYTES - left);
+    return static_cast<const char*>(std::memcpy(ends[j], whole, left));
+  }
+  void fetch(int j, int64_t step, int from, int to) const {
+    int64_t next_step = step + AHEAD, of_next_panels = next_step < steps ? 0 : J * size - steps * TILE_BYTES;
+    const char* next = w + j * size + next_step * TILE_BYTES + of_next_panels;
+    for (int line = from; line < to; line++) __builtin_prefetch(next + line * TILE_WIDTH, 0, 3);
+  }
+};
+
+// Registers: sums 0 to 3, rows from 4 on, weights to 7. A lone block keeps all its parts beside four panels; of more, two share two.
+template <typename W, int B, int J, bool IS_LONE>
+static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel) {
+  constexpr int P = PARTS<W>;
+  int64_t size = height_of<BFloat16>(of.K) * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
+  const char* x = blocks.parts + block * blocks.size;
+  Panels<J, 1> panels{static_cast<const char*>(of.panels) + panel * size, size, blocks.steps};
+  each<4>([]<int T> { clear_tile<T>(); });
+  for (int64_t step = 0; step < blocks.steps; step++, x += P * apart) {
+    if constexpr (IS_LONE) {
+      each<P>([&]<int part> { load_tile<4 + part>(x + part * apart); });
+      each<J>([&]<int j> {
+        load_tile<7>(panels.tile(j, step));
+        panels.fetch(j, step, 0, 4);
+        each<P>([&]<int part> { multiply_tiles<W, part, j, 4 + part, 7>(), panels.fetch(j, step, 4 + 4 * part, 8 + 4 * part); });
+      });
+    } else {
+      each<J>([&]<int j> { load_tile<6 + j>(panels.tile(j, step)), panels.fetch(j, step, 0, 4); });
+      each<P>([&]<int part> {
+        each<B>([&]<int b> {
+          load_tile<4 + b>(x + b * blocks.size + part * apart);
+          each<J>([&]<int j> { multiply_tiles<W, part, b * J + j, 4 + b, 6 + j>(), panels.fetch(j, step, 4 + 4 * part + 4 / B * b, 4 + 4 * part + 4 / B * (b + 1)); });
+        });
+      });
+    }
+  }
+  alignas(64) float sums[B][TILE_ROWS][J * LANES];
+  each<B>([&]<int b> { each<J>([&]<int j> { store_tile<b * J + j>(sums[b][0] + j * LANES, sizeof(sums[b][0])); }); });
+  int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
+  for (int b = 0; b < B; b++)
+    for (int64_t row = 0; row < blocks.rows; row++) finished(of, sums[b][row], blocks.first(block + b, of.M) + row, column, count);
+}
+
+template <int J>
+static void int8_block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel) {
+  int64_t size = (of.K + 3) / 4 * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
+  const char* x = blocks.parts + block * blocks.size;
+  const float* scales = blocks.scales + block * blocks.rows * ((of.K + RUN - 1) / RUN);
+  Panels<J, 2> panels{static_cast<const char*>(of.panels) + panel * size, size, blocks.steps};
+  alignas(64) Vec sums[TILE_ROWS][J] = {};
+  alignas(64) Int whole[J][2][TILE_ROWS];
+  each<4>([]<int T> { clear_tile<T>(); });
+  for (int64_t step = 0; step < blocks.steps; step++, x += 2 * apart) {
+    each<2>([&]<int part> { load_tile<4 + part>(x + part * apart); });
+    each<J>([&]<int j> {
+      load_tile<7>(panels.tile(j, step));
+      each<2>([&]<int part> { multiply_tiles<int8_t, part, 2 * j + part, 4 + part, 7>(), panels.fetch(j, step, 8 * part, 8 * part + 8); });
+    });
+    if ((step + 1) * TILE_WIDTH % RUN && step + 1 < blocks.steps) continue;
+    each<J>([&]<int j> { each<2>([&]<int part> { store_tile<2 * j + part>(whole[j][part], TILE_WIDTH), clear_tile<2 * j + part>(); }); });
+    for (int64_t row = 0; row < blocks.rows; row++) {
+      Vec scale = all(scales[row * ((of.K + RUN - 1) / RUN) + step * TILE_WIDTH / RUN]);
+      for (int j = 0; j < J; j++) sums[row][j] = multiply_add(__builtin_convertvector((whole[j][0][row] << 8) + whole[j][1][row], Vec), scale, sums[row][j]);
+    }
+  }
+  int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
+  for (int64_t row = 0; row < blocks.rows; row++) finished(of, reinterpret_cast<float*>(sums[row]), blocks.first(block, of.M) + row, column, count);
+}
+
+template <typename W>
+static void multiplied_in_tiles(Product of, int64_t panels) {
+  int64_t left = of.M, parts = (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  for (; parts; parts--, of.x += of.M * of.K, of.y += of.M * of.N, left -= of.M) {
+    of.M = (left + parts - 1) / parts;
+    torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+      Blocks blocks = blocks_of<W>(of);
+      bool is_lone = blocks.count == 1;
+      TileRegisters registers(blocks.rows, is_lone || std::is_same_v<W, int8_t> ? 7 : 6);
+      auto multiply = [&]<int J> {
+        for (; begin + J <= end; begin += J)
+          for (int64_t block = 0; block < blocks.count; block += std::is_same_v<W, int8_t> ? 1 : 2)
+            if constexpr (std::is_same_v<W, int8_t>) int8_block_in_tiles<J>(of, blocks, block, begin);
+            else if (is_lone) block_in_tiles<W, 1, J, true>(of, blocks, block, begin);
+            else if constexpr (J < 4) block + 1 < blocks.count ? block_in_tiles<W, 2, J, false>(of, blocks, block, begin) : block_in_tiles<W, 1, J, false>(of, blocks, block, begin);
+      };
+      if constexpr (!std::is_same_v<W, int8_t>) if (is_lone) multiply.template operator()<4>();
+      multiply.template operator()<2>();
+      multiply.template operator()<1>();
+    });
+  }
+}
+#else
+static bool are_tiles_allowed() { return false; }
+template <typename W> static void multiplied_in_tiles(const Product& of, int64_t panels) {}
+#endif
+
+// Whether products of bfloat16 and int8 are computed in tile registers; `wanted` says that they shall be, where there are any.
+static bool has_tiles = are_tiles_allowed();
+static bool tiles(std::optional<bool> wanted) { return has_tiles = wanted.value_or(has_tiles) && are_tiles_allowed(); }
 
 // The same with rows in steps, for int8 weights; it holds until this thread computes another.
 static Product in_steps(Product of) {
@@ -326,6 +532,21 @@ static Product in_steps(Product of) {
       steps[row * runs + run] = rounded(of.x + row * of.K + run * RUN, std::min(RUN, of.K - run * RUN), numbers + (row * runs + run) * RUN);
   of.rounded = numbers, of.steps = steps;
   return of;
+}
+
+template <typename W>
+static void product_of(Product of, const Tensor& panels) {
+  constexpr bool fits_tiles = std::is_same_v<W, BFloat16> || std::is_same_v<W, int8_t>;
+  bool in_tiles = fits_tiles && has_tiles;
+  int64_t per_lane = in_tiles ? 4 / sizeof(W) : PER_LANE<W>;
+  bool is_packed = panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == per_lane;
+  STD_TORCH_CHECK(is_packed && panels.size(0) == (of.N + LANES - 1) / LANES, "panels must be packed for this processor");
+  STD_TORCH_CHECK(panels.size(1) == (of.K + per_lane - 1) / per_lane, "rows must be float32, of the weight's width");
+  if (!of.M) return;
+  if constexpr (fits_tiles) if (in_tiles) return multiplied_in_tiles<W>(of, panels.size(0));
+  if constexpr (std::is_same_v<W, int8_t>) of = in_steps(of);
+  int64_t blocks = (of.M + MOST_ROWS - 1) / MOST_ROWS;
+  multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels.size(0));
 }
 
 // x (..., K) float32, panels (P, K / PER_LANE, LANES, PER_LANE), scales and bias (N,) float32 -> (..., N) float32
@@ -342,7 +563,7 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
     case ScalarType::Float: product_of<float>(of, panels); break;
     case ScalarType::BFloat16: product_of<BFloat16>(of, panels); break;
     case ScalarType::Half: product_of<Half>(of, panels); break;
-    case ScalarType::Char: product_of<int8_t>(in_steps(of), panels); break;
+    case ScalarType::Char: product_of<int8_t>(of, panels); break;
     default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16 or int8");
   }
   return y;
@@ -1050,6 +1271,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, Tensor? leading, int wanted, int first, int fanout, int width, bool is_expected, float least_worth) -> (Tensor[], bool)");
   m.def("tree_of(Tensor root, Tensor[] levels, Tensor expected, Tensor children, Tensor chances, Tensor at, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
   m.def("lanes() -> int");
+  m.def("tiles(bool? wanted) -> bool");
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("packed_product", TORCH_BOX(&product));
@@ -1061,7 +1283,10 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("continuations", TORCH_BOX(&continuations));
   m.impl("hashed_bits", TORCH_BOX(&hashed_bits));
 }
-STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) { m.impl("lanes", TORCH_BOX(&lanes)); }
+STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) {
+  m.impl("lanes", TORCH_BOX(&lanes));
+  m.impl("tiles", TORCH_BOX(&tiles));
+}
 
 // The same for libraries that Inductor compiles, which call functions of C.
 static Tensor borrowed(AtenTensorHandle given) {

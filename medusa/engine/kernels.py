@@ -277,7 +277,8 @@ def in_panels(weight: Tensor) -> Tensor:
     """A weight (out, in) as the kernels read it: (panels, in / P, lanes, P), where a lane holds P = 2 numbers
     of bfloat16 or int8, or one of another precision. What is missing of the last panel, and pair, are zeros.
     """
-    per_lane = 2 if weight.dtype in (torch.bfloat16, torch.int8) else 1
+    narrow = {torch.bfloat16: 2, torch.int8: 4 if torch.ops.medusa.tiles(None) else 2}
+    per_lane = narrow.get(weight.dtype, 1)
     padded = F.pad(weight, (0, -weight.shape[1] % per_lane, 0, -len(weight) % lanes()))
     panels = padded.view(-1, lanes(), padded.shape[1] // per_lane, per_lane).transpose(1, 2)
     return _weights.empty(panels.shape, panels.dtype).copy_(panels)
