@@ -417,6 +417,8 @@ struct Panels {
   int64_t size, steps;
   alignas(64) char ends[J][TILE_BYTES];
 
+  Panels(const Product& of, int64_t panel, int64_t size, int64_t steps) : w(static_cast<const char*>(of.panels) + panel * size), size(size), steps(steps) {}
+
   const char* tile(int j, int64_t step) {
     const char* whole = w + j * size + step * TILE_BYTES;
     int64_t left = size - step * TILE_BYTES;
@@ -437,7 +439,7 @@ static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t bloc
   constexpr int P = PARTS<W>;
   int64_t size = height_of<BFloat16>(of.K) * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
   const char* x = blocks.parts + block * blocks.size;
-  Panels<J, 1> panels{static_cast<const char*>(of.panels) + panel * size, size, blocks.steps};
+  Panels<J, 1> panels(of, panel, size, blocks.steps);
   each<4>([]<int T> { clear_tile<T>(); });
   for (int64_t step = 0; step < blocks.steps; step++, x += P * apart) {
     if constexpr (IS_LONE) {
@@ -469,7 +471,7 @@ static void int8_block_in_tiles(const Product& of, const Blocks& blocks, int64_t
   int64_t size = (of.K + 3) / 4 * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
   const char* x = blocks.parts + block * blocks.size;
   const float* scales = blocks.scales + block * blocks.rows * ((of.K + RUN - 1) / RUN);
-  Panels<J, 2> panels{static_cast<const char*>(of.panels) + panel * size, size, blocks.steps};
+  Panels<J, 2> panels(of, panel, size, blocks.steps);
   alignas(64) Vec sums[TILE_ROWS][J] = {};
   alignas(64) Int whole[J][2][TILE_ROWS];
   each<4>([]<int T> { clear_tile<T>(); });
@@ -517,7 +519,7 @@ static bool are_tiles_allowed() { return false; }
 template <typename W> static void multiplied_in_tiles(const Product& of, int64_t panels) {}
 #endif
 
-// Whether products of bfloat16 and int8 are computed in tile registers; `wanted` says that they shall be, where there are any.
+// Whether products of bfloat16 and int8 are computed in tile registers; `wanted` that they shall be, where there are any.
 static bool has_tiles = are_tiles_allowed();
 static bool tiles(std::optional<bool> wanted) { return has_tiles = wanted.value_or(has_tiles) && are_tiles_allowed(); }
 

@@ -31,6 +31,7 @@ from medusa.engine import kernels
 from medusa.engine.kernels import (
     HugePages,
     Product,
+    has_tiles,
     in_panels,
     missing_kernels,
     narrowest_dtype,
@@ -51,6 +52,16 @@ def product(shape, dtype, has_bias=True):
         return Product(weight, bias, int8=True), weight, bias
     weight = weight.to(dtype).float()
     return Product(weight, bias), weight, bias
+
+
+@pytest.fixture(params=["vectors", "tiles"])
+def multiplied_in(request):
+    """Products are computed in vector registers, or in tile registers where the processor has them."""
+    before = has_tiles()
+    if has_tiles(request.param == "tiles") != (request.param == "tiles"):
+        pytest.skip("this processor has no tile registers")
+    yield request.param
+    has_tiles(before)
 
 
 SIZES = [(3, 5), (1 << 20, 20), (7,), (1 << 20, 30), (64,), (1, 1, 1)]
@@ -84,7 +95,7 @@ def test_where_a_system_has_no_huge_pages_weights_lie_in_small_ones(monkeypatch)
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(130, 77), (16, 16), (5, 3), (1, 1), (64, 1000)], ids=str)
-def test_a_product_is_the_product(shape, dtype):
+def test_a_product_is_the_product(multiplied_in, shape, dtype):
     for has_bias in (True, False):
         made, weight, bias = product(shape, dtype, has_bias)
         assert made.panels.dtype == dtype
@@ -102,7 +113,7 @@ def test_a_product_is_the_product(shape, dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(130, 77), (48, 64)], ids=str)
-def test_a_row_gives_the_same_bits_alone_and_among_any_number(shape, dtype):
+def test_a_row_gives_the_same_bits_alone_and_among_any_number(multiplied_in, shape, dtype):
     made = product(shape, dtype)[0]
     x = torch.randn(61, shape[1])
     together = made(x)
@@ -119,7 +130,7 @@ def test_a_row_gives_the_same_bits_alone_and_among_any_number(shape, dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(dtype, broken):
+def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(multiplied_in, dtype, broken):
     made = product((48, 600), dtype)[0]
     x = torch.randn(5, 600)
     whole = made(x)
@@ -129,7 +140,7 @@ def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(dtype, broken):
 
 
 @needs_kernels
-def test_numbers_of_every_size_keep_their_digits_in_int8():
+def test_numbers_of_every_size_keep_their_digits_in_int8(multiplied_in):
     """A large number takes digits from the 256 that stand beside it, and from no others."""
     made = product((16, 512), torch.int8, has_bias=False)[0]
     x = torch.randn(2, 512)
@@ -160,6 +171,42 @@ def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
     assert narrowest_dtype(torch.full((2, 2), float("nan"))) == torch.float32
     assert narrowest_dtype(torch.full((2, 2), 1e6)) == torch.float32
     assert narrowest_dtype(torch.tensor([[0.0, -0.0, float("inf"), 1e-30]])) == torch.float32
+
+
+@needs_kernels
+def test_a_number_times_one_is_itself_to_the_last_bit(multiplied_in):
+    made = Product(torch.eye(40), None)
+    assert made.panels.dtype == torch.bfloat16
+    x = torch.randn(300, 40) * 10.0 ** torch.arange(-28.0, 32.0).repeat(5)[:, None]
+    assert torch.equal(made(x), x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(130, 77), (33, 300), (64, 1536)], ids=str)
+def test_int8_gives_the_same_bits_in_tiles_and_in_vectors(shape):
+    if not has_tiles():
+        pytest.skip("this processor has no tile registers")
+    x = torch.randn(37, shape[1])
+    in_tiles, weight, _ = product(shape, torch.int8)
+    given = in_tiles(x)
+    try:
+        has_tiles(False)
+        in_vectors = product(shape, torch.int8)[0]
+        assert torch.equal(in_vectors(x), given)
+        with pytest.raises(RuntimeError, match="panels must be packed for this processor"):
+            in_tiles(x)
+    finally:
+        has_tiles(True)
+
+
+@needs_kernels
+def test_the_tile_registers_of_others_are_as_they_were(multiplied_in):
+    """oneDNN multiplies bfloat16 in them too, on the same threads."""
+    made, x = product((64, 96), torch.bfloat16)[0], torch.randn(20, 96)
+    left, right = torch.randn(128, 256).bfloat16(), torch.randn(256, 512).bfloat16()
+    before, other = made(x), left @ right
+    for _ in range(3):
+        assert torch.equal(made(x), before) and torch.equal(left @ right, other)
 
 
 @needs_kernels
