@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -640,15 +641,21 @@ static inline void score_queries(int64_t count, const float* queries, const floa
   if constexpr (M > 1) if (count) score_queries<M - 1>(count, queries, keys, width, scores, apart);
 }
 
-// Queries (count, width) times the keys of `slots` slots -> scores (count, slots rounded up to LANES), rows `apart`.
-static void score(int64_t count, const float* queries, const float* keys, int64_t stride, int64_t slots, int64_t width, float* scores, int64_t apart) {
+// Queries (count, width) times the keys of `slots` slots -> scores (count, slots rounded up to LANES), rows `apart`. Between
+// queries the next keys are fetched, and the values of these slots (slots, value_width), which are read next.
+static void score(int64_t count, const float* queries, const float* keys, int64_t stride, int64_t slots, int64_t width, float* scores, int64_t apart, const float* values, int64_t value_stride, int64_t value_width) {
+  constexpr int64_t M = REGISTERS == 32 ? 4 : 2;
+  int64_t groups = (count + M - 1) / M;
   for (int64_t slot = 0; slot < slots; slot += LANES) {
     const float* block[LANES];
-    for (int lane = 0; lane < LANES; lane++) {
-      block[lane] = keys + std::min(slot + lane, slots - 1) * stride;
-      for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(keys + (slot + LANES + lane) * stride + d);
+    for (int lane = 0; lane < LANES; lane++) block[lane] = keys + std::min(slot + lane, slots - 1) * stride;
+    for (int64_t group = 0; group < groups; group++) {
+      for (int64_t lane = LANES * group / groups; lane < LANES * (group + 1) / groups; lane++) {
+        for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(keys + (slot + LANES + lane) * stride + d);
+        for (int64_t d = 0; d < value_width; d += 16) __builtin_prefetch(values + (slot + lane) * value_stride + d, 0, 2);
+      }
+      score_queries<M>(std::min(M, count - group * M), queries + group * M * width, block, width, scores + group * M * apart + slot, apart);
     }
-    score_queries<REGISTERS == 32 ? 4 : 2>(count, queries, block, width, scores + slot, apart);
   }
 }
 
@@ -741,9 +748,9 @@ static void attend_chunk(const Attention& of, int64_t row, int64_t group, int64_
     end = std::max<int64_t>(end, seen[node * (2 + T) + 1]);
   }
   int64_t low = std::max(from, begin / LANES * LANES), high = std::min(from + CHUNK, end);  // slots that some node sees
-  if (low < high) score(Q, queries, keys + low * key_stride, key_stride, high - low, D, scores + low - from, CHUNK);
+  if (low < high) score(Q, queries, keys + low * key_stride, key_stride, high - low, D, scores + low - from, CHUNK, values + low * value_stride, value_stride, E);
   bool has_tree = T && end + T > from && end < from + CHUNK;
-  if (has_tree) score(Q, queries, keys + end * key_stride, key_stride, T, D, tree_scores, tree_slots);
+  if (has_tree) score(Q, queries, keys + end * key_stride, key_stride, T, D, tree_scores, tree_slots, values + end * value_stride, value_stride, E);
   for (int64_t q = 0; q < Q; q++) {
     const int32_t* sees = seen + q % nodes * (2 + T);
     float* mine = scores + q * CHUNK;
@@ -810,9 +817,12 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
     float* of_chunk = memory + (pair * chunks + chunk) * per_chunk;
     return Partial{of_chunk, of_chunk + Q, of_chunk + 2 * Q};
   };
-  torch::stable::parallel_for(0, pairs * chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; task++)
-      attend_chunk(of, task / chunks / of.groups, task / chunks % of.groups, first, nodes, first_chunk + task % chunks, partial(task / chunks, task % chunks));
+  std::atomic<int64_t> next = 0;  // chunks to whoever is free, the last ones, which are not whole, at the end
+  torch::stable::parallel_for(0, pairs * chunks, 1, [&](int64_t, int64_t) {
+    for (int64_t task = next++; task < pairs * chunks; task = next++) {
+      int64_t pair = task % pairs, chunk = task / pairs;
+      attend_chunk(of, pair / of.groups, pair % of.groups, first, nodes, first_chunk + chunk, partial(pair, chunk));
+    }
   });
   for (int64_t pair = 0; pair < pairs; pair++)
     for (int64_t q = 0; q < Q; q++) {
