@@ -1,4 +1,4 @@
-"""The device at hand: its name, when it has finished, how fast it reads memory and multiplies.
+"""The device at hand: its name, when it has finished, its threads, how fast it reads memory and multiplies.
 
 Two short probes stand in for a data sheet. Bandwidth: how many bytes a second a sum over a large buffer
 reads. Arithmetic: how many operations a second a large square matrix product does. Both take the best of
@@ -8,6 +8,8 @@ multiplied once a forward pass, so its step time is compared with these two (the
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import platform
 import time
@@ -43,6 +45,33 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}: {_processor_name()}, {os.cpu_count()} cores"
+
+
+def release_threads() -> None:
+    """Let go of the threads that computed for the calling one; it gets new ones in a tenth of a millisecond.
+
+    Torch computes with OpenMP, which keeps a team of threads for every thread that ever asked for one. Where
+    GNU's holds more of them than there are cores, even idle ones, all wait for work asleep and no longer
+    awake (``gomp_managed_threads`` in libgomp), and a decode step, which asks two hundred times, takes twice
+    as long. So whoever has computed, and may leave the next request to another thread, lets go.
+    """
+    if (release := _openmp_release()) is not None:
+        release(_SOFTLY)
+
+
+_SOFTLY = 1
+"""``omp_pause_soft`` (OpenMP 5.0, section 3.2.44): settings stay."""
+
+
+@functools.cache
+def _openmp_release() -> Callable[[int], int] | None:
+    """``omp_pause_resource_all`` of the OpenMP that torch computes with, where that is GNU's."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))  # loaded already; its dependencies are searched too
+    is_gnu = hasattr(library, "GOMP_offload_register_ver")
+    return getattr(library, "omp_pause_resource_all", None) if is_gnu else None
 
 
 def wait_for(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import SPARE_NODES, Drafters
 from medusa.engine.prepared import Prepared
+from medusa.hardware import release_threads
 from medusa.heads.ahead import Heads
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
@@ -100,6 +101,7 @@ class MedusaModel:
         self._steps, self._drafters = Steps(prepared.runner, prepared.drafting_heads), Drafters(self)
         self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
+        release_threads()
 
     @property
     def runner(self) -> CausalLM:
@@ -271,7 +273,9 @@ class MedusaModel:
             ValueError: this engine compiles no pass, or something is missing.
         """
         check_step("compiled", self.runner)
-        return self._steps.libraries.compiled_pass()[1]
+        seconds = self._steps.libraries.compiled_pass()[1]
+        release_threads()
+        return seconds
 
     def generate(
         self,
@@ -492,7 +496,7 @@ class MedusaModel:
             needs_features=way.drafter.needs_features,
             is_streamed=is_streamed,
         )
-        return decode(batch, request)
+        return _releasing_threads(decode(batch, request))
 
     def _joined(
         self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -564,3 +568,11 @@ class MedusaModel:
                 f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
                 f"CandidateTree.chain({tree.depth})"
             )
+
+
+def _releasing_threads(steps: Iterator[StepResult]) -> Iterator[StepResult]:
+    """``steps``, after which the next call may come from another thread."""
+    try:
+        yield from steps
+    finally:
+        release_threads()

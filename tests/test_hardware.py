@@ -1,6 +1,12 @@
-import torch
+import os
+import sys
 
-from medusa.hardware import DeviceRates, device_name, measured_rates
+import pytest
+import torch
+from conftest import tiny_model
+
+from medusa import MedusaModel
+from medusa.hardware import DeviceRates, device_name, measured_rates, release_threads
 
 
 def test_a_processor_is_named_with_its_cores():
@@ -20,3 +26,27 @@ def test_rates_count_the_bytes_read_and_the_operations_done(monkeypatch):
     monkeypatch.setattr("medusa.hardware._best_seconds", lambda work, device: 0.5)
     rates = measured_rates(torch.device("cpu"), torch.float32, num_bytes=4000, width=10)
     assert rates == DeviceRates(8000.0, 4000.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_that_has_decoded_keeps_no_threads_of_openmp_for_itself():
+    """Those that wait without work make all others sleep between parallel loops, on as many cores."""
+
+    def num_threads():
+        return len(os.listdir("/proc/self/task"))
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        release_threads()
+        alone = num_threads()
+        torch.ones(1 << 20).add_(1)
+        assert num_threads() > alone
+        model = MedusaModel(tiny_model("llama"))
+        assert num_threads() <= alone
+        for use in (model.generate, lambda *a, **k: list(model.stream(*a, **k))):
+            torch.ones(1 << 20).add_(1)
+            use(torch.tensor([[3, 4, 5]]), max_new_tokens=3, do_sample=False)
+            assert num_threads() <= alone
+    finally:
+        torch.set_num_threads(before)

@@ -19,6 +19,7 @@ from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.decoding.batch import Batch, Progress, QueueFull, Row
 from medusa.decoding.state import DecodeRequest
+from medusa.hardware import release_threads
 from medusa.serving.answer_reader import overlap
 from medusa.serving.metrics import ServerMetrics
 from medusa.text_stream import TextStream
@@ -160,6 +161,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
 
     def start(self) -> None:
+        release_threads()  # those that loaded the model
         self._thread.start()
 
     def end(self) -> None:
