@@ -50,10 +50,11 @@ def device_name(device: torch.device) -> str:
 def release_threads() -> None:
     """Let go of the threads that computed for the calling one; it gets new ones in a tenth of a millisecond.
 
-    Torch computes with OpenMP, which keeps a team of threads for every thread that ever asked for one. Where
-    GNU's holds more of them than there are cores, even idle ones, all wait for work asleep and no longer
-    awake (``gomp_managed_threads`` in libgomp), and a decode step, which asks two hundred times, takes twice
-    as long. So whoever has computed, and may leave the next request to another thread, lets go.
+    Torch computes with OpenMP, which keeps threads for every thread that has ever computed. When GNU's
+    OpenMP keeps more of them than there are cores, idle ones counted, they all sleep while they wait for work
+    (``gomp_managed_threads`` in libgomp). Waking them takes as long as a small loop, so a decode step, which
+    has two hundred of these, takes twice as long. So a thread that has computed lets go of its own when
+    another one may compute next.
     """
     if (release := _openmp_release()) is not None:
         release(_SOFTLY)
