@@ -1,11 +1,11 @@
 """Passes of a view as compiled programs; their libraries are kept on disk.
 
 A pass is what comes before the decoder layers (embedding, rotary angles), the layers, and what comes after
-them (norm, output embedding). The layers of a model are of one kind or two, which differ in their weights
-alone. Each kind is exported once, with its weights, keys and values as arguments and with dynamic rows, nodes
-and slots, and compiled in some ten seconds (:mod:`medusa.engine.programs`), as are the two ends. The
-libraries serve every model of that configuration. Products and attention are calls of the kernels; what is
-compiled is what lies between them.
+them (norm, output embedding). The layers are run in groups, most often of one kind, which differ in their
+weights alone. Each kind is exported once, with its weights, keys and values as arguments and with dynamic
+rows, nodes and slots, and compiled in some twenty seconds (:mod:`medusa.engine.programs`), as are the two
+ends in ten. The libraries serve every model of that configuration. Products and attention are calls of the
+kernels; what is compiled is what lies between them.
 
 It is not what they compute that makes modules slow, but what they are: the weights of a pass drive all code
 out of the processor's caches, so that each operator between two layers takes 20 to 80 microseconds.
@@ -51,6 +51,9 @@ VECTOR = 16
 """Floats in the widest vector of a processor."""
 TRIALS = ((3, 5, 250), (2, 4, 520))
 """Rows, nodes and tokens of the two passes that tell which dimensions change from pass to pass."""
+MOST_TOGETHER = 6
+"""Layers of a group, at most. A program takes some 20 microseconds to call, and a layer more in it two seconds
+to compile."""
 SELECTED = (6, 8)
 """Nodes whose logits these passes are asked for."""
 TOLERANCE = 1e-3
@@ -93,8 +96,7 @@ class CompiledPass:
             part.compile(f" ({number} of {len(new)})")
         ends = [(part.module, None if parts.ends_are_code else part) for part in (parts.before, parts.after)]
         self._before, self._after = (Program(*end) for end in ends)
-        self._layers = [Program(part.module, part) for part in parts.layers]
-        self._entry_sizes, self._takes = parts.entry_sizes, parts.takes
+        self._groups = [(Program(each.part.module, each.part), each) for each in parts.groups]
         if new:
             try:
                 self._check_same()
@@ -117,21 +119,23 @@ class CompiledPass:
         given = [
             each.contiguous() for each in _tensors(tree_inputs(base, tokens, topology, cache, first_node))
         ]
-        shared = [*given, *self._before(given)]
-        hidden, states = shared[self._takes[0][0]], []
-        for index, (layer, takes) in enumerate(zip(self._layers, self._takes, strict=True)):
-            own = cache.tree_layers[index]
-            if not own.is_initialized:
-                sizes = self._entry_sizes[index]
-                own.lazy_initialization(
-                    *(tokens.new_empty(len(tokens), n, 0, w, dtype=hidden.dtype) for n, w in sizes)
-                )
-            own.reserve(cache.num_slots)
-            (hidden,) = layer([hidden, *(shared[at] for at in takes[1:]), cache.slots, *own.entries])
-            states.append(hidden)
-        if select is None:
-            select = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-        last, logits = self._after([hidden, select.contiguous(), *given])
+        shared, states = [*given, *self._before(given)], []
+        for program, group in self._groups:
+            inputs = [shared[at] for at in group.takes]
+            if states:
+                inputs[0] = states[-1]
+            inputs.append(cache.slots)
+            for own, sizes in zip(cache.tree_layers[group.layers], group.entry_sizes, strict=True):
+                if not own.is_initialized:
+                    dtype = inputs[0].dtype
+                    own.lazy_initialization(
+                        *(tokens.new_empty(len(tokens), n, 0, w, dtype=dtype) for n, w in sizes)
+                    )
+                own.reserve(cache.num_slots)
+                inputs += own.entries
+            states += program(inputs)
+        select = _all_nodes(*tokens.shape) if select is None else select.contiguous()
+        last, logits = self._after([states[-1], select, *given])
         return torch.cat([last, *(states[layer - 1] for layer in layers)], dim=-1) if layers else last, logits
 
     def _check_same(self) -> None:
@@ -154,6 +158,12 @@ class CompiledPass:
             )
 
 
+@functools.lru_cache(64)
+def _all_nodes(num_rows: int, num_nodes: int) -> Tensor:
+    """(B, N) long: 0 to N - 1 in each row."""
+    return torch.arange(num_nodes).repeat(num_rows, 1)
+
+
 def library_paths(view: CausalLM) -> list[Path]:
     """Where the libraries of a view's passes are, or will be."""
     return list(_parts(view).compiled)
@@ -164,13 +174,8 @@ class _Parts:
     """What a pass of a view is made of."""
 
     before: Part
-    layers: list[Part]
+    groups: list[_Group]
     after: Part
-    entry_sizes: list[list[tuple[int, int]]]
-    """Of each layer, heads and width of keys, and of values."""
-    takes: list[list[int]]
-    """Of each layer, what it is given: places in the inputs of a pass and what ``before`` gives together; the
-    first is what goes through all layers."""
     ends_are_code: bool
     """Whether ``before`` and ``after`` run as they are, and are not compiled."""
 
@@ -178,7 +183,20 @@ class _Parts:
     def compiled(self) -> dict[Path, Part]:
         """One for each library."""
         ends = [] if self.ends_are_code else [self.before, self.after]
-        return {part.path: part for part in (*ends, *self.layers)}
+        return {part.path: part for part in (*ends, *(group.part for group in self.groups))}
+
+
+@dataclass
+class _Group:
+    """Layers that follow each other, and one program computes."""
+
+    part: Part
+    layers: slice
+    takes: list[int]
+    """What it is given: places in the inputs of a pass and what ``before`` gives together; the first is what
+    goes through all layers."""
+    entry_sizes: list[list[tuple[int, int]]]
+    """Of each layer, heads and width of keys, and of values."""
 
 
 @dataclass
@@ -223,16 +241,6 @@ def _parts(view: CausalLM) -> _Parts:
     settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     common = (settings, config._attn_implementation)
 
-    parts = []
-    for index, call in enumerate(calls):
-        taken = [
-            [*map(Tensor.contiguous, _tensors((args, kwargs))), slots[trial], *entries[trial][index]]
-            for trial, (args, kwargs) in enumerate(zip(call.args, call.kwargs, strict=True))
-        ]
-        others = [
-            (n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))
-        ]
-        parts.append(Part(f"{name}-layer", _CalledLayer(call), taken, (common, others)))
     inputs["past_key_values"] = new_cache(view, 1)  # one that holds nothing
     before = _Before(view, calls, inputs)
     takes = before.takes(given[1])
@@ -240,17 +248,27 @@ def _parts(view: CausalLM) -> _Parts:
     select = [
         torch.zeros(rows, many, dtype=torch.long) for (rows, *_), many in zip(TRIALS, SELECTED, strict=True)
     ]
+    together = max(size for size in range(1, MOST_TOGETHER + 1) if len(calls) % size == 0)
+    groups = []
+    for first in range(0, len(calls), together):
+        of = slice(first, first + together)
+        module = _CalledLayers(calls[of], takes[of])
+        trials = [
+            [*module.given(trial), slots[trial], *itertools.chain(*entries[trial][of])]
+            for trial in range(len(TRIALS))
+        ]
+        part = Part(f"{name}-layers", module, trials, (common, module.settings))
+        sizes = [[(each.shape[1], each.shape[3]) for each in own] for own in entries[0][of]]
+        groups.append(_Group(part, of, module.places, sizes))
     return _Parts(
         Part(f"{name}-before", before, given, common),
-        parts,
+        groups,
         Part(
             f"{name}-after",
             _After(view, calls, inputs),
             [[*each] for each in zip(hidden, select, *zip(*given, strict=True), strict=True)],
             common,
         ),
-        [[(each.shape[1], each.shape[3]) for each in own] for own in entries[0]],
-        takes,
         any(kind in READ_ON_THE_HOST for kind in rope_types(view)),
     )
 
@@ -291,19 +309,46 @@ def _exchanged(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
     return cache if isinstance(value, TreeCache) else value
 
 
-class _CalledLayer(nn.Module):
-    """A layer as a function of the tensors of a call, slots, keys and values."""
+class _CalledLayers(nn.Module):
+    """Layers that follow each other as a function of the tensors that they are called with, slots, and keys and
+    values of each: what each of them gives."""
 
-    def __init__(self, call: _Call):
+    def __init__(self, calls: Sequence[_Call], takes: Sequence[Sequence[int]]):
         super().__init__()
-        self.layer, self._call = call.layer, call
+        self.layers = nn.ModuleList(call.layer for call in calls)
+        self._calls, self._takes = calls, takes
+        self.places = list(dict.fromkeys(itertools.chain(*takes)))
+        """Each tensor once: places as in :class:`_Group`."""
+        self.settings = [
+            ([self.places.index(at) for at in taken], _plain_arguments(call))
+            for call, taken in zip(calls, takes, strict=True)
+        ]
+
+    def given(self, trial: int) -> list[Tensor]:
+        """The tensors at :attr:`places` in one of :data:`TRIALS`."""
+        found: dict[int, Tensor] = {}
+        for call, taken in zip(self._calls, self._takes, strict=True):
+            for at, tensor in zip(taken, _tensors((call.args[trial], call.kwargs[trial])), strict=True):
+                found.setdefault(at, tensor.contiguous())
+        return list(found.values())
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        *tensors, slots, keys, values = inputs
-        call = self._call.args[0], self._call.kwargs[0]
-        args, kwargs = _exchanged(call, iter(tensors), _Entries(keys, values, slots))
-        output = self.layer(*args, **kwargs)
-        return [output[0] if isinstance(output, tuple) else output]
+        given = dict(zip(self.places, inputs, strict=False))
+        slots, *entries = inputs[len(given) :]
+        states: list[Tensor] = []
+        pairs = zip(entries[::2], entries[1::2], strict=True)
+        for call, taken, (keys, values) in zip(self._calls, self._takes, pairs, strict=True):
+            tensors = iter([given[at] for at in taken])
+            args, kwargs = _exchanged((call.args[0], call.kwargs[0]), tensors, _Entries(keys, values, slots))
+            output = call.layer(*args, **kwargs)
+            given[taken[0]] = output[0] if isinstance(output, tuple) else output
+            states.append(given[taken[0]])
+        return states
+
+
+def _plain_arguments(call: _Call) -> list[tuple[str, str]]:
+    """What a layer is called with by name, but for tensors."""
+    return [(n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))]
 
 
 class _Entries(Cache):
@@ -347,7 +392,7 @@ class _Before(_Ends):
         return [each.contiguous() for each in self._made(given)]
 
     def takes(self, given: Sequence[Tensor]) -> list[list[int]]:
-        """See :class:`_Parts`."""
+        """Of each layer, what it is given: places as in :class:`_Group`."""
         self.run(given)
         shared = [*given, *self._made(given)]
         return [[_place(shared, each) for each in stub.given] for stub in self._stubs]

@@ -75,6 +75,17 @@ static inline float multiply_add(float a, float b, float c) {
 template <typename T> static T* numbers(const Tensor& of) { return static_cast<T*>(of.data_ptr()); }
 template <typename T> static T* numbers(const std::optional<Tensor>& of) { return of ? static_cast<T*>(of->data_ptr()) : nullptr; }
 
+// A new tensor, and one that lies whole: a layer asks for many, and torch's dispatcher takes longer than its allocator.
+static Tensor made(const std::vector<int64_t>& shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+  AtenTensorHandle tensor;
+  int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(shape.size(), shape.data(), strides.data(), code, aoti_torch_device_type_cpu(), 0, &tensor));
+  return Tensor(tensor);
+}
+static Tensor whole(const Tensor& given) { return given.is_contiguous() ? given : torch::stable::contiguous(given); }
+
 // What a thread computes in between.
 struct Scratch {
   std::unique_ptr<float[]> memory;
@@ -554,12 +565,12 @@ static void product_of(Product of, const Tensor& panels) {
 
 // x (..., K) float32, panels (P, K / PER_LANE, LANES, PER_LANE), scales and bias (N,) float32 -> (..., N) float32
 static Tensor product(const Tensor& given, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
-  Tensor x = torch::stable::contiguous(given);
+  Tensor x = whole(given);
   int64_t K = x.dim() ? x.size(x.dim() - 1) : 0, M = K ? x.numel() / K : 0;
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "rows must be float32, of the weight's width");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
-  Tensor y = torch::stable::empty(shape, ScalarType::Float);
+  Tensor y = made(shape, ScalarType::Float);
   Product of{numbers<float>(x), nullptr, nullptr, panels.data_ptr(), numbers<float>(scales),
              numbers<float>(bias), numbers<float>(y), M, K, width};
   switch (panels.scalar_type()) {
@@ -849,10 +860,10 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
 // What nodes `first` to `end` of trees see, as medusa.base.attention.seen_slots says: lengths (B,), depths (R, N) and ancestors (R, N, N) with R 1 or B
 // -> (B, 1, M, 2 + T) int32. A chain `by_range` has T = 0.
 static Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors, int64_t first, int64_t end, bool by_range, std::optional<int64_t> window) {
-  depths = torch::stable::contiguous(depths);
-  if (!by_range) ancestors = torch::stable::contiguous(ancestors);
+  depths = whole(depths);
+  if (!by_range) ancestors = whole(ancestors);
   int64_t B = lengths.numel(), N = depths.size(1), T = by_range ? 0 : end, M = end - first;
-  Tensor seen = torch::stable::empty({B, 1, M, 2 + T}, ScalarType::Int);
+  Tensor seen = made({B, 1, M, 2 + T}, ScalarType::Int);
   for (int64_t row = 0; row < B; row++) {
     int64_t tree = depths.size(0) > 1 ? row : 0, length = numbers<int64_t>(lengths)[row * lengths.stride(0)];
     const int64_t* depth_of = numbers<int64_t>(depths) + tree * N;
@@ -874,7 +885,7 @@ static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value
   STD_TORCH_CHECK(seen.scalar_type() == ScalarType::Int && seen.is_contiguous() && seen.dim() == 4 && seen.size(0) == B && seen.size(2) == N && seen.size(3) >= 2, "seen must be (B, 1, N, 2 + T) int32");
   for (const Tensor* each : {&query, &key, &value})
     STD_TORCH_CHECK(each->scalar_type() == ScalarType::Float && each->stride(3) == 1, "queries, keys and values must be float32 with whole rows");
-  Tensor output = torch::stable::empty({B, N, heads, E}, ScalarType::Float);
+  Tensor output = made({B, N, heads, E}, ScalarType::Float);
   Attention of{numbers<float>(query), numbers<float>(key), numbers<float>(value),
                {query.stride(0), query.stride(1), query.stride(2)}, {key.stride(0), key.stride(1), key.stride(2)}, {value.stride(0), value.stride(1), value.stride(2)},
                numbers<int32_t>(seen), numbers<float>(sinks), numbers<float>(output),
@@ -949,8 +960,6 @@ struct Level {
     for (int64_t i = 0; i < fanout + width; i++) shares[i] = shares[i] >= WORST ? std::min(shares[i], 0.f) : WORST;
   }
 };
-
-static Tensor made(std::vector<int64_t> shape, ScalarType type) { return torch::stable::empty(shape, type); }
 
 // A text to look for the last tokens in: one in memory, or the newest `capacity` tokens of a corpus. Positions count from its beginning.
 struct Text {
@@ -1036,7 +1045,7 @@ struct Corpus {
 
 // Adds `text` behind the `total` tokens that a corpus was given so far, and gives their new number.
 static int64_t remember(Tensor ring, Tensor latest, int64_t total, Tensor text) {
-  text = torch::stable::contiguous(text);
+  text = whole(text);
   Corpus corpus(ring, latest);
   const int64_t* tokens = numbers<int64_t>(text);
   for (int64_t i = -1; i < text.numel(); i++, total++) {
@@ -1072,7 +1081,7 @@ static void learn(float* trust, const Said& said, const int64_t* text, int64_t l
 // medusa.drafters.suffix.Continuations has them.
 static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vector<Tensor> predictions, std::vector<Tensor> corpora, const Tensor& totals, const Tensor& odds,
                                          const Tensor& usual, Tensor trust, std::optional<Tensor> said, int64_t depth) {
-  tokens = torch::stable::contiguous(tokens);
+  tokens = whole(tokens);
   int64_t B = tokens.size(0), S = tokens.size(1), T = depth ? depth + SPARE_NODES : 1, W = MAX_CHILDREN;
   Tensor found = made({B, T}, ScalarType::Long), parents = made({B, T}, ScalarType::Long), children = made({B, T, W}, ScalarType::Long), shares = made({B, T}, ScalarType::Float), matched = made({B}, ScalarType::Long);
   Tensor says = made({B, sizeof(Said) / sizeof(int64_t)}, ScalarType::Long);
@@ -1138,7 +1147,7 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
 static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise, std::optional<Tensor> token_map, std::optional<Tensor> column_of,
                                 const Tensor& expected, const Tensor& children, const Tensor& chances, const Tensor& paths, std::optional<Tensor> at, std::optional<Tensor> worth,
                                 std::optional<Tensor> beam, std::optional<Tensor> leading, int64_t wanted, int64_t first, int64_t fanout, int64_t width, bool is_expected, double least_worth) {
-  logits = torch::stable::contiguous(logits);
+  logits = whole(logits);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 3 && fanout <= logits.size(2), "logits must be (B, M, C) float32 of as many columns as are wanted");
   int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), T = expected.size(1), spread = is_expected ? children.size(2) : 0;
   int64_t F = fanout + spread;
@@ -1253,7 +1262,7 @@ template <typename Word> static inline Word mixed(Word x) {
 static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
   constexpr uint32_t GOLDEN = 0x9E3779B9u;
   typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-  seeds = torch::stable::contiguous(seeds), positions = torch::stable::contiguous(positions);
+  seeds = whole(seeds), positions = whole(positions);
   int64_t B = positions.size(0), L = positions.size(1);
   Tensor bits = made({B, L, V}, ScalarType::Int);
   Words within;
