@@ -81,7 +81,7 @@ static Tensor made(const std::vector<int64_t>& shape, ScalarType type) {
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
   AtenTensorHandle tensor;
   int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(shape.size(), shape.data(), strides.data(), code, aoti_torch_device_type_cpu(), 0, &tensor));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(shape.size(), shape.data(), strides.data(), code, aoti_torch_device_type_cpu(), 0, &tensor));
   return Tensor(tensor);
 }
 static Tensor whole(const Tensor& given) { return given.is_contiguous() ? given : torch::stable::contiguous(given); }
@@ -118,7 +118,7 @@ static inline void widened(const Half* from, Vec (&wide)[1]) {
 #elif defined(__AVX2__) && defined(__F16C__)
   wide[0] = (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #elif defined(__aarch64__)
-  wide[0] = __builtin_convertvector(*reinterpret_cast<const Several<_Float16>*>(from), Vec);
+  wide[0] = (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
   // exact: exponent and fraction are moved to their place, and 2^112 makes up for the other bias
   for (int lane = 0; lane < LANES; lane++) {
@@ -329,6 +329,10 @@ static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
 // Such a register holds 16 rows of 64 bytes, and two are multiplied in 16 cycles: a pass of 16 rows takes little longer
 // than one of a single row, which waits for memory. Tiles hold bfloat16 or int8. So rows are multiplied in parts whose
 // sum they are, exactly: a float32 is that of three bfloat16, and a whole number of 16 bits that of two of 8.
+#if defined(__AMXBF16__) && defined(__AMXINT8__)  // as clang called them up to version 14
+#define __AMX_BF16__
+#define __AMX_INT8__
+#endif
 #if defined(WIDEST) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -381,7 +385,9 @@ struct Blocks {
   int64_t first(int64_t block, int64_t M) const { return std::min(block * rows, M - rows); }
 };
 
-static void take_apart(const float* x, int64_t K, char* to, int64_t apart, const BFloat16*, float*) {
+// Rows in parts, which lie `apart`; of int8 weights, the steps of the numbers as well.
+template <typename W> static void take_apart(const float* x, int64_t K, char* to, int64_t apart, float* steps);
+template <> void take_apart<BFloat16>(const float* x, int64_t K, char* to, int64_t apart, float*) {
   for (int64_t k = 0; k < K; k += 32, to += 3 * apart) {
     float padded[32] = {};
     const float* from = K - k < 32 ? static_cast<const float*>(std::memcpy(padded, x + k, (K - k) * sizeof(float))) : x + k;
@@ -395,7 +401,7 @@ static void take_apart(const float* x, int64_t K, char* to, int64_t apart, const
   }
 }
 
-static void take_apart(const float* x, int64_t K, char* to, int64_t apart, const int8_t*, float* steps) {
+template <> void take_apart<int8_t>(const float* x, int64_t K, char* to, int64_t apart, float* steps) {
   alignas(64) int16_t whole[RUN];
   for (int64_t k = 0; k < K; k += TILE_WIDTH, to += 2 * apart) {
     if (k % RUN == 0) *steps++ = rounded(x + k, std::min(RUN, K - k), whole);
@@ -417,7 +423,7 @@ static Blocks blocks_of(const Product& of) {
   Blocks blocks{count, rows, steps, size, parts, reinterpret_cast<float*>(parts + count * size)};
   for (int64_t row = 0; row < count * rows; row++) {
     const float* x = of.x + (blocks.first(row / rows, of.M) + row % rows) * of.K;
-    take_apart(x, of.K, parts + row / rows * size + row % rows * TILE_WIDTH, rows * TILE_WIDTH, static_cast<const W*>(nullptr), blocks.scales + row * runs);
+    take_apart<W>(x, of.K, parts + row / rows * size + row % rows * TILE_WIDTH, rows * TILE_WIDTH, blocks.scales + row * runs);
   }
   return blocks;
 }
@@ -446,33 +452,33 @@ struct Panels {
 };
 
 // Registers: sums 0 to 3, rows from 4 on, weights to 7. A lone block keeps all its parts beside four panels; of more, two share two.
-template <typename W, int B, int J, bool IS_LONE>
+template <int B, int J, bool IS_LONE>
 static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel) {
-  constexpr int P = PARTS<W>;
+  constexpr int P = PARTS<BFloat16>;
   int64_t size = height_of<BFloat16>(of.K) * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
   const char* x = blocks.parts + block * blocks.size;
   Panels<J, 1> panels(of, panel, size, blocks.steps);
-  each<4>([]<int T> { clear_tile<T>(); });
+  each<4>([]<int T>() { clear_tile<T>(); });
   for (int64_t step = 0; step < blocks.steps; step++, x += P * apart) {
     if constexpr (IS_LONE) {
-      each<P>([&]<int part> { load_tile<4 + part>(x + part * apart); });
-      each<J>([&]<int j> {
+      each<P>([&]<int part>() { load_tile<4 + part>(x + part * apart); });
+      each<J>([&]<int j>() {
         load_tile<7>(panels.tile(j, step));
         panels.fetch(j, step, 0, 4);
-        each<P>([&]<int part> { multiply_tiles<W, part, j, 4 + part, 7>(), panels.fetch(j, step, 4 + 4 * part, 8 + 4 * part); });
+        each<P>([&]<int part>() { multiply_tiles<BFloat16, part, j, 4 + part, 7>(), panels.fetch(j, step, 4 + 4 * part, 8 + 4 * part); });
       });
     } else {
-      each<J>([&]<int j> { load_tile<6 + j>(panels.tile(j, step)), panels.fetch(j, step, 0, 4); });
-      each<P>([&]<int part> {
-        each<B>([&]<int b> {
+      each<J>([&]<int j>() { load_tile<6 + j>(panels.tile(j, step)), panels.fetch(j, step, 0, 4); });
+      each<P>([&]<int part>() {
+        each<B>([&]<int b>() {
           load_tile<4 + b>(x + b * blocks.size + part * apart);
-          each<J>([&]<int j> { multiply_tiles<W, part, b * J + j, 4 + b, 6 + j>(), panels.fetch(j, step, 4 + 4 * part + 4 / B * b, 4 + 4 * part + 4 / B * (b + 1)); });
+          each<J>([&]<int j>() { multiply_tiles<BFloat16, part, b * J + j, 4 + b, 6 + j>(), panels.fetch(j, step, 4 + 4 * part + 4 / B * b, 4 + 4 * part + 4 / B * (b + 1)); });
         });
       });
     }
   }
   alignas(64) float sums[B][TILE_ROWS][J * LANES];
-  each<B>([&]<int b> { each<J>([&]<int j> { store_tile<b * J + j>(sums[b][0] + j * LANES, sizeof(sums[b][0])); }); });
+  each<B>([&]<int b>() { each<J>([&]<int j>() { store_tile<b * J + j>(sums[b][0] + j * LANES, sizeof(sums[b][0])); }); });
   int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
   for (int b = 0; b < B; b++)
     for (int64_t row = 0; row < blocks.rows; row++) finished(of, sums[b][row], blocks.first(block + b, of.M) + row, column, count);
@@ -486,15 +492,15 @@ static void int8_block_in_tiles(const Product& of, const Blocks& blocks, int64_t
   Panels<J, 2> panels(of, panel, size, blocks.steps);
   alignas(64) Vec sums[TILE_ROWS][J] = {};
   alignas(64) Int whole[J][2][TILE_ROWS];
-  each<4>([]<int T> { clear_tile<T>(); });
+  each<4>([]<int T>() { clear_tile<T>(); });
   for (int64_t step = 0; step < blocks.steps; step++, x += 2 * apart) {
-    each<2>([&]<int part> { load_tile<4 + part>(x + part * apart); });
-    each<J>([&]<int j> {
+    each<2>([&]<int part>() { load_tile<4 + part>(x + part * apart); });
+    each<J>([&]<int j>() {
       load_tile<7>(panels.tile(j, step));
-      each<2>([&]<int part> { multiply_tiles<int8_t, part, 2 * j + part, 4 + part, 7>(), panels.fetch(j, step, 8 * part, 8 * part + 8); });
+      each<2>([&]<int part>() { multiply_tiles<int8_t, part, 2 * j + part, 4 + part, 7>(), panels.fetch(j, step, 8 * part, 8 * part + 8); });
     });
     if ((step + 1) * TILE_WIDTH % RUN && step + 1 < blocks.steps) continue;
-    each<J>([&]<int j> { each<2>([&]<int part> { store_tile<2 * j + part>(whole[j][part], TILE_WIDTH), clear_tile<2 * j + part>(); }); });
+    each<J>([&]<int j>() { each<2>([&]<int part>() { store_tile<2 * j + part>(whole[j][part], TILE_WIDTH), clear_tile<2 * j + part>(); }); });
     for (int64_t row = 0; row < blocks.rows; row++) {
       Vec scale = all(scales[row * ((of.K + RUN - 1) / RUN) + step * TILE_WIDTH / RUN]);
       for (int j = 0; j < J; j++) sums[row][j] = multiply_add(__builtin_convertvector((whole[j][0][row] << 8) + whole[j][1][row], Vec), scale, sums[row][j]);
@@ -513,12 +519,12 @@ static void multiplied_in_tiles(Product of, int64_t panels) {
       Blocks blocks = blocks_of<W>(of);
       bool is_lone = blocks.count == 1;
       TileRegisters registers(blocks.rows, is_lone || std::is_same_v<W, int8_t> ? 7 : 6);
-      auto multiply = [&]<int J> {
+      auto multiply = [&]<int J>() {
         for (; begin + J <= end; begin += J)
           for (int64_t block = 0; block < blocks.count; block += std::is_same_v<W, int8_t> ? 1 : 2)
             if constexpr (std::is_same_v<W, int8_t>) int8_block_in_tiles<J>(of, blocks, block, begin);
-            else if (is_lone) block_in_tiles<W, 1, J, true>(of, blocks, block, begin);
-            else if constexpr (J < 4) block + 1 < blocks.count ? block_in_tiles<W, 2, J, false>(of, blocks, block, begin) : block_in_tiles<W, 1, J, false>(of, blocks, block, begin);
+            else if (is_lone) block_in_tiles<1, J, true>(of, blocks, block, begin);
+            else if constexpr (J < 4) block + 1 < blocks.count ? block_in_tiles<2, J, false>(of, blocks, block, begin) : block_in_tiles<1, J, false>(of, blocks, block, begin);
       };
       if constexpr (!std::is_same_v<W, int8_t>) if (is_lone) multiply.template operator()<4>();
       multiply.template operator()<2>();
@@ -535,7 +541,7 @@ template <typename W> static void multiplied_in_tiles(const Product& of, int64_t
 static bool has_tiles = are_tiles_allowed();
 static bool tiles(std::optional<bool> wanted) { return has_tiles = wanted.value_or(has_tiles) && are_tiles_allowed(); }
 
-// The same with rows in steps, for int8 weights; it holds until this thread computes another.
+// Rows in steps, for int8 weights in vectors; they hold until this thread computes another product.
 static Product in_steps(Product of) {
   thread_local Scratch scratch;
   int64_t runs = (of.K + RUN - 1) / RUN;

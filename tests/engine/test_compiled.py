@@ -14,6 +14,7 @@ from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausa
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, output_embedding, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
+from medusa.engine import compiled as compiled_passes
 from medusa.engine import prepared_base
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.kernels import missing_kernels
@@ -131,14 +132,15 @@ def check_a_view(engine, base):
             assert torch.equal(alone[:, 0], together[:, node]), "not a bit depends on the tree"
 
 
-def test_compiled_passes_are_exact_kept_and_serve_other_weights(capsys):
+def test_compiled_passes_are_exact_kept_and_serve_other_weights(capsys, monkeypatch):
     torch.manual_seed(7)
-    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 2})
+    monkeypatch.setattr(compiled_passes, "MOST_TOGETHER", 2)
+    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 4})
     base, other = (LlamaForCausalLM(config).eval() for _ in range(2))
     check_a_view("packed", base)
     view = prepared_base(other, "packed")
     paths = library_paths(view)
-    assert len(paths) == 3 and all(path.exists() for path in paths), "the ends, and one for all layers"
+    assert len(paths) == 3 and all(path.exists() for path in paths), "the ends, and one for both groups of layers"
     capsys.readouterr()
     compiled = CompiledPass(view)
     assert "compiling" not in capsys.readouterr().err
@@ -170,7 +172,7 @@ def test_angles_that_depend_on_the_length_are_computed_as_they_are():
     assert said["heads"] == said["plain"] == MedusaModel(base).generate(**BATCH, **asked(0.0)).tolist()
 
 
-def test_a_library_is_named_for_all_that_it_depends_on_but_weights():
+def test_a_library_is_named_for_all_that_it_depends_on_but_weights(monkeypatch):
     def paths(engine="packed", **changes):
         config = LlamaConfig(**{**GROUPED, **changes})
         return tuple(library_paths(prepared_base(LlamaForCausalLM(config).eval(), engine)))
@@ -178,7 +180,10 @@ def test_a_library_is_named_for_all_that_it_depends_on_but_weights():
     assert paths() == paths() and len(paths()) == 3
     others = (paths("int8"), paths(rms_norm_eps=0.1), paths(hidden_act="gelu"), paths(intermediate_size=64))
     assert len({path for each in (paths(), *others) for path in each}) == 15
-    assert len(library_paths(prepared_base(tiny_model("gemma3"), "packed"))) == 4, "two kinds of layers"
+    for together, libraries in ((2, 3), (1, 4)):
+        monkeypatch.setattr(compiled_passes, "MOST_TOGETHER", together)
+        two_kinds = library_paths(prepared_base(tiny_model("gemma3"), "packed"))
+        assert len(two_kinds) == libraries, "layers of two kinds in one library, or in one each"
 
 
 def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
