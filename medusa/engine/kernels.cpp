@@ -451,32 +451,28 @@ struct Panels {
   }
 };
 
-// Registers: sums 0 to 3, rows from 4 on, weights to 7. A lone block keeps all its parts beside four panels; of more, two share two.
-template <int B, int J, bool IS_LONE>
+constexpr int64_t FEW_BLOCKS = 3;
+
+// B blocks by J panels. For few blocks, which wait for memory, there are up to six sums, and each panel is loaded anew for
+// each part of each block, from the first cache. For more, up to four, and two panels ARE_HELD for all parts.
+template <int B, int J, bool ARE_HELD>
 static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel) {
   constexpr int P = PARTS<BFloat16>;
   int64_t size = height_of<BFloat16>(of.K) * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
   const char* x = blocks.parts + block * blocks.size;
   Panels<J, 1> panels(of, panel, size, blocks.steps);
-  each<4>([]<int T>() { clear_tile<T>(); });
-  for (int64_t step = 0; step < blocks.steps; step++, x += P * apart) {
-    if constexpr (IS_LONE) {
-      each<P>([&]<int part>() { load_tile<4 + part>(x + part * apart); });
+  each<B * J>([]<int T>() { clear_tile<T>(); });
+  for (int64_t step = 0; step < blocks.steps; step++, x += P * apart)
+    each<P * B>([&]<int of_rows>() {
+      constexpr int part = of_rows / B, b = of_rows % B, ROWS = ARE_HELD ? 4 + b : 6;
+      load_tile<ROWS>(x + b * blocks.size + part * apart);
       each<J>([&]<int j>() {
-        load_tile<7>(panels.tile(j, step));
-        panels.fetch(j, step, 0, 4);
-        each<P>([&]<int part>() { multiply_tiles<BFloat16, part, j, 4 + part, 7>(), panels.fetch(j, step, 4 + 4 * part, 8 + 4 * part); });
+        constexpr int WEIGHTS = ARE_HELD ? 6 + j : 7;
+        if constexpr (!ARE_HELD || of_rows == 0) load_tile<WEIGHTS>(panels.tile(j, step));
+        multiply_tiles<BFloat16, part, b * J + j, ROWS, WEIGHTS>();
+        panels.fetch(j, step, 16 * of_rows / (P * B), 16 * (of_rows + 1) / (P * B));
       });
-    } else {
-      each<J>([&]<int j>() { load_tile<6 + j>(panels.tile(j, step)), panels.fetch(j, step, 0, 4); });
-      each<P>([&]<int part>() {
-        each<B>([&]<int b>() {
-          load_tile<4 + b>(x + b * blocks.size + part * apart);
-          each<J>([&]<int j>() { multiply_tiles<BFloat16, part, b * J + j, 4 + b, 6 + j>(), panels.fetch(j, step, 4 + 4 * part + 4 / B * b, 4 + 4 * part + 4 / B * (b + 1)); });
-        });
-      });
-    }
-  }
+    });
   alignas(64) float sums[B][TILE_ROWS][J * LANES];
   each<B>([&]<int b>() { each<J>([&]<int j>() { store_tile<b * J + j>(sums[b][0] + j * LANES, sizeof(sums[b][0])); }); });
   int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
@@ -517,18 +513,21 @@ static void multiplied_in_tiles(Product of, int64_t panels) {
     of.M = (left + parts - 1) / parts;
     torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
       Blocks blocks = blocks_of<W>(of);
-      bool is_lone = blocks.count == 1;
-      TileRegisters registers(blocks.rows, is_lone || std::is_same_v<W, int8_t> ? 7 : 6);
-      auto multiply = [&]<int J>() {
+      bool are_few = blocks.count <= FEW_BLOCKS;
+      TileRegisters registers(blocks.rows, are_few || std::is_same_v<W, int8_t> ? 7 : 6);
+      auto multiply = [&]<int J, bool ARE_HELD>() {
         for (; begin + J <= end; begin += J)
           for (int64_t block = 0; block < blocks.count; block += std::is_same_v<W, int8_t> ? 1 : 2)
             if constexpr (std::is_same_v<W, int8_t>) int8_block_in_tiles<J>(of, blocks, block, begin);
-            else if (is_lone) block_in_tiles<1, J, true>(of, blocks, block, begin);
-            else if constexpr (J < 4) block + 1 < blocks.count ? block_in_tiles<2, J, false>(of, blocks, block, begin) : block_in_tiles<1, J, false>(of, blocks, block, begin);
+            else if (block + 1 == blocks.count) block_in_tiles<1, J, ARE_HELD>(of, blocks, block, begin);
+            else if constexpr (J <= 3) block_in_tiles<2, J, ARE_HELD>(of, blocks, block, begin);
       };
-      if constexpr (!std::is_same_v<W, int8_t>) if (is_lone) multiply.template operator()<4>();
-      multiply.template operator()<2>();
-      multiply.template operator()<1>();
+      if constexpr (std::is_same_v<W, BFloat16>) {
+        if (blocks.count == 1) multiply.template operator()<6, false>();
+        if (are_few) multiply.template operator()<3, false>(), multiply.template operator()<1, false>();
+      }
+      multiply.template operator()<2, true>();
+      multiply.template operator()<1, true>();
     });
   }
 }
@@ -719,6 +718,7 @@ static void sum_values(int64_t rows, const float* weights, int64_t stride, const
 
 constexpr int64_t CHUNK = 128;        // positions that are summed apart from others, and then added in order
 constexpr int64_t MOST_QUERIES = 48;  // of one key head that are taken together
+constexpr int64_t JOINED = 1 << 16;   // numbers of chunks that one thread adds in the time it takes to wake another
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 struct Attention {
@@ -841,9 +841,9 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
       attend_chunk(of, pair / of.groups, pair % of.groups, first, nodes, first_chunk + chunk, partial(pair, chunk));
     }
   });
-  for (int64_t pair = 0; pair < pairs; pair++)
-    for (int64_t q = 0; q < Q; q++) {
-      int64_t head = pair % of.groups * shared + q / nodes;
+  torch::stable::parallel_for(0, pairs * Q, std::max<int64_t>(1, JOINED / (chunks * of.E + 1)), [&](int64_t begin, int64_t end) {
+    for (int64_t each = begin; each < end; each++) {
+      int64_t pair = each / Q, q = each % Q, head = pair % of.groups * shared + q / nodes;
       float *output = of.output + ((pair / of.groups * of.N + first + q % nodes) * of.heads + head) * of.E, top = of.sinks ? of.sinks[head] : NOTHING;
       for (int64_t chunk = 0; chunk < chunks; chunk++) {
         float highest = partial(pair, chunk).highest[q];
@@ -861,6 +861,7 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
       }
       for (int64_t d = 0; d < of.E; d++) output[d] /= total;
     }
+  });
 }
 
 // What nodes `first` to `end` of trees see, as medusa.base.attention.seen_slots says: lengths (B,), depths (R, N) and ancestors (R, N, N) with R 1 or B
