@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.attention import (
+    LayerWindows,
     attention_windows,
     check_attention,
     mask_dtype,
@@ -272,14 +273,23 @@ def cache_argument(base: CausalLM) -> str:
 
 
 def tree_inputs(
-    base: CausalLM, tokens: Tensor, topology: TreeTopology, cache: TreeCache, first_node: int = 0
+    base: CausalLM,
+    tokens: Tensor,
+    topology: TreeTopology,
+    cache: TreeCache,
+    first_node: int = 0,
+    windows: LayerWindows | None = None,
 ) -> dict[str, Any]:
-    """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``."""
-    check_attention(base)
+    """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``.
+
+    ``windows`` are those of the layers, where the caller knows that nothing has changed them since.
+    """
+    if windows is None:
+        check_attention(base)
+        windows = attention_windows(base)
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
     cache.begin(tokens.shape[1], first_node)
-    windows = attention_windows(base)
     if takes_seen_slots(config):
         masks = seen_slots(cache.lengths, topology, windows, nodes)
     else:

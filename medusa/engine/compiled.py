@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from medusa.base.attention import takes_seen_slots
+from medusa.base.attention import attention_windows, takes_seen_slots
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import (
     CausalLM,
@@ -52,8 +52,8 @@ VECTOR = 16
 TRIALS = ((3, 5, 250), (2, 4, 520))
 """Rows, nodes and tokens of the two passes that tell which dimensions change from pass to pass."""
 MOST_TOGETHER = 6
-"""Layers of a group, at most. A program takes some 20 microseconds to call, and a layer more in it two seconds
-to compile."""
+"""Layers of a group, at most. A program takes some 20 microseconds to call, and a layer more in it two
+seconds to compile."""
 SELECTED = (6, 8)
 """Nodes whose logits these passes are asked for."""
 TOLERANCE = 1e-3
@@ -89,7 +89,7 @@ class CompiledPass:
     """
 
     def __init__(self, view: CausalLM):
-        self.view = view
+        self.view, self._windows = view, attention_windows(view)
         parts = _parts(view)
         new = [part for part in parts.compiled.values() if not part.path.exists()]
         for number, part in enumerate(new, start=1):
@@ -116,26 +116,23 @@ class CompiledPass:
         layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify` of ``base``, which is the view."""
-        given = [
-            each.contiguous() for each in _tensors(tree_inputs(base, tokens, topology, cache, first_node))
-        ]
-        shared, states = [*given, *self._before(given)], []
+        inputs = tree_inputs(base, tokens, topology, cache, first_node, self._windows)
+        given = [each.contiguous() for each in _tensors(inputs)]
+        shared = [*given, *self._before(given)]
+        hidden = shared[self._groups[0][1].takes[0]]
+        states: list[Tensor] = []
         for program, group in self._groups:
-            inputs = [shared[at] for at in group.takes]
-            if states:
-                inputs[0] = states[-1]
-            inputs.append(cache.slots)
+            taken = [hidden, *(shared[at] for at in group.takes[1:]), cache.slots]
             for own, sizes in zip(cache.tree_layers[group.layers], group.entry_sizes, strict=True):
                 if not own.is_initialized:
-                    dtype = inputs[0].dtype
-                    own.lazy_initialization(
-                        *(tokens.new_empty(len(tokens), n, 0, w, dtype=dtype) for n, w in sizes)
-                    )
+                    empty = [(len(tokens), heads, 0, width) for heads, width in sizes]
+                    own.lazy_initialization(*(hidden.new_empty(size) for size in empty))
                 own.reserve(cache.num_slots)
-                inputs += own.entries
-            states += program(inputs)
+                taken += own.entries
+            states += program(taken)
+            hidden = states[-1]
         select = _all_nodes(*tokens.shape) if select is None else select.contiguous()
-        last, logits = self._after([states[-1], select, *given])
+        last, logits = self._after([hidden, select, *given])
         return torch.cat([last, *(states[layer - 1] for layer in layers)], dim=-1) if layers else last, logits
 
     def _check_same(self) -> None:
@@ -310,8 +307,8 @@ def _exchanged(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
 
 
 class _CalledLayers(nn.Module):
-    """Layers that follow each other as a function of the tensors that they are called with, slots, and keys and
-    values of each: what each of them gives."""
+    """Layers that follow each other, as a function of the tensors that they are called with, slots, and keys
+    and values of each: what each of them gives."""
 
     def __init__(self, calls: Sequence[_Call], takes: Sequence[Sequence[int]]):
         super().__init__()

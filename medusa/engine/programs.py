@@ -69,7 +69,7 @@ class Part:
     def compile(self, count: str = "") -> None:
         """Have the library on disk; ``count`` is said of it to the user."""
         text = (
-            f"compiling {self.name} for this processor{count}: some ten seconds, once; kept in "
+            f"compiling {self.name} for this processor{count}: ten to twenty seconds, once; kept in "
             f"{self.path.parent}"
         )
         compile_library(self.path, text, lambda directory: compiled_program(self._exported(), directory))

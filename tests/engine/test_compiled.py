@@ -140,7 +140,7 @@ def test_compiled_passes_are_exact_kept_and_serve_other_weights(capsys, monkeypa
     check_a_view("packed", base)
     view = prepared_base(other, "packed")
     paths = library_paths(view)
-    assert len(paths) == 3 and all(path.exists() for path in paths), "the ends, and one for both groups of layers"
+    assert len(paths) == 3 and all(path.exists() for path in paths), "the ends, and one for both groups"
     capsys.readouterr()
     compiled = CompiledPass(view)
     assert "compiling" not in capsys.readouterr().err
