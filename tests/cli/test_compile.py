@@ -71,6 +71,6 @@ def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys, tmp_p
     assert "compiled, ready after 321.0 s" in said
     assert json.loads(out.splitlines()[-1]) == {"was_there": False, "seconds": 321.0, "bytes": 25}
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
-    assert sorted(names) == ["heads", "heads-fuse", "llama-after", "llama-before", "llama-layer"]
+    assert sorted(names) == ["heads", "heads-fuse", "llama-after", "llama-before", "llama-layers"]
     assert main(words) == 0
     assert "was there" in capsys.readouterr().err
