@@ -104,30 +104,33 @@ struct Half { uint16_t bits; };
 template <typename Narrow>
 using Several [[gnu::vector_size(LANES * sizeof(Narrow)), gnu::aligned(1), gnu::may_alias]] = Narrow;
 
-static inline void widened(const float* from, Vec (&wide)[1]) { wide[0] = load(from); }
+// Weight `i` of each lane.
+static inline Vec widened(const float* from, int i) { return load(from); }
 
-// The two weights of a lane lie in one number of 32 bits: nothing is moved from lane to lane.
-static inline void widened(const BFloat16* from, Vec (&wide)[2]) {
+// Both weights of a lane lie in one number of 32 bits: nothing is moved from lane to lane.
+static inline Vec widened(const BFloat16* from, int i) {
   Int both = *reinterpret_cast<const Several<int32_t>*>(from);
-  wide[0] = (Vec)(both << 16), wide[1] = (Vec)(both & ~0xffff);
+  return (Vec)(i ? both & ~0xffff : both << 16);
 }
 
-static inline void widened(const Half* from, Vec (&wide)[1]) {
+static inline Vec widened(const Half* from, int i) {
 #if defined(WIDEST)
-  wide[0] = (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__) && defined(__F16C__)
-  wide[0] = (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #elif defined(__aarch64__)
-  wide[0] = (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
+  return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
   // exact: exponent and fraction are moved to their place, and 2^112 makes up for the other bias
+  Vec wide;
   for (int lane = 0; lane < LANES; lane++) {
     uint32_t bits = from[lane].bits, moved = (bits & 0x7fff) << 13;
     float value;
     std::memcpy(&value, &moved, 4);
     value *= 0x1p112f;
-    wide[0][lane] = bits & 0x8000 ? -value : value;
+    wide[lane] = bits & 0x8000 ? -value : value;
   }
+  return wide;
 #endif
 }
 
@@ -194,14 +197,27 @@ template <typename W>
 constexpr int PER_LANE = std::is_same_v<W, BFloat16> || std::is_same_v<W, int8_t> ? 2 : 1;
 template <typename W>
 static inline int64_t height_of(int64_t K) { return (K + PER_LANE<W> - 1) / PER_LANE<W>; }
-constexpr int MOST_ROWS = REGISTERS == 32 ? 13 : 12;
+// Rows of a block, at most. Few registers hold the sums of 6 rows by two panels, where each number that is read of a row
+// serves both; whole numbers, which are not added as they are multiplied, wait for no reading.
+template <typename W>
+constexpr int MOST_ROWS = REGISTERS == 32 ? 13 : std::is_same_v<W, int8_t> ? 12 : 6;
 // Panels that are read side by side, at most. Narrow vectors need more sums under way than two panels have; with wide
 // ones a pass of one node took a tenth longer with four.
 constexpr int STREAMS = LANES == 16 ? 2 : 4;
 // How far ahead weights are fetched, into the second cache: processors look no page ahead by themselves, and at eight
 // pages two cores had read 1.3 times as much as at one.
 constexpr int64_t PAGE = 4096, AHEAD = 8 * PAGE;
-static inline void fetch(const void* ahead) { __builtin_prefetch(ahead, 0, 2); }
+// Weights that are fetched while a block is summed up. Blocks of rows that share panels share out what follows these, so
+// that memory is asked as evenly as can be.
+struct Ahead {
+  const char* next;  // in the first of the panels, which are `size` bytes each
+  int64_t apart, size;
+  template <int J> void fetch() {
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) __builtin_prefetch(next + j * size, 0, 2);
+    next += apart;
+  }
+};
 template <typename W>
 constexpr int panels_for(int rows) {
   constexpr int others = std::is_same_v<W, int8_t> ? 3 : 1;  // registers for numbers of a row, and products before they are added
@@ -234,33 +250,31 @@ static inline void finished(const Product& of, const float* sums, int64_t row, i
 }
 
 template <typename W, int M, int J>
-static inline void sum_up(const Product& of, const W* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
+static inline void sum_up(const Product& of, const W* w, int64_t row, Ahead ahead, Vec (&sums)[M][J]) {
   constexpr int PER = PER_LANE<W>;
   const float* x = of.x + row * of.K;
   int64_t height = height_of<W>(of.K) * PER, k = 0;
   auto add = [&]<int COUNT>() __attribute__((always_inline)) {
-    Vec weights[J][PER];
-#pragma GCC unroll 4
-    for (int j = 0; j < J; j++) {
-      const W* next = w + (j * height + k) * LANES;
-      widened(next, weights[j]);
-      fetch(reinterpret_cast<const char*>(next) + ahead);
-    }
+    ahead.fetch<J>();
 #pragma GCC unroll 2
-    for (int i = 0; i < COUNT; i++)
+    for (int i = 0; i < COUNT; i++) {
+      Vec weights[J];  // one of each lane at a time: more would push sums out of the registers
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) weights[j] = widened(w + (j * height + k) * LANES, i);
 #pragma GCC unroll 13
       for (int m = 0; m < M; m++) {
         Vec value = all(x[m * of.K + k + i]);
 #pragma GCC unroll 4
-        for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j][i], sums[m][j]);
+        for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j], sums[m][j]);
       }
+    }
   };
   for (; k + PER <= of.K; k += PER) add.template operator()<PER>();
   if (k < of.K) add.template operator()<1>();
 }
 
 template <int M, int J>
-static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64_t ahead, Vec (&sums)[M][J]) {
+static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Ahead ahead, Vec (&sums)[M][J]) {
   int64_t pairs = height_of<int8_t>(of.K), runs = (of.K + RUN - 1) / RUN;
   const int16_t* x = of.rounded + row * runs * RUN;
   for (int64_t run = 0; run < runs; run++) {
@@ -268,11 +282,8 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64
     for (int64_t k = run * RUN / 2; k < std::min(pairs, (run + 1) * RUN / 2); k++) {
       Pairs weights[J];
 #pragma GCC unroll 4
-      for (int j = 0; j < J; j++) {
-        const int8_t* next = w + (j * pairs + k) * 2 * LANES;
-        weights[j] = widened_pairs(next);
-        fetch(next + ahead);
-      }
+      for (int j = 0; j < J; j++) weights[j] = widened_pairs(w + (j * pairs + k) * 2 * LANES);
+      ahead.fetch<J>();
 #pragma GCC unroll 13
       for (int m = 0; m < M; m++) {
         int32_t pair;
@@ -291,11 +302,13 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, int64
 }
 
 template <typename W, int M, int J>
-[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel, int64_t last) {
+[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel, int64_t last, int64_t part, int64_t parts) {
   Vec sums[M][J] = {};
   int64_t height = height_of<W>(of.K) * PER_LANE<W>, size = height * LANES * sizeof(W);
   int64_t ahead = std::clamp((last - panel - J) * size, PAGE, AHEAD);  // what follows the last panel is another thread's
-  sum_up(of, static_cast<const W*>(of.panels) + panel * height * LANES, row, ahead, sums);
+  const char* w = static_cast<const char*>(of.panels) + panel * size;
+  Ahead following{w + ahead + size * part / parts, int64_t(PER_LANE<W> * LANES * sizeof(W)) / parts, size};
+  sum_up(of, reinterpret_cast<const W*>(w), row, following, sums);
   float results[M * J * LANES];
 #pragma GCC unroll 13
   for (int m = 0; m < M; m++)
@@ -310,15 +323,16 @@ template <typename W, int M, int J>
 template <typename W, int M>
 static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
   constexpr int J = panels_for<W>(M);
+  int64_t blocks = (of.M + M - 1) / M;
   for (int64_t panel = first; panel < last; panel += J)
-    for (int64_t next = 0; next < of.M; next += M) {
-      int64_t row = std::min(next, of.M - M);
-      if (panel + J <= last) block<W, M, J>(of, row, panel, last);
-      else for (int64_t lone = panel; lone < last; lone++) block<W, M, 1>(of, row, lone, last);
+    for (int64_t each = 0; each < blocks; each++) {
+      int64_t row = std::min(each * M, of.M - M);
+      if (panel + J <= last) block<W, M, J>(of, row, panel, last, each, blocks);
+      else for (int64_t lone = panel; lone < last; lone++) block<W, M, 1>(of, row, lone, last, each, blocks);
     }
 }
 
-template <typename W, int M = MOST_ROWS>
+template <typename W, int M = MOST_ROWS<W>>
 static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
   if constexpr (M > 1) if (rows < M) return multiplied_by<W, M - 1>(rows, of, panels);
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { panels_times_rows<W, M>(of, begin, end); });
@@ -564,7 +578,7 @@ static void product_of(Product of, const Tensor& panels) {
   if (!of.M) return;
   if constexpr (fits_tiles) if (in_tiles) return multiplied_in_tiles<W>(of, panels.size(0));
   if constexpr (std::is_same_v<W, int8_t>) of = in_steps(of);
-  int64_t blocks = (of.M + MOST_ROWS - 1) / MOST_ROWS;
+  int64_t blocks = (of.M + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
   multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels.size(0));
 }
 
