@@ -54,7 +54,7 @@ NUM_NODE_COSTS, ENOUGH_NODE_COSTS = 31, 5
 """Costs of a node that are kept, and without which no node is left out, and nothing paused for it."""
 NODE_COST_INTERVAL = 64
 """Steps without a new cost of a node after which a whole draft is verified, to learn another."""
-LEARNING_PASS = 64
+LEARNING_PASS = 32
 """Nodes of all rows together that are verified to learn what a node costs, at most."""
 SPARE_WORTH = 0.5
 """The probability from which spare nodes are verified: what a node costs is learnt from smaller passes."""
