@@ -220,7 +220,7 @@ struct Ahead {
 };
 template <typename W>
 constexpr int panels_for(int rows) {
-  constexpr int others = std::is_same_v<W, int8_t> ? 3 : 1;  // registers for numbers of a row, and products before they are added
+  constexpr int others = std::is_same_v<W, int8_t> ? 3 : 2;  // registers for numbers of a row, products before they are added, and a mask
   return std::min(STREAMS, (REGISTERS - others) / (rows + 1));
 }
 
