@@ -6,6 +6,9 @@ pass over a tree writes its N tokens to the N slots after the row's last committ
 :meth:`TreeCache.commit` then moves the accepted path to the front of those and forgets the rest.
 Keys are stored after their rotary embedding, so an entry that moves needs no correction.
 
+Drafters that read the text want the model's states of it. These lie beside the keys and values, and move,
+grow and are copied with them (:meth:`TreeCache.keep_features`).
+
 Buffers grow in steps as tokens come, never to the model's maximum context.
 """
 
@@ -30,6 +33,7 @@ class TreeCache(Cache):
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
         self.tree_layers = [TreeCacheLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
+        self._features = TreeCacheLayer(self)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         """(B,) long: committed tokens of each row."""
         self.longest = 0
@@ -59,9 +63,29 @@ class TreeCache(Cache):
         return []
 
     @property
+    def _kept_layers(self) -> list[TreeCacheLayer]:
+        return [*self.tree_layers, self._features]
+
+    @property
     def num_bytes(self) -> int:
-        """Memory held by keys and values, room for further rows included."""
-        return sum(buffer.nbytes for layer in self.tree_layers for buffer in layer.buffers)
+        """Memory held by keys, values and features, room for further rows included."""
+        return sum(buffer.nbytes for layer in self._kept_layers for buffer in layer.buffers)
+
+    @property
+    def features(self) -> Tensor | None:
+        """(B, S, D): the states of all committed tokens, where :meth:`keep_features` kept them."""
+        entries = self._features.entries
+        return entries[0][:, 0, : self.longest] if entries else None
+
+    def keep_features(self, states: Tensor, lengths: Tensor, longest: int) -> None:
+        """Keep ``states`` (B, N, D) of tokens that follow the first ``lengths`` (B,) long of each row, the most
+        of which is ``longest``: of a pass under way, or of what it has committed."""
+        layer, states = self._features, states[:, None]
+        if not layer.is_initialized:
+            layer.lazy_initialization(states, states[..., :0])
+        layer.reserve(longest + states.shape[2])
+        slots = lengths[:, None] + torch.arange(states.shape[2], device=lengths.device)
+        layer.entries[0].scatter_(2, _along_entries(slots, states), states)
 
     @property
     def capacity(self) -> int:
@@ -97,7 +121,7 @@ class TreeCache(Cache):
         path = path[:, : self.slots.shape[1]]  # a tree said to be deeper than it has nodes has longer paths
         in_order = torch.arange(path.shape[1], device=path.device)
         source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
-        for layer in self.tree_layers:
+        for layer in self._kept_layers:
             layer.move(source, target)
 
     def commit_prefix(self, num_kept: Tensor) -> None:
@@ -115,7 +139,7 @@ class TreeCache(Cache):
         sources = rows.tolist()
         # Moved one after the other, no row is overwritten before it was moved.
         in_place = all(source >= row for row, source in enumerate(sources))
-        for layer in self.tree_layers:
+        for layer in self._kept_layers:
             if in_place:
                 layer.move_rows(sources, self.longest)
             else:
@@ -129,7 +153,7 @@ class TreeCache(Cache):
         Where buffers must grow, they get room for ``most_rows`` rows, so that others can join without.
         """
         longest = max(self.longest, other.longest)
-        for layer, theirs in zip(self.tree_layers, other.tree_layers, strict=True):
+        for layer, theirs in zip(self._kept_layers, other._kept_layers, strict=True):
             layer.join(theirs, other.longest, longest, most_rows)
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.longest = longest
@@ -140,7 +164,7 @@ class TreeCache(Cache):
         copied.num_positions = self.num_positions
         copied.lengths = copied.lengths + length
         copied.longest = length
-        for layer, source in zip(copied.tree_layers, self.tree_layers, strict=True):
+        for layer, source in zip(copied._kept_layers, self._kept_layers, strict=True):
             if source.is_initialized:
                 layer.is_initialized = True
                 layer.set_buffers([entries[row : row + 1, :, :length].clone() for entries in source.entries])
@@ -153,7 +177,7 @@ class TreeCache(Cache):
     def clear_uncommitted(self) -> None:
         """Hold zeros wherever no committed token lies: a masked slot counts 0 times what it holds, and where
         that is not finite, the product is no number."""
-        for layer in self.tree_layers:
+        for layer in self._kept_layers:
             for entries, buffer in zip(layer.entries, layer.buffers, strict=True):
                 slots = torch.arange(entries.shape[2], device=entries.device)
                 is_free = slots >= self.lengths.to(entries.device)[:, None]  # (B, S)
@@ -162,7 +186,7 @@ class TreeCache(Cache):
 
     def trim(self) -> None:
         """Give back the slots that no committed token needs, and the room for further rows."""
-        for layer in self.tree_layers:
+        for layer in self._kept_layers:
             layer.set_buffers([entries[:, :, : self.longest].clone() for entries in layer.entries])
 
 

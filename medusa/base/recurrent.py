@@ -206,7 +206,7 @@ class StatefulCache(TreeCache):
 
     @property
     def num_bytes(self) -> int:
-        return sum(row.num_bytes for row in self.stateful_rows)
+        return super().num_bytes + sum(row.num_bytes for row in self.stateful_rows)
 
     @property
     def capacity(self) -> int:
@@ -249,23 +249,30 @@ class StatefulCache(TreeCache):
         raise NotImplementedError("a state cannot forget its last token")
 
     def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.stateful_rows = [self.stateful_rows[row] for row in rows.tolist()]
         self.count()
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
         assert isinstance(other, StatefulCache), "of the same base"
+        super().join(other, most_rows)
         self.stateful_rows += other.stateful_rows
         self.count()
 
     def copy_of_row(self, row: int, length: int) -> StatefulCache:
         """As :meth:`StatefulRow.copy_of_row`: look at its ``longest``."""
-        return StatefulCache([self.stateful_rows[row].copy_of_row(0, length)], self.lengths.device)
+        copied = StatefulCache([self.stateful_rows[row].copy_of_row(0, length)], self.lengths.device)
+        if self.features is not None:
+            copied.keep_features(self.features[row : row + 1, : copied.longest], copied.lengths * 0, 0)
+        return copied
 
     def clear_uncommitted(self) -> None:
+        super().clear_uncommitted()
         for row in self.stateful_rows:
             row.clear_uncommitted()
 
     def trim(self) -> None:
+        super().trim()
         for row in self.stateful_rows:
             row.trim()
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.base.cache import GROWTH_STEP
+from medusa.base.cache import GROWTH_STEP, TreeCache
 from medusa.base.causal_lm import common_context, new_cache, vocab_size
 from medusa.decoding.pausing import Pausing
-from medusa.decoding.state import DecodeRequest, DecodeState, Prefix, PrefixCache, num_shared
+from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, num_shared
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import Advance, Forward, RowsFailed, advanced, begin, sampled_kind
@@ -129,7 +129,7 @@ class _Reading:
     rows: Sequence[Row]
     request: DecodeRequest
     """Theirs, with the answer so far behind the prompt."""
-    prefix: Prefix
+    prefix: TreeCache
 
     @property
     def longest(self) -> int:
@@ -137,7 +137,7 @@ class _Reading:
 
     @property
     def num_missing(self) -> int:
-        return self.longest - self.prefix.cache.longest
+        return self.longest - self.prefix.longest
 
 
 class Batch:
@@ -175,9 +175,9 @@ class Batch:
         """Draft tokens that were verified."""
         self.prefixes = PrefixCache(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
-        self._forward, self._static = forward, static
+        self._forward, self._static = replace(forward, keeps_features=needs_features), static
         self._guide_for, self._check_base = guide_for, check_base
-        self._needs_features, self._max_nodes, self._is_streamed = needs_features, max_nodes, is_streamed
+        self._max_nodes, self._is_streamed = max_nodes, is_streamed
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(forward.base))
         self._readings: list[_Reading] = []  # each less than half as long as what the one before has left
         self._has_read = False  # prompts, in the last turn
@@ -208,7 +208,7 @@ class Batch:
 
     @property
     def _num_slots_read(self) -> int:
-        return sum(reading.prefix.cache.capacity for reading in self._readings)
+        return sum(reading.prefix.capacity for reading in self._readings)
 
     def add(self, row: Row) -> None:
         """Have ``row`` wait for its turn.
@@ -227,8 +227,7 @@ class Batch:
     def start(self, request: DecodeRequest) -> list[Row]:
         """Have the rows of ``request`` decode, together and with no others, in a batch that holds none."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
-        nothing_read = Prefix(new_cache(self._forward.base, len(rows)))
-        self._readings = [_Reading(rows, request, nothing_read)]
+        self._readings = [_Reading(rows, request, new_cache(self._forward.base, len(rows)))]
         return rows
 
     @property
@@ -372,7 +371,7 @@ class Batch:
         """Slots that so many rows take, with a tree behind ``longest`` tokens."""
         return num_rows * -(-(longest + self._max_nodes) // GROWTH_STEP) * GROWTH_STEP
 
-    def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[Prefix, int]:
+    def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[TreeCache, int]:
         """A copy of what this owner has read of ``ids`` before, in a row under way or one that has ended; all
         but the last token at most, after which the first new one is chosen."""
         prefix, length = self.prefixes.longest(ids[:-1], owner)
@@ -386,19 +385,18 @@ class Batch:
             if shared > length:
                 length, source = shared, index
         if source >= 0 and state is not None:
-            return _first_of(Prefix(state.cache, state.features), source, length)
-        if prefix is not None:
-            return _first_of(prefix, 0, length)
-        return Prefix(new_cache(self._forward.base, 1)), 0
+            read = state.cache.copy_of_row(source, length)
+        elif prefix is not None:
+            read = prefix.copy_of_row(0, length)
+        else:
+            read = new_cache(self._forward.base, 1)
+        return read, read.longest  # 0 where the states of a base have read more
 
     def _read_chunk(self, reading: _Reading, num_tokens: int) -> None:
         prefix = reading.prefix
-        lengths = prefix.cache.lengths + num_tokens
-        hidden, _ = self._forward.prefill(reading.request.tokens, lengths, prefix.cache)
-        if self._needs_features:
-            prefix.features = prefix.features_with(hidden)
+        self._forward.prefill(reading.request.tokens, prefix.lengths + num_tokens, prefix)
         for row in reading.rows:
-            row.num_read = prefix.cache.longest
+            row.num_read = prefix.longest
 
     def _read_to_the_end(self, reading: _Reading) -> list[Progress]:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
@@ -411,7 +409,6 @@ class Batch:
             request,
             reading.prefix,
             num_before=len(rows[0].tokens),
-            needs_features=self._needs_features,
             refuses_nan=self.limits is not ALONE,  # a row of NaN is to leave the others alone
         )
         state.sampled = sampled
@@ -569,19 +566,7 @@ class Batch:
     def _keep_prefix(self, row: Row, state: DecodeState, index: int) -> None:
         ids = (row.prompt + row.tokens)[:-1]
         if self.limits.prefix_bytes and not self.prefixes.is_known(ids, row.owner):
-            features = None
-            if state.features is not None:
-                features = state.features[index : index + 1, : len(ids)].clone()
-            prefix = Prefix(state.cache.copy_of_row(index, len(ids)), features)
-            self.prefixes.keep(ids, prefix, row.owner)
-
-
-def _first_of(read: Prefix, row: int, length: int) -> tuple[Prefix, int]:
-    """A copy of the first ``length`` tokens of ``row``, and how many they are: 0 where its states have read
-    more."""
-    cache = read.cache.copy_of_row(row, length)
-    features = None if read.features is None else read.features[row : row + 1, : cache.longest]
-    return Prefix(cache, features), cache.longest
+            self.prefixes.keep(ids, state.cache.copy_of_row(index, len(ids)), row.owner)
 
 
 def _cause(error: Exception) -> Exception:

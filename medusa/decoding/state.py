@@ -97,24 +97,6 @@ def is_exact(acceptance: str, samples: bool) -> bool:
 
 
 @dataclass
-class Prefix:
-    """What has been read of a prompt."""
-
-    cache: TreeCache
-    features: Tensor | None = None
-    """(B, S, D): the states of its tokens, if the drafter wants them."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held."""
-        return self.cache.num_bytes + (0 if self.features is None else self.features.nbytes)
-
-    def features_with(self, hidden: Tensor) -> Tensor:
-        """Those of the prompt, when ``hidden`` (B, T, D) are the states of the tokens that were missing."""
-        return hidden if self.features is None else torch.cat([self.features, hidden], dim=1)
-
-
-@dataclass
 class DecodeState:
     """The rows still decoding."""
 
@@ -137,8 +119,6 @@ class DecodeState:
     """As in a request, of these rows."""
     num_new: list[int] = field(default_factory=list)
     """Tokens of each row's answer so far, root token included."""
-    features: Tensor | None = None
-    """(B, S, D): the same at every committed position, if the drafter wants it."""
     refuses_nan: bool = False
     """A step fails where a token would be chosen from scores that are no numbers."""
     lockstep_batch: LockstepBatch | None = None
@@ -212,12 +192,6 @@ class DecodeState:
         """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` as for
         :meth:`TreeCache.commit`."""
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
-        if self.features is not None:
-            slots = self.cache.lengths[:, None] + torch.arange(path_hidden.shape[1], device=hidden.device)
-            missing = self.cache.longest + path_hidden.shape[1] - self.features.shape[1]
-            if missing > 0:
-                self.features = torch.nn.functional.pad(self.features, (0, 0, 0, missing + 256))
-            self.features.scatter_(1, slots[..., None].expand_as(path_hidden), path_hidden)
         self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain)
         self.hidden = path_hidden[:, -1]
 
@@ -227,7 +201,6 @@ class DecodeState:
         self.rows = [self.rows[row] for row in kept]
         self.tokens, self.lengths, self.hidden = self.tokens[index], self.lengths[index], self.hidden[index]
         self.cache.keep_rows(index)
-        self.features = None if self.features is None else self.features[index]
         self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
         self.requests = [self.requests[row] for row in kept]
         self.num_new = [self.num_new[row] for row in kept]
@@ -260,8 +233,6 @@ class DecodeState:
         self.rows = self.rows + other.rows
         self.requests, self.num_new = self.requests + other.requests, self.num_new + other.num_new
         self.tokens = torch.cat(_as_wide(self.tokens, other.tokens))
-        if self.features is not None and other.features is not None:
-            self.features = torch.cat(_as_wide(self.features, other.features))
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.hidden = torch.cat([self.hidden, other.hidden])
         self.cache.join(other.cache, most_rows)
@@ -305,7 +276,7 @@ def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:
 class _Kept:
     owner: Hashable
     ids: tuple[int, ...]
-    prefix: Prefix
+    prefix: TreeCache
 
 
 class PrefixCache:
@@ -326,7 +297,7 @@ class PrefixCache:
         """Memory held."""
         return sum(each.prefix.num_bytes for each in self._kept)
 
-    def longest(self, ids: Sequence[int], owner: Hashable = None) -> tuple[Prefix | None, int]:
+    def longest(self, ids: Sequence[int], owner: Hashable = None) -> tuple[TreeCache | None, int]:
         """What of this owner shares most first tokens with ``ids``, and how many; counts as a use of it."""
         ids = tuple(ids)
         shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
@@ -341,7 +312,7 @@ class PrefixCache:
         """Whether something that is kept for this owner begins with ``ids``."""
         return any(each.owner == owner and num_shared(each.ids, ids) == len(ids) for each in self._kept)
 
-    def keep(self, ids: Sequence[int], prefix: Prefix, owner: Hashable = None) -> None:
+    def keep(self, ids: Sequence[int], prefix: TreeCache, owner: Hashable = None) -> None:
         """Keep ``prefix``, which has read exactly ``ids``; what it continues is not kept beside it."""
         ids = tuple(ids)
         if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):

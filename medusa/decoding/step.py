@@ -32,7 +32,7 @@ from medusa.base.cache import MOST_BEHIND, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.base.recurrent import StatefulCache, keeps_state
 from medusa.decoding.pausing import Pausing
-from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
 from medusa.trees.candidate_tree import TreeTopology
@@ -47,16 +47,25 @@ class Forward:
     layers: tuple[int, ...] = ()
     run: Callable[..., tuple[Tensor, Tensor]] = verify
     """As :func:`medusa.base.causal_lm.verify`."""
+    keeps_features: bool = False
+    """Whether the states of the text are kept in its cache, for drafters that read them."""
 
     def prefill(
         self, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
-        return prefill(self.base, tokens, lengths, cache, chunk, self.layers, self.run)
+        before = cache.lengths, cache.longest
+        hidden, logits = prefill(self.base, tokens, lengths, cache, chunk, self.layers, self.run)
+        if self.keeps_features:
+            cache.keep_features(hidden, *before)
+        return hidden, logits
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
-        return self.run(self.base, tokens, topology, cache, layers=self.layers)
+        hidden, logits = self.run(self.base, tokens, topology, cache, layers=self.layers)
+        if self.keeps_features:
+            cache.keep_features(hidden, cache.lengths, cache.longest)
+        return hidden, logits
 
 
 @dataclass(frozen=True)
@@ -182,20 +191,18 @@ def _root_alone(state: DecodeState, draft: Draft) -> Draft:
 def begin(
     forward: Forward,
     request: DecodeRequest,
-    prefix: Prefix,
+    prefix: TreeCache,
     *,
     num_before: int = 0,
-    needs_features: bool = False,
     refuses_nan: bool = False,
 ) -> tuple[DecodeState, Advance]:
     """Prefill: the state to go on from, which has each row's first token, and that token.
 
     ``prefix`` holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt
-    are of the answer, which then goes on. ``needs_features`` is of who will draft, ``refuses_nan`` of the
-    state.
+    are of the answer, which then goes on. ``refuses_nan`` is of the state.
     """
-    cache, num_read = prefix.cache, prefix.cache.lengths
-    hidden, logits = forward.prefill(request.tokens, request.lengths, cache)
+    num_read = prefix.lengths
+    hidden, logits = forward.prefill(request.tokens, request.lengths, prefix)
     last = request.lengths[:, None] - 1
     newest = (last - num_read[:, None])[..., None].expand(-1, -1, hidden.shape[2])
     num_rows = len(request.lengths)
@@ -204,13 +211,12 @@ def begin(
         tokens=request.tokens,
         lengths=request.lengths,
         hidden=hidden.gather(1, newest).squeeze(1),
-        cache=cache,
+        cache=prefix,
         requests=[request] * num_rows,
         seeds=request.seeds,
         padding=request.padding,
         references=request.references,
         num_new=[num_before] * num_rows,
-        features=prefix.features_with(hidden) if needs_features else None,
         refuses_nan=refuses_nan,
         lockstep_batch=request.lockstep_batch() if request.in_lockstep else None,
     )
@@ -245,7 +251,7 @@ def draft_context(state: DecodeState, base: CausalLM, least_worth: float = 0.0) 
         cache=state.cache,
         noise=None if state.sampled else state.noise(vocab_size(base)),
         temperature=state.temperature,
-        features=state.features,
+        features=state.cache.features,
         sampled=state.sampled,
         seeds=state.seeds,
         processors=state.request.processors,

@@ -33,7 +33,7 @@ from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, 
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import home_device, new_cache, output_embedding, seen_hidden
 from medusa.decoding.batch import StepResult
-from medusa.decoding.state import DecodeRequest, DecodeState, Prefix
+from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.static import MAX_KEPT, StaticState, rounded_slots, static_step
 from medusa.decoding.step import Forward, begin
 from medusa.decoding.steps import Steps
@@ -85,7 +85,7 @@ def prefilled(base, drafter, lengths: list[int], **kwargs) -> StaticState:
     request = DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs)
     drafter.begin(len(lengths))
     forward = Forward(base, drafter.reads_layers)
-    rows, _ = begin(forward, request, Prefix(new_cache(base, len(lengths))))
+    rows, _ = begin(forward, request, new_cache(base, len(lengths)))
     state = StaticState.like(rows, num_steps=4)
     state.reserve(256)
     state.load(rows, num_left=29)

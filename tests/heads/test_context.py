@@ -8,10 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ARCHITECTURES, BUSHY, VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from stateful_models import stateful_model
 from tiny_training import configuration_of, counting_rows, new_trainer
 from torch.nn import functional as F
 
-from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, load_heads, save_heads
+from medusa import (
+    CandidateTree,
+    HeadsCheckpoint,
+    HeadsConfig,
+    MedusaHeads,
+    MedusaModel,
+    load_heads,
+    save_heads,
+)
 from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.decoding.batch import Row
 from medusa.drafters import ahead
@@ -57,7 +66,8 @@ def readings(monkeypatch) -> list:
     found, read = [], HeadsDrafter.read
 
     def recorded(self, context):
-        found.append((self, context, read(self, context)))
+        kept = replace(context, features=context.features.clone())  # rows move within them later
+        found.append((self, kept, read(self, context)))
         return found[-1][2]
 
     monkeypatch.setattr(HeadsDrafter, "read", recorded)
@@ -68,6 +78,9 @@ def assert_read_at_once(readings, base):
     for drafter, context, given in readings:
         for row, length in enumerate(context.lengths.tolist()):
             states, tokens = context.features[row, : length - 1], context.tokens[row, :length]
+            with torch.no_grad():
+                of_base = hidden_states(base, tokens[None, :-1], layers=CONFIG.fused_layers)[0]
+            torch.testing.assert_close(states, of_base, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(
                 given[row], read_at_once(drafter.heads, base, states, tokens), atol=1e-4, rtol=1e-4
             )
@@ -109,9 +122,13 @@ def test_what_is_read_step_by_step_is_what_is_read_at_once(readings, most_entrie
     assert_read_at_once(readings, base)
 
 
-def test_rows_that_come_and_go_read_their_own_text(readings):
-    base = tiny_model("llama")
-    model = MedusaModel(base, new_heads(), tree=TREE)
+@pytest.mark.parametrize(
+    ("make", "architecture", "tree"),
+    [(tiny_model, "llama", TREE), (stateful_model, "lfm2", CandidateTree.chain(3))],
+)
+def test_rows_that_come_and_go_read_their_own_text(readings, make, architecture, tree):
+    base = make(architecture)
+    model = MedusaModel(base, new_heads(), tree=tree)
     batch = model.continuous_batch()
     rows = [
         Row(model.request(random_prompts(1, length, seed=length), do_sample=False, max_new_tokens=new))
@@ -126,6 +143,11 @@ def test_rows_that_come_and_go_read_their_own_text(readings):
     while batch.is_busy:
         batch.step()
     assert {len(context.root) for _, context, _ in readings} >= {1, 2, 4}
+    going_on = torch.tensor([[*rows[0].prompt, *rows[0].tokens, 5]])
+    batch.add(last := Row(model.request(going_on, do_sample=False, max_new_tokens=4)))
+    while batch.is_busy:
+        batch.step()
+    assert last.num_reused > 0
     assert_read_at_once(readings, base)
 
 
