@@ -78,8 +78,8 @@ class TreeCache(Cache):
         return entries[0][:, 0, : self.longest] if entries else None
 
     def keep_features(self, states: Tensor, lengths: Tensor, longest: int) -> None:
-        """Keep ``states`` (B, N, D) of tokens that follow the first ``lengths`` (B,) long of each row, the most
-        of which is ``longest``: of a pass under way, or of what it has committed."""
+        """Keep ``states`` (B, N, D) of tokens behind the first ``lengths`` (B,) long of each row, at most
+        ``longest``: of a pass under way, or of what it has committed."""
         layer, states = self._features, states[:, None]
         if not layer.is_initialized:
             layer.lazy_initialization(states, states[..., :0])
