@@ -155,6 +155,15 @@ def is_ready(url: str) -> bool:
     return False
 
 
+def where() -> str:
+    """The device in words, and of a processor the instructions that kernels may use."""
+    if torch.cuda.is_available():
+        return device_name(torch.device("cuda"))
+    has_tiles = torch.cpu._is_amx_tile_supported()
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{device_name(torch.device('cpu'))}, {vectors} {'and' if has_tiles else 'without'} AMX"
+
+
 def run(experiment: Experiment, prompts: Path) -> None:
     """Run it and keep what it found.
 
@@ -171,7 +180,7 @@ def run(experiment: Experiment, prompts: Path) -> None:
     record = {
         "commit": commit(),
         "date": date.today().isoformat(),
-        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "device": where(),
         "versions": {**versions, "python": platform.python_version()},
         "minutes": round((time.monotonic() - began) / 60, 1),
         "code": digest,
