@@ -75,6 +75,30 @@ def _openmp_release() -> Callable[[int], int] | None:
     return getattr(library, "omp_pause_resource_all", None) if is_gnu else None
 
 
+def available_memory() -> int | None:
+    """Bytes of memory that this process may still take: what the system has left, or its control group's
+    limit where that is less; None where the system does not say."""
+    listing = Path("/proc/meminfo")
+    if not listing.exists():
+        return None
+    for line in listing.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = 1024 * int(line.split()[1])
+            return min([free, *_left_in_control_group()])
+    return None
+
+
+def _left_in_control_group() -> list[int]:
+    """What the limit of the process's control group (version 2) leaves, cached files left out;
+    empty where there is none."""
+    home = Path("/sys/fs/cgroup")
+    limit, used, details = (home / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not limit.exists() or not used.exists() or not limit.read_text().strip().isdigit():
+        return []
+    files = [int(line.split()[1]) for line in details.read_text().splitlines() if line.startswith("file ")]
+    return [int(limit.read_text()) - int(used.read_text()) + sum(files)]
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
     if device.type == "cuda":

@@ -26,6 +26,7 @@ from medusa.decoding.steps import Steps, check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import SPARE_NODES, Drafters
+from medusa.engine.loading import PLACING, load_for_engine
 from medusa.engine.prepared import Prepared
 from medusa.hardware import release_threads
 from medusa.heads.ahead import Heads
@@ -34,9 +35,6 @@ from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
-
-PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config")
-"""Arguments of ``transformers`` that say in which precision a base is loaded, or where."""
 
 
 @dataclass(frozen=True)
@@ -172,18 +170,22 @@ class MedusaModel:
         """
         hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
         source = str(base) if isinstance(base, (str, Path)) else None
+        if isinstance(heads, (str, Path)) and heads != OWN_HEADS:
+            known = source or getattr(base, "name_or_path", None)
+            heads = load_heads(heads, base_name=known, **hub)  # before the base, which takes longer
         if isinstance(base, (str, Path)):
             if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
-                base_kwargs["dtype"] = torch.float32  # exact; packed holds weights as narrow as they were
-            base = load_base(base, **base_kwargs)
+                has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
+                # an adapter changes the weights, so they are held as they are
+                base = load_for_engine(base, "eager" if has_adapter else engine, **base_kwargs)
+            else:
+                base = load_base(base, **base_kwargs)
         elif unread := sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys()):
             raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
         check_is_model(base)
         base.eval()
         if heads == OWN_HEADS:
             heads = own_heads(base)
-        elif isinstance(heads, (str, Path)):
-            heads = load_heads(heads, base_name=source or base.name_or_path, **hub)
         if heads is None:
             model = cls(base, None, tree, tokenizer, engine, step=step)
         elif isinstance(heads, HeadsCheckpoint):

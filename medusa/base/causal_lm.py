@@ -60,8 +60,14 @@ def output_embedding(base: CausalLM) -> nn.Module:
 
 
 def embedding_weight(output_embedding: nn.Module) -> Tensor:
-    """The rows of an output embedding, (V, D)."""
+    """The weight (V, D) of an output embedding, for its shape, type and place; its numbers are those of
+    :func:`embedding_rows`."""
     return cast(Tensor, output_embedding.weight)
+
+
+def embedding_rows(embedding: nn.Module) -> Tensor:
+    """The rows (V, D) of an input or output embedding, in the precision that they are held in."""
+    return cast(Tensor, getattr(embedding, "rows", embedding.weight)).detach()
 
 
 def home_device(base: CausalLM) -> torch.device:

@@ -60,11 +60,12 @@ def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError: as :func:`load_base`.
     """
-    name, kwargs = found(source, {"trust_remote_code": False, **_source_arguments(kwargs)})
+    name, kwargs = found(source, {"trust_remote_code": False, **source_arguments(kwargs)})
     return AutoTokenizer.from_pretrained(name, **kwargs)
 
 
-def _source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``kwargs`` that say where files come from."""
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
@@ -72,7 +73,7 @@ def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
     """Raise ValueError when the configuration at ``name`` is not that of a causal language model."""
     config = kwargs.get("config")
     if config is None:
-        config = AutoConfig.from_pretrained(name, **_source_arguments(kwargs))
+        config = AutoConfig.from_pretrained(name, **source_arguments(kwargs))
     kind = type(config)
     if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(

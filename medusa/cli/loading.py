@@ -35,6 +35,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
+from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.ahead import Heads
@@ -43,7 +44,7 @@ from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_
 from medusa.interop.protocol import megabytes
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
-from medusa.options import Dtype, StepKind, TemplateOptions
+from medusa.options import Dtype, Engine, StepKind, TemplateOptions
 from medusa.places import EMBEDDED_BASE
 from medusa.prompts import (
     Prompt,
@@ -69,7 +70,9 @@ def load_model(
     device = chosen_device(options.device)
     checkpoint = None if options.heads == OWN_HEADS else load_heads(options.heads)
     name = options.base or recorded_base(checkpoint, options.heads)
-    base = load_base_on(device, name, options.dtype, options.trust_remote_code)
+    # an adapter changes the weights, so they are held as they are
+    engine = "eager" if checkpoint is not None and checkpoint.adapter is not None else options.engine
+    base = load_base_on(device, name, options.dtype, options.trust_remote_code, engine)
     if checkpoint is None:
         checkpoint = own_heads(base)
     if checkpoint.adapter is not None:
@@ -118,8 +121,15 @@ def set_step(model: MedusaModel, asked: StepKind | None) -> None:
 
 
 def default_step(model: MedusaModel) -> StepKind:
-    """How steps run where nobody says: what is compiled is compiled at first use."""
-    return "compiled" if model.can_compile else "general"
+    """How steps run where nobody says: compiled, now if it must be, where that can be done."""
+    if not model.can_compile:
+        return "general"
+    try:
+        model.compile()
+    except ValueError as error:
+        log_console().print(f"steps run general, which is slower: {error}", style="dim", soft_wrap=True)
+        return "general"
+    return "compiled"
 
 
 def log_version() -> Console:
@@ -136,12 +146,17 @@ def log_version() -> Console:
 
 
 def load_base_on(
-    device: torch.device, name: str, dtype: Dtype | None, trust_remote_code: bool = False
+    device: torch.device,
+    name: str,
+    dtype: Dtype | None,
+    trust_remote_code: bool = False,
+    engine: Engine = "eager",
 ) -> CausalLM:
-    """The base model called ``name``; in float32 on a CPU and in its own type elsewhere, unless told
-    otherwise."""
-    dtype_here = dtype or ("float32" if device.type == "cpu" else "auto")
-    base: Any = load_base(name, dtype=dtype_here, trust_remote_code=trust_remote_code)
+    """The base model called ``name``: in float32 on a CPU, packed for ``engine`` as it is read; in its own
+    type elsewhere, unless told otherwise."""
+    if device.type == "cpu" and dtype in (None, "float32"):
+        return load_for_engine(name, engine, trust_remote_code=trust_remote_code)
+    base: Any = load_base(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
     return base.to(device)
 
 

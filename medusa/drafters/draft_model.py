@@ -9,7 +9,6 @@ are read, and the entries of drafted nodes lie where the verification pass overw
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -17,7 +16,15 @@ from torch import Tensor
 
 from medusa.base.architecture_check import check_decodable
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify, vocab_size
+from medusa.base.causal_lm import (
+    CausalLM,
+    copy_sharing_parameters,
+    decoder_layers,
+    new_cache,
+    prefill,
+    verify,
+    vocab_size,
+)
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
@@ -144,28 +151,13 @@ def early_exit(base: CausalLM, num_layers: int) -> CausalLM:
     total = base.config.get_text_config(decoder=True).num_hidden_layers
     if not 1 <= num_layers < total:
         raise ValueError(f"num_layers of an early exit must be in [1, {total - 1}], got {num_layers}")
-    config = copy.deepcopy(base.config)
-    text = config.get_text_config(decoder=True)
+    shallow = copy_sharing_parameters(base)
+    del decoder_layers(shallow)[num_layers:]
+    text = shallow.config.get_text_config(decoder=True)  # one object, which all modules of the copy read
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
-    with torch.device("meta"):
-        shallow = type(base)(config)
-    ours = base.state_dict(keep_vars=True)
-    for name, parameter in shallow.named_parameters():  # loading gives what it assigns this parameter's flag
-        parameter.requires_grad_(ours[name].requires_grad)
-    shallow.load_state_dict({name: ours[name] for name in shallow.state_dict()}, assign=True)
-    for name, buffer in list(shallow.named_buffers()):
-        if buffer.is_meta:  # not saved with the weights, such as rotary frequencies
-            owner, _, leaf = name.rpartition(".")
-            setattr(shallow.get_submodule(owner), leaf, base.get_buffer(name))
-    shallow.set_attn_implementation(text_attention(base))
     return shallow.eval()
-
-
-def text_attention(base: CausalLM) -> str:
-    """The attention implementation of the base's text layers."""
-    return base.config.get_text_config(decoder=True)._attn_implementation
 
 
 def low_precision(base: CausalLM) -> CausalLM:

@@ -31,7 +31,7 @@ from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.drafters.suffix import MAX_CHILDREN, ODDS, Continuations, continuations
 from medusa.engine.kernels import PackedLinear
-from medusa.engine.views import is_view
+from medusa.engine.views import packed_as
 from medusa.heads.ahead import AheadHead
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -315,7 +315,7 @@ class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
     """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
 
     def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
-        self.has_kernels, self.trust = is_view(base), torch.zeros(len(ODDS))
+        self.has_kernels, self.trust = packed_as(base) is not None, torch.zeros(len(ODDS))
         AheadDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""

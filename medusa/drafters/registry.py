@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from medusa.acceptance.protocol import independent_chains
@@ -36,6 +37,7 @@ from medusa.drafters.protocol import Drafter, PlainDrafter, host_bound_parts
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
+from medusa.engine.loading import load_for_engine
 from medusa.engine.views import missing_for_kernels
 from medusa.heads.ahead import AheadHead, Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
@@ -171,10 +173,17 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
     if not isinstance(given, PreTrainedModel):
         if host.tokenizer is not None:
             check_same_tokens(host.tokenizer, load_tokenizer(given))
-        loaded: Any = load_base(given, dtype=host.base.dtype)
-        draft_model = prepared_base(loaded.to(host.base.device), host.engine)
+        draft_model = _loaded_beside(host, given)
     check_draft_vocabulary(host.base, draft_model)
     return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
+
+
+def _loaded_beside(host: DraftHost, source: str | Path) -> CausalLM:
+    """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
+    if host.base.device.type == "cpu" and host.base.dtype == torch.float32:
+        return prepared_base(load_for_engine(source, host.engine), host.engine)
+    loaded: Any = load_base(source, dtype=host.base.dtype)
+    return prepared_base(loaded.to(host.base.device), host.engine)
 
 
 def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
@@ -192,8 +201,7 @@ def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | Non
 
 def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
     assert settings.exit_layer is not None, "refused before"
-    shallow = prepared_base(early_exit(host.base, settings.exit_layer), host.engine)
-    return SelfDrafter(shallow, settings.tree())
+    return SelfDrafter(early_exit(host.runner, settings.exit_layer), settings.tree())
 
 
 DRAFTERS: dict[str, NamedDrafter] = {

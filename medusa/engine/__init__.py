@@ -18,6 +18,10 @@
     quantised already, or sharded over devices            eager
     given hooks, or a forward of its own, in any module   eager, also where they come after loading
 
+A base that is loaded by its name on a CPU is packed as it is read, and holds each weight once
+(:mod:`medusa.engine.loading`). It runs on its engine alone: for ``eager``, hooks, adapters or training it is
+loaded with ``engine="eager"``.
+
 The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the weights lie in, and give a node
 the same logits to the last bit alone, in a tree and in a batch. Mixtures of experts multiply with their
 experts' weights as ``transformers`` does, whose sums depend on how many rows take part; there, and on eager,
@@ -40,7 +44,7 @@ from typing import get_args
 from medusa.base.causal_lm import CausalLM
 from medusa.console import log_console
 from medusa.engine.kernels import missing_kernels
-from medusa.engine.views import missing_for_kernels, missing_for_plain_float32, view_of
+from medusa.engine.views import missing_for_kernels, missing_for_plain_float32, packed_as, view_of
 from medusa.options import Engine
 
 QUANTISED = ("int8",)
@@ -54,7 +58,7 @@ def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
         ValueError: unknown engine, or one that cannot run this model; the message says what is missing.
     """
     engine = resolved_engine(base, engine)
-    if engine == "eager":
+    if engine == "eager" or packed_as(base) is not None:
         return base
     if (lacks := missing_for_kernels(base)) is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
@@ -69,6 +73,13 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
     """
     if engine not in get_args(Engine):
         raise ValueError(f"engine must be one of {get_args(Engine)}, got {engine!r}")
+    if (held := packed_as(base)) is not None:
+        if engine not in ("auto", held):
+            raise ValueError(
+                f"engine={engine!r} needs the weights of the base, which was loaded for engine={held!r} and "
+                "holds them packed; load it again for the other"
+            )
+        return held
     if engine == "auto":
         if missing_for_plain_float32(base) is not None:
             return "eager"

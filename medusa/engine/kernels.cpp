@@ -602,6 +602,156 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
   return y;
 }
 
+// ---------------------------------------------------------------------------------------------- packing weights
+
+static inline float widened(float value) { return value; }
+static inline float widened(BFloat16 value) { return std::bit_cast<float>(uint32_t(value.bits) << 16); }
+static inline float widened(Half value) {
+  uint32_t bits = value.bits & 0x7fff, sign = uint32_t(value.bits & 0x8000) << 16;
+  float wide = std::bit_cast<float>(bits << 13) * 0x1p112f;
+  if (bits >= 0x7c00) wide = std::bit_cast<float>(0x7f800000 | (bits & 0x3ff) << 13);  // infinite, or no number
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(wide) | sign);
+}
+
+// Whether float16 holds this float32 exactly: a normal number with 10 bits of fraction, or a multiple of 2^-24.
+static inline bool is_half(uint32_t bits) {
+  uint32_t size = bits & 0x7fffffff;
+  int exponent = int(size >> 23) - 127;
+  if (size == 0) return true;
+  if (exponent > 15 || exponent < -24) return size == 0x7f800000;
+  if (exponent >= -14) return !(bits & 0x1fff);
+  return !((0x800000 | (bits & 0x7fffff)) & ((1u << (-1 - exponent)) - 1));
+}
+
+static inline void narrowed(float value, float* to) { *to = value; }
+static inline void narrowed(float value, BFloat16* to) { to->bits = std::bit_cast<uint32_t>(value) >> 16; }
+static inline void narrowed(float value, Half* to) {  // of what float16 holds
+  uint32_t bits = std::bit_cast<uint32_t>(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+  uint32_t half = size >= 0x7f800000 ? 0x7c00 | (size >> 13 & 0x3ff) : std::bit_cast<uint32_t>(std::bit_cast<float>(size) * 0x1p-112f) >> 13;
+  to->bits = sign | half;
+}
+
+// 0, 1 or 2: the narrowest of bfloat16, float16 and float32 that holds every number of `weight` exactly.
+template <typename Source>
+static int64_t narrowest_of(const Source* from, int64_t count) {
+  constexpr int64_t PART = 1 << 16;
+  std::atomic<bool> fits_bfloat16 = true, fits_half = true;
+  torch::stable::parallel_for(0, (count + PART - 1) / PART, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end && (fits_bfloat16 || fits_half); part++) {
+      int64_t last = std::min(count, (part + 1) * PART);
+      if (fits_bfloat16) {
+        uint32_t low = 0;
+        for (int64_t i = part * PART; i < last; i++) low |= std::bit_cast<uint32_t>(widened(from[i]));
+        if (low & 0xffff) fits_bfloat16 = false;
+      }
+      if (fits_half) {
+        bool fits = true;
+        for (int64_t i = part * PART; i < last && fits; i++) fits = is_half(std::bit_cast<uint32_t>(widened(from[i])));
+        if (!fits) fits_half = false;
+      }
+    }
+  });
+  return fits_bfloat16 ? 0 : fits_half ? 1 : 2;
+}
+
+static int64_t narrowest(const Tensor& weight) {
+  STD_TORCH_CHECK(weight.is_contiguous(), "a weight must lie whole");
+  switch (weight.scalar_type()) {
+    case ScalarType::BFloat16: return 0;
+    case ScalarType::Half: return narrowest_of(numbers<Half>(weight), weight.numel());
+    case ScalarType::Float: return narrowest_of(numbers<float>(weight), weight.numel());
+    default: STD_TORCH_CHECK(false, "a weight must be float32, bfloat16 or float16");
+  }
+}
+
+// Some lanes of a panel from their rows, `PER` numbers of a lane at a time.
+template <int PER, typename W>
+static void interleave(const W* rows, int64_t lanes, int64_t K, W* panel) {
+  int64_t k = 0;
+  for (; k + PER <= K; k += PER, panel += LANES * PER)
+    for (int64_t lane = 0; lane < lanes; lane++) std::memcpy(panel + lane * PER, rows + lane * K + k, PER * sizeof(W));
+  for (int64_t lane = 0; lane < lanes && k < K; lane++)
+    for (int i = 0; i < PER; i++) panel[lane * PER + i] = k + i < K ? rows[lane * K + k + i] : W{};
+}
+
+// Numbers as whole ones up to 127 times a scale, which this gives; above 0 where all are 0.
+template <typename Source>
+static float in_int8(const Source* from, int64_t K, std::vector<float>& wide, int8_t* to) {
+  wide.assign((K + LANES - 1) / LANES * LANES, 0.f);
+  for (int64_t k = 0; k < K; k++) wide[k] = widened(from[k]);
+  Vec highest = {};
+  for (size_t k = 0; k < wide.size(); k += LANES) {
+    Vec value = load(wide.data() + k);
+    highest = larger(value < 0.f ? -value : value, highest);
+  }
+  float most = std::numeric_limits<float>::min();
+  for (int lane = 0; lane < LANES; lane++) most = std::max(most, highest[lane]);
+  float scale = most / 127.f;
+  for (size_t k = 0; k < wide.size(); k += LANES) {
+    Int whole = (Int)(load(wide.data() + k) / scale + ROUNDER) - (Int)all(ROUNDER);
+    store(wide.data() + k, (Vec)whole);
+  }
+  for (int64_t k = 0; k < K; k++) to[k] = static_cast<int8_t>(std::bit_cast<int32_t>(wide[k]));
+  return scale;
+}
+
+// Rows of a weight (N, K) at the outputs from `row` on of panels (P, K / PER, LANES, PER); what is missing of a lane is 0.
+template <typename Source, typename W, int PER>
+static void packed(const Tensor& weight, const Tensor& panels, const std::optional<Tensor>& scales, int64_t row) {
+  int64_t N = weight.size(0), K = weight.size(1), size = panels.size(1) * LANES * PER;
+  const Source* from = numbers<Source>(weight);
+  W* to = numbers<W>(panels);
+  torch::stable::parallel_for(row / LANES, (row + N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+    std::vector<W> held;
+    std::vector<float> wide;
+    for (int64_t panel = begin; panel < end; panel++) {
+      int64_t first = std::max(row, panel * LANES), last = std::min(row + N, (panel + 1) * LANES), lanes = last - first;
+      const Source* rows = from + (first - row) * K;
+      if constexpr (std::is_same_v<Source, W>) {
+        interleave<PER>(rows, lanes, K, to + panel * size + (first - panel * LANES) * PER);
+        continue;
+      }
+      held.resize(LANES * K);
+      for (int64_t lane = 0; lane < lanes; lane++) {
+        const Source* given = rows + lane * K;
+        W* narrow = held.data() + lane * K;
+        if constexpr (std::is_same_v<W, int8_t>) {
+          numbers<float>(scales)[first + lane] = in_int8(given, K, wide, narrow);
+        } else {
+          for (int64_t k = 0; k < K; k++) narrowed(widened(given[k]), narrow + k);
+        }
+      }
+      interleave<PER>(held.data(), lanes, K, to + panel * size + (first - panel * LANES) * PER);
+    }
+  });
+}
+
+template <typename Source>
+static void packed_from(const Tensor& weight, const Tensor& panels, const std::optional<Tensor>& scales, int64_t row) {
+  switch (panels.scalar_type()) {
+    case ScalarType::Float: return packed<Source, float, 1>(weight, panels, scales, row);
+    case ScalarType::BFloat16: return packed<Source, BFloat16, 2>(weight, panels, scales, row);
+    case ScalarType::Half: return packed<Source, Half, 1>(weight, panels, scales, row);
+    case ScalarType::Char: return panels.size(3) == 4 ? packed<Source, int8_t, 4>(weight, panels, scales, row) : packed<Source, int8_t, 2>(weight, panels, scales, row);
+    default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16 or int8");
+  }
+}
+
+// Packs a weight into its place in panels, exactly, or in int8 with the scales (outputs,) of its rows.
+static void pack(const Tensor& weight, const Tensor& panels, const std::optional<Tensor>& scales, int64_t row) {
+  int64_t per_lane = panels.size(3);
+  STD_TORCH_CHECK(weight.is_contiguous() && panels.is_contiguous() && weight.dim() == 2 && panels.dim() == 4, "weights must lie whole");
+  STD_TORCH_CHECK(panels.size(2) == LANES && panels.size(1) == (weight.size(1) + per_lane - 1) / per_lane, "panels must be those of such a weight");
+  STD_TORCH_CHECK(row >= 0 && row + weight.size(0) <= panels.size(0) * LANES, "the rows must have a place in the panels");
+  STD_TORCH_CHECK((panels.scalar_type() == ScalarType::Char) == scales.has_value() && (!scales || scales->numel() >= row + weight.size(0)), "int8 has a scale for each row");
+  switch (weight.scalar_type()) {
+    case ScalarType::Float: return packed_from<float>(weight, panels, scales, row);
+    case ScalarType::BFloat16: return packed_from<BFloat16>(weight, panels, scales, row);
+    case ScalarType::Half: return packed_from<Half>(weight, panels, scales, row);
+    default: STD_TORCH_CHECK(false, "a weight must be float32, bfloat16 or float16");
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- tree attention
 
 // e^x for x <= 0 to 2 units in the last place, and 0 below -87 (Cephes' expf: Cody-Waite reduction, a polynomial).
@@ -1306,6 +1456,8 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
 STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
+  m.def("narrowest(Tensor weight) -> int");
+  m.def("pack(Tensor weight, Tensor(a!) panels, Tensor(b!)? scales, int row) -> ()");
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
@@ -1317,6 +1469,8 @@ STABLE_TORCH_LIBRARY(medusa, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("packed_product", TORCH_BOX(&product));
+  m.impl("narrowest", TORCH_BOX(&narrowest));
+  m.impl("pack", TORCH_BOX(&pack));
   m.impl("tree_attention", TORCH_BOX(&attend));
   m.impl("seen_slots", TORCH_BOX(&seen_slots));
   m.impl("grow", TORCH_BOX(&grow));

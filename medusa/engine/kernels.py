@@ -25,6 +25,7 @@ the sums are float32. Numbers below 1e-38 count as zero there. Int8 gives the sa
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import math
@@ -36,11 +37,10 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -196,39 +196,50 @@ for _instead, _name in TREE_ATTENTION.items():
 # ------------------------------------------------------------------ linear layers
 
 
-WEIGHT_STEPS = 127
-"""Steps of an int8 weight on either side of zero."""
-
-_TINY = torch.finfo(torch.float32).tiny
-"""Keeps the scale of a channel of zeros above zero; it is too small to change any other scale."""
-
-
 class Product(nn.Module):
     """Rows times a matrix, float32 outside: (..., in) -> (..., out).
 
     Args:
-        weight: (out, in); taken now, later changes do not count.
+        weights: matrices (out, in) in float32, bfloat16 or float16, one below the other in what comes out;
+            taken now, later changes do not count.
         bias: (out,), or None.
-        int8: whether the weight is rounded to int8; it is held exactly otherwise.
+        int8: whether the weights are rounded to int8; they are held exactly otherwise.
     """
 
     panels: Tensor
     scales: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool = False):
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, int8: bool = False):
         super().__init__()
-        self.width = len(weight)
+        self.width, self.num_inputs = sum(map(len, weights)), weights[0].shape[1]
         if isinstance(bias, nn.Parameter):
             self.bias = bias  # shared with the base
         else:
             self.register_buffer("bias", bias, persistent=False)
-        codes, scales = quantised(weight) if int8 else (weight.to(narrowest_dtype(weight)), None)
-        self.register_buffer("panels", in_panels(codes), persistent=False)
+        panels, scales = packed(weights, int8)
+        self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.medusa.packed_product(x, self.panels, self.scales, self.bias, self.width)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the weights were rounded to int8."""
+        return self.scales is not None
+
+    def rounded(self) -> Self:
+        """The same layer with its weights rounded to int8."""
+        made = copy.copy(self)
+        panels, scales = packed([self.unpacked()], int8=True)
+        made._buffers = {**self._buffers, "panels": panels, "scales": scales}
+        return made
+
+    def unpacked(self) -> Tensor:
+        """The matrix (out, in) float32 that this multiplies by."""
+        rows = self.panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.width, : self.num_inputs]
+        return rows.float() if self.scales is None else rows * self.scales[:, None]
 
 
 class PackedLinear(Product):
@@ -236,22 +247,42 @@ class PackedLinear(Product):
 
     def __init__(self, linear: nn.Linear | Conv1D, int8: bool = False):
         weight = linear.weight.detach()
-        super().__init__(weight.T if isinstance(linear, Conv1D) else weight, linear.bias, int8)
+        super().__init__([weight.T if isinstance(linear, Conv1D) else weight], linear.bias, int8)
         self.weight = linear.weight  # shared with the base, for code that reads it
 
 
 def narrowest_dtype(weight: Tensor) -> torch.dtype:
-    """The narrowest of bfloat16, float16 and float32 in which each number of ``weight`` is what it is."""
-    narrow = (torch.bfloat16, torch.float16)
-    return next(
-        (dtype for dtype in narrow if torch.equal(weight.to(dtype).to(weight.dtype), weight)), torch.float32
-    )
+    """The narrowest of bfloat16, float16 and float32 that holds every bit of ``weight``."""
+    lanes()  # loads the kernels
+    return _PRECISIONS[torch.ops.medusa.narrowest(weight.contiguous())]
 
 
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Int8 codes (out, in) and scales (out,) of a weight (out, in): the product of both is near it."""
-    scales = weight.abs().amax(dim=1).clamp_(min=_TINY) / WEIGHT_STEPS
-    return (weight / scales[:, None]).round_().to(torch.int8), scales
+_PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def packed(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Matrices (out, in), one below the other, as the kernels read them: (panels, in / P, lanes, P), where a
+    lane holds P = 2 numbers of bfloat16 or int8 (4 of int8 for tile registers), or one of another precision.
+    What is missing of the last panel, and lane, are zeros. With scales (out,) where they are rounded to int8:
+    a number is a scale times one of the 255 whole numbers from -127 to 127.
+    """
+    weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
+    num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
+    if int8:
+        dtype, per_lane = torch.int8, 4 if has_tiles() else 2
+    else:
+        dtype = max(map(narrowest_dtype, weights), key=_PRECISIONS.index)
+        if dtype == torch.float16 and any(narrowest_dtype(weight) != dtype for weight in weights):
+            dtype = torch.float32  # what bfloat16 holds, float16 may not
+        per_lane = 2 if dtype == torch.bfloat16 else 1
+    shape = (-(-num_outputs // lanes()), -(-num_inputs // per_lane), lanes(), per_lane)
+    panels, scales = _weights.empty(shape, dtype), torch.empty(num_outputs) if int8 else None
+    panels[-1].zero_()
+    row = 0
+    for weight in weights:
+        torch.ops.medusa.pack(weight, panels, scales, row)
+        row += len(weight)
+    return panels, scales
 
 
 class HugePages:
@@ -290,14 +321,3 @@ def _in_huge_pages(size: int) -> mmap.mmap:
 
 
 _weights = HugePages()
-
-
-def in_panels(weight: Tensor) -> Tensor:
-    """A weight (out, in) as the kernels read it: (panels, in / P, lanes, P), where a lane holds P = 2 numbers
-    of bfloat16 or int8 (4 of int8 for tile registers), or one of another precision. What is missing of the
-    last panel, and lane, are zeros.
-    """
-    per_lane = {torch.bfloat16: 2, torch.int8: 4 if has_tiles() else 2}.get(weight.dtype, 1)
-    padded = F.pad(weight, (0, -weight.shape[1] % per_lane, 0, -len(weight) % lanes()))
-    panels = padded.view(-1, lanes(), padded.shape[1] // per_lane, per_lane).transpose(1, 2)
-    return _weights.empty(panels.shape, panels.dtype).copy_(panels)

@@ -10,6 +10,7 @@ from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
+from medusa.engine.views import packed_as
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
 from medusa.heads.ahead import Heads, check_heads_fit
@@ -26,6 +27,7 @@ class Prepared:
     def __init__(self, base: CausalLM, heads: Heads | None, engine: Engine):
         self.base, self.heads, self.engine = base, heads, engine
         name = resolved_engine(base, engine)
+        self._has_kernels, self._is_held_once = name != "eager", packed_as(base) is not None
         self.runner: CausalLM = prepared_base(base if name == "eager" else folded(base), engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.drafting_heads = heads
@@ -46,7 +48,7 @@ class Prepared:
             ValueError: the engine has taken weights or modules that have changed; or the base is in training
                 mode.
         """
-        base, is_made = self.base, self.runner is not self.base
+        base, is_made = self.base, self._has_kernels
         if base.training:
             raise ValueError(
                 "the base is in training mode, in which dropout may change its answers; call eval() on it"
@@ -65,10 +67,11 @@ class Prepared:
                 )
             self._snapshot = self._new_snapshot()  # nothing was made of them
         if is_made and (alteration := alteration_of(base)) is not None:
-            if self.engine != "auto":
+            if self.engine != "auto" or self._is_held_once:
+                advice = "load the base with engine='eager'" if self._is_held_once else "use engine='eager'"
                 raise ValueError(
-                    f"the base has got {alteration}, which engine={self.engine!r} would not run; remove it, "
-                    "or use engine='eager'"
+                    f"the base has got {alteration}, which engine={self.runtime.engine!r} would not run; "
+                    f"remove it, or {advice}"
                 )
             return False
         return True
@@ -76,7 +79,7 @@ class Prepared:
     def guard(self) -> Callable[[bool], None]:
         """What raises ValueError where base, heads or precision are no longer those of this moment: looked at
         closely where it is called with True (for a new request), quickly otherwise (after a pass)."""
-        snapshot, is_cast, is_made = self._snapshot, self._is_cast, self.runner is not self.base
+        snapshot, is_cast, is_made = self._snapshot, self._is_cast, self._has_kernels
 
         def check(is_new_request: bool) -> None:
             is_same = snapshot.is_unwritten and not self.base.training and self._is_cast == is_cast

@@ -24,7 +24,7 @@ from medusa.engine.kernels import SOURCE, Product
 from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
 from medusa.engine.views import JoinedLinear
 
-VERSION = 8
+VERSION = 9
 """Of what is compiled: raise it with every change of what a program computes."""
 
 
@@ -63,7 +63,16 @@ class Part:
             for each in self.module.modules()
         ]
         shapes = [(name, tuple(each.shape), each.dtype) for name, each in weights_of(self.module).items()]
-        depends_on = (self.settings, modules, shapes, code_of(self.module), SOURCE.read_bytes(), VERSION)
+        types = [[each.dtype for each in given] for given in self.trials]
+        depends_on = (
+            self.settings,
+            modules,
+            shapes,
+            types,
+            code_of(self.module),
+            SOURCE.read_bytes(),
+            VERSION,
+        )
         return kept_library(self.name, digest_of(*depends_on))
 
     def compile(self, count: str = "") -> None:

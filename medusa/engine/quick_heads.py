@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import copy_sharing_parameters, embedding_weight
+from medusa.base.causal_lm import copy_sharing_parameters, embedding_rows
 from medusa.engine.kernels import PackedLinear, Product
 from medusa.engine.programs import Part, Program
 from medusa.heads.medusa_heads import MedusaHeads
@@ -49,11 +49,11 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
         if isinstance(heads, MedusaHeads):
             quick.__class__ = QuickHeads
             quick.path_products = nn.ModuleList(
-                Product(weight.detach(), None, int8=True) for weight in getattr(heads, "paths", ())
+                Product([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
             )
     if scored is not None:
         gathered = GatheredRows(output_embedding, scored)
-        quick.scorer = Product(gathered.rows, gathered.bias, int8=True) if has_kernels else gathered
+        quick.scorer = Product([gathered.rows], gathered.bias, int8=True) if has_kernels else gathered
     return quick
 
 
@@ -76,7 +76,7 @@ class QuickHeads(MedusaHeads):
     ) -> Tensor:
         if self.programs is None or path is None:
             return super().logits_of(index, hidden, output_embedding, path)
-        given = hidden, path, embedding_weight(output_embedding).detach()
+        given = hidden, path, embedding_rows(output_embedding)
         return self.programs[index]([each.contiguous() for each in given])[0]
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def parts_of_heads(heads: Any, output_embedding: nn.Module) -> list[Part]:
     """What :func:`compile_heads` compiles: a head, and how layers are fused; nothing where it gains none."""
     if not isinstance(heads, QuickHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
-    config, tokens = heads.config, embedding_weight(output_embedding).detach()
+    config, tokens = heads.config, embedding_rows(output_embedding)
     settings = (replace(config, context=None),)
     trials = [
         (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +27,45 @@ LOOP_NUMBERS = 32_768
 def view_of(base: CausalLM, int8: bool = False) -> CausalLM:
     """A model that shares every parameter and buffer with ``base``, and computes with the kernels.
 
+    ``base`` is left as it is. The packed weights lie beside its own, and do not follow later changes of the
+    parameters.
+    """
+    return with_kernels(copy_sharing_parameters(base), int8)
+
+
+def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor] | None = None) -> CausalLM:
+    """``model``, whose modules are replaced by such as compute with the kernels.
+
     Linear layers that read one input share one product, each of the others has its own; a subclass of
     ``nn.Linear`` keeps its own forward. Norms are replaced where that leaves every bit as it is, attention
-    where :func:`takes_tree_attention` says so. ``base`` is left as it is. The packed weights lie beside its
-    own, and do not follow later changes of the parameters.
+    where :func:`takes_tree_attention` says so.
+
+    Args:
+        int8: whether weights are rounded to int8, those too that are packed already.
+        release: called with each weight that is packed, to let it go; what it returns stands in its place.
     """
-    view = copy_sharing_parameters(base)
-    for parent in list(view.modules()):
+    for parent in list(model.modules()):
         others: dict[nn.Module, nn.Module] = {}
         for linears in joinable_linears(parent):
             others.update(zip(linears, joined(linears, int8), strict=True))
         for name, child in list(parent.named_children()):
             if type(child) in (nn.Linear, Conv1D):
-                setattr(parent, name, others[child] if child in others else PackedLinear(child, int8))
+                made = others[child] if child in others else PackedLinear(child, int8)
+                if release is not None:
+                    del made.weight
+                    made.weight = release(child.weight.detach())
+                setattr(parent, name, made)
+            elif isinstance(child, Product) and int8 and not child.is_int8:
+                setattr(parent, name, child.rounded())
+                if isinstance(parent, JoinedLinear):
+                    parent.share(parent.product)
             elif (norm := in_place_norm(child)) is not None:
                 setattr(parent, name, norm)
             elif type(child).__module__ in ACTIVATION_MODULES:
                 setattr(parent, name, RowwiseActivation(child))
-    if takes_tree_attention(base):
-        view.set_attn_implementation(TREE_ATTENTION[_attention_of(base)])
-    return view.eval()
+    if takes_tree_attention(model):
+        model.set_attn_implementation(TREE_ATTENTION[_attention_of(model)])
+    return model.eval()
 
 
 def takes_tree_attention(base: CausalLM) -> bool:
@@ -74,7 +93,8 @@ class RowwiseActivation(nn.Module):
 
     torch computes ``gelu`` by other code where rows do not follow each other, and what is left of all
     numbers after the last whole vector by other code than the rest. Here rows follow each other, are whole
-    vectors, and come in parts that one thread computes.
+    vectors, and come in parts that one thread computes. A program that is compiled ahead needs no parts: one
+    thread runs its loops, over widths that are whole vectors.
     """
 
     def __init__(self, function: nn.Module):
@@ -87,7 +107,7 @@ class RowwiseActivation(nn.Module):
         return self._of_whole(x.contiguous())
 
     def _of_whole(self, x: Tensor) -> Tensor:
-        if x.numel() < LOOP_NUMBERS:
+        if torch.compiler.is_exporting() or x.numel() < LOOP_NUMBERS:
             return self.function(x)
         rows = x.flatten(0, -2)
         parts = rows.split(max(1, (LOOP_NUMBERS - 1) // x.shape[-1]))
@@ -99,9 +119,12 @@ def missing_for_kernels(base: CausalLM) -> str | None:
     return missing_for_plain_float32(base) or missing_kernels()
 
 
-def is_view(base: CausalLM) -> bool:
-    """Whether ``base`` computes with the kernels."""
-    return any(isinstance(module, Product) for module in base.modules())
+def packed_as(base: CausalLM) -> Literal["packed", "int8"] | None:
+    """The engine whose weights ``base`` computes with; None where its own modules compute."""
+    products = [module for module in base.modules() if isinstance(module, Product)]
+    if not products:
+        return None
+    return "int8" if products[0].is_int8 else "packed"
 
 
 def missing_for_plain_float32(base: CausalLM) -> str | None:
@@ -178,9 +201,10 @@ def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
 
 def joined(linears: list[nn.Linear], int8: bool = False) -> list[nn.Module]:
     """Layers to put in the place of ``linears``, which share one product."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    product = Product(weight, torch.cat(biases) if biases else None, int8)
+    product = Product(
+        [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None, int8
+    )
     shared = _JointProduct(product, [linear.out_features for linear in linears])
     return [JoinedLinear(linear, shared, index) for index, linear in enumerate(linears)]
 
@@ -197,6 +221,10 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._shared.part(self._index, x)
+
+    def share(self, product: nn.Module) -> None:
+        """Have all layers of the group compute with ``product``."""
+        self._shared.product = product
 
 
 class _JointProduct:

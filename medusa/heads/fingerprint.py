@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_rows, output_embedding
 from medusa.options import differences
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
@@ -50,7 +50,7 @@ class BaseFingerprint:
         config = base.config.get_text_config(decoder=True)
         said = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
         known = {key: value for key, value in said.items() if isinstance(value, (int, str))}
-        return cls(_sample(embedding_weight(output_embedding(base)).detach()), known)
+        return cls(_sample(embedding_rows(output_embedding(base))), known)
 
     def as_json(self) -> dict[str, Any]:
         """What :meth:`from_json` reads."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import embedding_weight
+from medusa.base.causal_lm import embedding_rows
 from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, CausalLayer, LayerConfig, checked_layers
 from medusa.heads.token_map import TokenMapped
 from medusa.options import check_counts
@@ -168,7 +168,7 @@ class MedusaHeads(TokenMapped):
         if self.config.unembedding == "full":
             with torch.no_grad():
                 for rows in self.unembed:
-                    rows.copy_(embedding_weight(output_embedding))
+                    rows.copy_(embedding_rows(output_embedding))
 
     @torch.no_grad()
     def set_layer_scale(self, hidden: Tensor) -> None:
@@ -254,13 +254,13 @@ class MedusaHeads(TokenMapped):
 
     def _unit_rows(self, tokens: Tensor, output_embedding: nn.Module) -> Tensor:
         """Rows of the output embedding for ``tokens`` (...), (..., D), at unit size."""
-        weight = embedding_weight(output_embedding)
+        weight = embedding_rows(output_embedding)
         if not weight.is_floating_point():
             raise ValueError(
                 f"heads that read tokens need the rows of the output embedding, which is {weight.dtype}; "
                 "leave the output embedding unquantised"
             )
-        rows = F.embedding(tokens, weight.detach()).to(next(self.blocks.parameters()).dtype)
+        rows = F.embedding(tokens, weight).to(next(self.blocks.parameters()).dtype)
         return F.rms_norm(rows, rows.shape[-1:])
 
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import embedding_weight
+from medusa.base.causal_lm import embedding_rows, embedding_weight
 
 
 class TokenMapped(nn.Module):
@@ -93,7 +93,8 @@ class GatheredRows:
 
     def __init__(self, output_embedding: nn.Module, token_map: Tensor):
         bias = cast("Tensor | None", getattr(output_embedding, "bias", None))
-        self.rows = embedding_weight(output_embedding).detach()[token_map]
+        dtype = embedding_weight(output_embedding).dtype
+        self.rows = embedding_rows(output_embedding)[token_map].to(dtype)
         self.bias = None if bias is None else bias.detach()[token_map]
 
     def __call__(self, features: Tensor) -> Tensor:

@@ -40,7 +40,9 @@ def test_what_is_compiled_is_known_by_its_libraries(compiling):
     assert model.compile() == 321.0 and model.is_compiled
 
 
-def test_commands_compile_where_they_can_unless_told_otherwise(monkeypatch, nothing_is_compiled_unasked):
+def test_commands_compile_where_they_can_unless_told_otherwise(
+    monkeypatch, nothing_is_compiled_unasked, compiling, capsys
+):
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
     packed, eager = (MedusaModel(tiny_model("llama"), engine=engine) for engine in ("packed", "eager"))
     for model, asked, step in (
@@ -52,6 +54,20 @@ def test_commands_compile_where_they_can_unless_told_otherwise(monkeypatch, noth
         assert model.step == step
     with pytest.raises(ValueError, match="step='compiled' needs engine='packed' or 'int8'"):
         set_step(eager, "compiled")
+
+
+def test_where_compiled_passes_are_refused_steps_run_general_and_the_user_is_told_why(
+    monkeypatch, nothing_is_compiled_unasked, capsys
+):
+    def refused(self):
+        raise ValueError("compiled passes of LlamaForCausalLM give other logits")
+
+    monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
+    monkeypatch.setattr(Libraries, "compiled_pass", refused)
+    model = MedusaModel(tiny_model("llama"), engine="packed")
+    set_step(model, None)
+    assert model.step == "general"
+    assert "steps run general, which is slower: compiled passes of Llama" in capsys.readouterr().err
 
 
 def test_an_engine_that_keeps_no_library_is_refused(compiling):

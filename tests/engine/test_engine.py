@@ -22,10 +22,10 @@ from medusa.engine.views import (
     InPlaceNorm,
     JoinedLinear,
     in_place_norm,
-    is_view,
     joinable_linears,
     joined,
     missing_for_kernels,
+    packed_as,
     packed_bytes,
     view_of,
 )
@@ -93,7 +93,7 @@ def test_a_base_published_in_bfloat16_is_decoded_in_float32_with_its_weights_as_
     assert model.runner.get_output_embeddings().panels.dtype == torch.bfloat16
     held, whole = packed_bytes(model.runner), packed_bytes(view_of(tiny_model("llama")))
     assert held.keys() == {torch.bfloat16} and whole == {torch.float32: 2 * held[torch.bfloat16]}
-    assert not packed_bytes(model.base)
+    assert model.base is model.runner, "which is held once"
     prompt, options = random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
     reference = model.base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
     assert model.generate(prompt, **options).tolist() == reference.tolist()
@@ -379,7 +379,7 @@ def doge():
 def test_a_model_that_makes_masks_of_its_own_keeps_its_attention_where_products_are_packed():
     base, ids, options = doge(), random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
     model = MedusaModel(base, engine="packed")
-    assert model.runner.config._attn_implementation == "sdpa" and is_view(model.runner)
+    assert model.runner.config._attn_implementation == "sdpa" and packed_as(model.runner) is not None
     reference = base.generate(ids, **options, attention_mask=torch.ones_like(ids))
     assert model.generate(ids, **options).tolist() == reference.tolist()
 

@@ -32,10 +32,9 @@ from medusa.engine.kernels import (
     HugePages,
     Product,
     has_tiles,
-    in_panels,
     missing_kernels,
     narrowest_dtype,
-    quantised,
+    packed,
 )
 from medusa.engine.views import view_of
 from medusa.trees.candidate_tree import TreeTopology
@@ -49,9 +48,9 @@ def product(shape, dtype, has_bias=True):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
     if dtype == torch.int8:
-        return Product(weight, bias, int8=True), weight, bias
+        return Product([weight], bias, int8=True), weight, bias
     weight = weight.to(dtype).float()
-    return Product(weight, bias), weight, bias
+    return Product([weight], bias), weight, bias
 
 
 @pytest.fixture(params=["vectors", "tiles"])
@@ -100,8 +99,7 @@ def test_a_product_is_the_product(multiplied_in, shape, dtype):
         made, weight, bias = product(shape, dtype, has_bias)
         assert made.panels.dtype == dtype
         if dtype == torch.int8:
-            codes, scales = quantised(weight)
-            weight = codes.double() * scales[:, None].double()
+            weight = made.unpacked()
         for lead in ((), (3,), (2, 5), (0,), (37,)):
             x = torch.randn(*lead, shape[1])
             exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -168,14 +166,14 @@ def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
     assert narrowest_dtype(weight) == torch.float32
     assert narrowest_dtype(weight.bfloat16().float()) == torch.bfloat16
     assert narrowest_dtype(weight.half().float()) == torch.float16
-    assert narrowest_dtype(torch.full((2, 2), float("nan"))) == torch.float32
+    assert narrowest_dtype(torch.full((2, 2), float("nan"))) == torch.bfloat16, "every bit of it"
     assert narrowest_dtype(torch.full((2, 2), 1e6)) == torch.float32
     assert narrowest_dtype(torch.tensor([[0.0, -0.0, float("inf"), 1e-30]])) == torch.float32
 
 
 @needs_kernels
 def test_a_number_times_one_is_itself_to_the_last_bit(multiplied_in):
-    made = Product(torch.eye(40), None)
+    made = Product([torch.eye(40)], None)
     assert made.panels.dtype == torch.bfloat16
     x = torch.randn(300, 40) * 10.0 ** torch.arange(-28.0, 32.0).repeat(5)[:, None]
     assert torch.equal(made(x), x)
@@ -209,14 +207,46 @@ def test_the_tile_registers_of_others_are_as_they_were(multiplied_in):
         assert torch.equal(made(x), before) and torch.equal(left @ right, other)
 
 
+ODD_SHAPES = [(5, 3), (1, 1), (16, 64), (33, 70)]
+
+
 @needs_kernels
-@pytest.mark.parametrize("dtype, height, per_lane", [(torch.float32, 3, 1), (torch.bfloat16, 2, 2)])
-def test_panels_hold_every_weight_and_zeros_after_the_last(dtype, height, per_lane):
-    weight = torch.arange(15.0, dtype=dtype).view(5, 3)
-    panels = in_panels(weight)
-    assert panels.shape[0] * kernels.lanes() >= 5 and panels.shape[1:] == (height, kernels.lanes(), per_lane)
-    unpacked = panels.transpose(1, 2).reshape(-1, height * per_lane)
-    assert torch.equal(unpacked[:5, :3], weight) and not unpacked[5:].any() and not unpacked[:, 3:].any()
+@pytest.mark.parametrize("held", ["as it is", "as float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
+def test_panels_hold_every_weight_to_the_bit_and_zeros_after_the_last(shape, dtype, held):
+    weight = torch.randn(shape) * 10.0 ** torch.randint(-7, 3, shape)
+    weight[0, 0], weight[-1, -1] = -0.0, 1 + 2.0**-10  # which bfloat16 does not hold
+    weight = weight.to(dtype)
+    made = Product([weight.float() if held == "as float32" else weight], None)
+    assert made.panels.dtype == narrowest_dtype(weight.float())
+    assert made.panels.dtype == dtype or shape == (1, 1)
+    assert torch.equal(made.unpacked().view(torch.int32), weight.float().view(torch.int32))
+    whole = made.panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    assert not whole[shape[0] :].any() and not whole[:, shape[1] :].any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
+def test_int8_weights_are_their_scale_times_the_nearest_whole_number(multiplied_in, shape, dtype):
+    weight = torch.randn(shape).to(dtype)
+    weight[0] = 0
+    made = Product([weight], None, int8=True)
+    scales = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    assert torch.equal(made.scales, scales)
+    assert torch.equal(made.unpacked(), (weight.float() / scales[:, None]).round() * scales[:, None])
+
+
+@needs_kernels
+@pytest.mark.parametrize("int8", [False, True])
+def test_several_weights_share_panels_as_one_weight_does(multiplied_in, int8):
+    parts = [torch.randn(rows, 40).bfloat16() for rows in (5, 16, 30)]
+    together, alone = packed(parts, int8), packed([torch.cat(parts)], int8)
+    assert torch.equal(together[0], alone[0])
+    assert not int8 or torch.equal(together[1], alone[1])
+    mixed = [torch.full((3, 4), 1.0 + 2**-10), torch.full((3, 4), 2.0**60)]  # float16, and bfloat16 alone
+    assert packed(mixed)[0].dtype == torch.float32
 
 
 @needs_kernels

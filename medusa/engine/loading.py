@@ -1,0 +1,316 @@
+"""Loads a base by its name, straight from its files into the packed weights of a CPU engine.
+
+``transformers`` maps a checkpoint's files into memory, and a weight that is wanted in the type of the file is
+a view of its file: nothing is read before it is used. Each matrix is then read and packed by all cores
+(:mod:`medusa.engine.kernels`), and its pages of the file are given back. So the base is held once, in the
+bytes of its file (int8: in half of them), where the ordinary way holds float32 weights beside the packed
+ones.
+
+The modules are those of ``transformers``. Embeddings stay in the file, whose rows are widened as they are
+looked up: the file must not be written to meanwhile. Norms, biases and whatever else has no kernel are
+float32. What needs the weights themselves, such as an adapter, training or ``state_dict``, wants a base that
+was loaded in the ordinary way, with ``engine="eager"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from medusa.base.attention import is_code_of_transformers
+from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.loading import found, load_base, source_arguments
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.views import with_kernels
+from medusa.hardware import available_memory
+from medusa.options import Engine
+
+PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config", "variant", "tp_plan")
+"""Arguments of ``from_pretrained`` that say in which precision a base is loaded, or where."""
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""What weights may be for packing, as safetensors names it, the narrowest first."""
+SPARE_BYTES = 400 * 2**20
+"""Memory that a start takes beside the weights: caches, the first pass, heads."""
+
+
+def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> CausalLM:
+    """The base at ``source`` for ``engine``, in float32 arithmetic on a CPU: packed as it is read where the
+    engine has kernels for it, else as ``transformers`` loads it in float32.
+
+    Args:
+        kwargs: as for :func:`medusa.base.loading.load_base`, but for those in :data:`PLACING`.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`medusa.base.loading.load_base`.
+        MemoryError: there is too little memory for it; the message says what would fit.
+    """
+    name, arguments = found(source, {"trust_remote_code": False, **kwargs})
+    sizes = FileSizes.of(name, arguments)
+    if sizes is not None:
+        sizes.check_memory(str(source), engine)
+    if sizes is None or engine == "eager" or missing_kernels() is not None:
+        return load_base(source, dtype=torch.float32, **kwargs)
+    base = load_base(source, dtype=sizes.dtype, **kwargs)
+    if not is_code_of_transformers(base) or not is_code_of_transformers(base.get_decoder()):
+        return base.float() if sizes.dtype != torch.float32 else base
+    return packed_in_place(base, int8=engine == "int8")
+
+
+def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
+    """``base``, which computes with the kernels from here on and has let its own weights go."""
+    embeddings = _narrow_embeddings(base)
+    rows = output_embedding(base).weight.detach()
+    kept = {id(module.weight) for module in base.modules() if type(module) in (nn.Linear, Conv1D)}
+    _widen(base, kept | {id(module.weight) for module in embeddings})
+    for module in list(base.modules()):
+        for name, child in list(module.named_children()):
+            if child in embeddings:
+                setattr(module, name, NarrowEmbedding(child))
+    base = with_kernels(base, int8, release=_released())
+    output_embedding(base).register_buffer("rows", rows, persistent=False)
+    return base
+
+
+# ------------------------------------------------------------------ what the files hold
+
+
+@dataclass(frozen=True)
+class FileSizes:
+    """What the weights of a checkpoint take, as its files say."""
+
+    dtype: torch.dtype
+    """The narrowest type that holds all of them."""
+    num_bytes: int
+    """In their files."""
+    num_weights: int
+    num_embedded: int
+    """Those of input embeddings, which stay in the file."""
+
+    @classmethod
+    def of(cls, name: str, kwargs: dict[str, Any]) -> FileSizes | None:
+        """Those of the base at ``name``; None where it has no safetensors files of plain numbers."""
+        config = AutoConfig.from_pretrained(name, **source_arguments(kwargs))
+        if "gguf_file" in kwargs or getattr(config, "quantization_config", None) is not None:
+            return None
+        tensors = [each for file in _weight_files(name, kwargs) for each in _header(file).items()]
+        if not tensors or any(each["dtype"] not in (*FLOATS, *_WHOLE) for _, each in tensors):
+            return None
+        floats = [(key, each) for key, each in tensors if each["dtype"] in FLOATS]
+        used = [each["dtype"] for _, each in floats]
+        if not used:
+            return None
+        counts = {key: (each["data_offsets"][1] - each["data_offsets"][0]) for key, each in floats}
+        itemsize = {key: FLOATS[each["dtype"]].itemsize for key, each in floats}
+        return cls(
+            FLOATS[used[0]] if len(set(used)) == 1 else torch.float32,
+            sum(counts.values()),
+            sum(count // itemsize[key] for key, count in counts.items()),
+            sum(count // itemsize[key] for key, count in counts.items() if "embed" in key or "wte" in key),
+        )
+
+    def bytes_for(self, engine: Engine) -> int:
+        """Memory that the weights take as ``engine`` holds them."""
+        if engine == "eager":
+            return 4 * self.num_weights
+        return self.num_weights if engine == "int8" else self.num_bytes
+
+    def check_memory(self, name: str, engine: Engine) -> None:
+        """Raise MemoryError where the machine has too little memory for this engine."""
+        free = available_memory()
+        if engine == "auto":
+            engine = "eager" if missing_kernels() is not None else "packed"
+        needed = self.bytes_for(engine) + SPARE_BYTES
+        if free is None or needed <= free:
+            return
+        others = [each for each in ("packed", "int8") if self.bytes_for(each) + SPARE_BYTES <= free]
+        fits = " or ".join(f"engine={each!r}, {_gigabytes(self.bytes_for(each))}" for each in others)
+        advice = f"what fits is {fits}" if fits else "no engine holds it here; choose a smaller base"
+        raise MemoryError(
+            f"base {name!r} takes {_gigabytes(needed)} with engine={engine!r}, and "
+            f"{_gigabytes(free)} of memory are free; {advice}"
+        )
+
+
+_WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _weight_files(name: str, kwargs: dict[str, Any]) -> list[Path]:
+    """The safetensors files of a checkpoint, from the hub where they are not here; none where it has none."""
+    options = {key: each for key, each in source_arguments(kwargs).items() if key in _FILE_ARGUMENTS}
+    missing_ok = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    if (alone := cached_file(name, "model.safetensors", **options, **missing_ok)) is not None:
+        return [Path(alone)]
+    index = cached_file(name, "model.safetensors.index.json", **options, **missing_ok)
+    if index is None:
+        return []
+    files, _ = get_checkpoint_shard_files(name, index, **options)
+    return [Path(each) for each in files]
+
+
+_FILE_ARGUMENTS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "proxies",
+    "subfolder",
+)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: type, shape and place of each tensor."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > file.stat().st_size:
+            return {}  # damaged: whoever reads the weights says so
+        header = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    return header
+
+
+# ------------------------------------------------------------------ what is not packed
+
+
+class NarrowEmbedding(nn.Module):
+    """An embedding whose rows lie in the precision of their file, and are float32 once they are looked up."""
+
+    rows: Tensor
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self._of, self._is_plain = copy.copy(embedding), type(embedding) is nn.Embedding
+        self._of._parameters = {}
+        self.register_buffer("rows", embedding.weight.detach(), persistent=False)
+        self.weight = placeholder(embedding.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (...) long -> (..., D) float32."""
+        rows = F.embedding(ids, self.rows).float()
+        if self._is_plain:
+            return rows
+        numbered = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+        return torch.func.functional_call(self._of, {"weight": rows.flatten(0, -2)}, (numbered,))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in _OF_EMBEDDINGS:
+                raise
+            return getattr(self._of, name)
+
+
+_OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale", "scalar_embed_scale")
+"""What code reads of an embedding beside its weight."""
+
+
+def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:
+    """The embeddings of ``base`` that are a function of token ids alone."""
+    found = set()
+    for module in base.modules():
+        if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
+            takes = module.forward.__code__.co_varnames[1 : module.forward.__code__.co_argcount]
+            if len(takes) == 1 and module.max_norm is None:
+                found.add(module)
+    return found
+
+
+@torch.no_grad()
+def _widen(base: CausalLM, kept: set[int]) -> None:
+    """Have all weights and buffers of ``base`` in float32 but those in ``kept``.
+
+    Buffers that are computed and not loaded, such as the scale of an embedding, were rounded to the narrow
+    type, so they are computed anew.
+    """
+    computed = []
+    for module in base.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter._is_hf_initialized = True
+                if _is_narrow(parameter) and id(parameter) not in kept:
+                    parameter.data = parameter.data.float()
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if _is_narrow(buffer):
+                module._buffers[name] = buffer.float()
+                if name in module._non_persistent_buffers_set:
+                    computed.append(module)
+                    continue
+            module._buffers[name]._is_hf_initialized = True
+    for module in dict.fromkeys(computed):
+        base._init_weights(module)
+    for config in _configs(base.config):
+        config.dtype = torch.float32
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration and those of its parts."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _configs(part)
+
+
+def placeholder(weight: Tensor) -> Tensor:
+    """A tensor of the shape and place of ``weight`` that takes no memory: each number of it is none."""
+    return torch.full((), float("nan")).expand(weight.shape)
+
+
+# ------------------------------------------------------------------ pages of files
+
+
+def _released() -> Callable[[Tensor], Tensor]:
+    """A function that gives back the pages of a file in which a packed weight lies, and says what stands in
+    the weight's place."""
+    files = list(_mapped_files())
+    advise = ctypes.CDLL(None, use_errno=True).madvise if files else None
+
+    def release(weight: Tensor) -> Tensor:
+        start, size = weight.data_ptr(), weight.nbytes
+        if advise is not None and any(low <= start and start + size <= high for low, high in files):
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            if (whole := (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
+                advise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED)
+        return placeholder(weight)
+
+    return release
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """Where weight files lie in this process's memory; nowhere on systems that do not say."""
+    listing = Path("/proc/self/maps")
+    if sys.platform != "linux" or not listing.exists():
+        return
+    for line in listing.read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5) if line.count(" ") >= 5 else (line, "")
+        if path.rstrip().endswith(".safetensors"):
+            low, high = (int(each, 16) for each in addresses.split("-"))
+            yield low, high

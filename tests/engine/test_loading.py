@@ -1,0 +1,186 @@
+"""A base that is loaded by its name is packed as it is read: the same numbers, held once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, GROUPED, VOCAB_SIZE, random_heads, random_prompts, tiny_model
+from stateful_models import DECODABLE, stateful_model
+from test_causal_lm import OTHERS
+from tiny_chat import chat_tokenizer
+from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from medusa import CandidateTree, MedusaModel
+from medusa.base.causal_lm import embedding_rows, output_embedding
+from medusa.base.loading import load_base
+from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.engine import loading
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.loading import FileSizes, load_for_engine
+from medusa.engine.views import packed_as, view_of
+from medusa.heads.fingerprint import BaseFingerprint
+
+pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+MODELS = {
+    **{name: lambda name=name: tiny_model(name) for name in ARCHITECTURES},
+    **{name: make for name, make in OTHERS.items() if "axes of positions" not in name},  # which see too
+    **{name: lambda name=name: stateful_model(name) for name in DECODABLE},
+}
+
+
+def saved(model, directory, dtype=torch.bfloat16):
+    """The model's files, with its weights as ``dtype`` rounds them."""
+    torch.manual_seed(3)
+    narrow = type(model)(model.config).to(dtype)
+    with torch.no_grad():
+        for parameter, given in zip(narrow.parameters(), model.parameters(), strict=True):
+            parameter.copy_(given)
+    narrow.save_pretrained(directory)
+    model.config.dtype = None
+    return directory
+
+
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_packed_as_it_is_read_computes_what_a_view_of_the_loaded_base_does(tmp_path, name, engine):
+    directory = saved(MODELS[name](), tmp_path)
+    ordinary = load_base(directory, dtype=torch.float32)
+    view, base = view_of(ordinary, engine == "int8"), load_for_engine(directory, engine)
+    assert packed_as(base) == engine and base.dtype == torch.float32
+    expected = dict(ordinary.named_buffers())
+    found = {key.replace("._of.", "."): each for key, each in base.named_buffers()}
+    shared = {key: each for key, each in found.items() if key in expected}
+    assert shared.keys() == expected.keys(), "every buffer is where it was"
+    for key, buffer in shared.items():
+        assert buffer.dtype == expected[key].dtype and torch.equal(buffer, expected[key]), key
+    ids = random_prompts(2, 11)
+    with torch.no_grad():
+        assert torch.equal(base(ids).logits, view(ids).logits)
+    assert BaseFingerprint.of(ordinary).difference(base) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_files_of_other_precisions_are_packed_too(tmp_path, dtype):
+    directory = saved(tiny_model("llama"), tmp_path, dtype)
+    model, ids = MedusaModel.from_pretrained(directory), random_prompts(1, 9)
+    assert output_embedding(model.base).panels.dtype == dtype
+    expected = load_base(directory, dtype=torch.float32).generate(ids, **GREEDY)
+    assert model.generate(ids, **GREEDY).tolist() == expected.tolist()
+
+
+def test_weights_of_two_precisions_are_held_exactly(tmp_path):
+    base = LlamaForCausalLM(LlamaConfig(**GROUPED)).bfloat16()
+    base.model.layers[0].mlp.down_proj.float()
+    with torch.no_grad():
+        base.model.layers[0].mlp.down_proj.weight.add_(2.0**-20)
+    base.save_pretrained(tmp_path)
+    packed, ids = load_for_engine(tmp_path, "packed"), random_prompts(1, 9)
+    assert FileSizes.of(str(tmp_path), {}).dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(packed(ids).logits, view_of(load_base(tmp_path, dtype=torch.float32))(ids).logits)
+
+
+@pytest.mark.parametrize("drafter", ["early-exit", "low-precision", "draft-model", "dynamic-heads+suffix"])
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+def test_every_form_of_the_base_drafts_where_it_is_held_once(tmp_path, engine, drafter):
+    directory = saved(tiny_model("llama"), tmp_path)
+    chat_tokenizer().save_pretrained(directory)
+    model = MedusaModel(load_for_engine(directory, engine), random_heads(), engine=engine)
+    made = Drafters(model, DrafterSettings(exit_layer=1, draft_model=str(directory))).make(drafter)
+    ids = random_prompts(1, 9)
+    plain = model.generate(ids, **GREEDY, tree=CandidateTree.chain(0))
+    output = model.generate(ids, **GREEDY, drafter=made, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain.tolist()
+    assert drafter in ("early-exit", "dynamic-heads+suffix") or output.statistics.num_accepted
+
+
+def test_a_base_that_is_held_once_says_so_where_its_weights_are_asked_for(tmp_path):
+    directory = saved(tiny_model("llama"), tmp_path)
+    model = MedusaModel.from_pretrained(directory)
+    assert model.base is model.runner and model.runtime.engine == "packed"
+    for engine in ("eager", "int8"):
+        with pytest.raises(
+            ValueError, match=rf"engine='{engine}' needs the weights .* loaded for engine='pac"
+        ):
+            MedusaModel(model.base, engine=engine)
+    assert model.base.model.layers[0].mlp.down_proj.weight.isnan().all(), "nobody computes with it"
+    hook = model.base.model.layers[0].register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match=r"a forward hook on model\.layers\.0, .* load .* engine='eager'"):
+        model.generate(random_prompts(1, 4), **GREEDY)
+    hook.remove()
+    model.generate(random_prompts(1, 4), **GREEDY)
+    eager = MedusaModel.from_pretrained(directory, engine="eager")
+    assert packed_as(eager.base) is None and eager.base.model.layers[0].mlp.down_proj.weight.isfinite().all()
+
+
+def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
+    model = GPTNeoXForCausalLM(tiny_model("gpt-neox").config)
+    directory = saved(model, tmp_path)
+    base, ordinary = load_for_engine(directory, "int8"), load_base(directory, dtype=torch.float32)
+    for ours, theirs in (
+        (base.get_input_embeddings(), ordinary.get_input_embeddings()),
+        (output_embedding(base), output_embedding(ordinary)),
+    ):
+        assert embedding_rows(ours).dtype == torch.bfloat16
+        assert torch.equal(embedding_rows(ours).float(), theirs.weight)
+        assert ours.weight.shape == theirs.weight.shape and ours.weight.dtype == torch.float32
+
+
+def test_a_start_that_must_fail_for_memory_says_what_would_fit(tmp_path, monkeypatch):
+    directory = saved(tiny_model("llama"), tmp_path)
+    sizes = FileSizes.of(str(directory), {})
+    assert (sizes.num_bytes, sizes.dtype) == (2 * sizes.num_weights, torch.bfloat16)
+    monkeypatch.setattr(loading, "SPARE_BYTES", 0)
+    monkeypatch.setattr(loading, "available_memory", lambda: sizes.num_bytes)
+    load_for_engine(directory, "packed")
+    monkeypatch.setattr(loading, "available_memory", lambda: sizes.num_bytes - 1)
+    monkeypatch.setattr(loading, "load_base", lambda *given, **named: pytest.fail("it was loaded"))
+    with pytest.raises(MemoryError, match=r"takes 0\.\d GB with engine='packed'.* fits is engine='int8'"):
+        load_for_engine(directory, "auto")
+    monkeypatch.setattr(loading, "available_memory", lambda: 1)
+    with pytest.raises(MemoryError, match=r"engine='eager', and .* no engine holds it"):
+        load_for_engine(directory, "eager")
+
+
+PEAK = """
+import json, sys
+from medusa.engine.kernels import lanes
+from medusa.engine.loading import load_for_engine
+lanes()
+def kilobytes(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+before = kilobytes("VmRSS")
+base = load_for_engine(sys.argv[1], sys.argv[2])
+print(json.dumps({"peak": 1024 * (kilobytes("VmHWM") - before)}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("engine, factor", [("packed", 1.1), ("int8", 0.6)])
+def test_a_base_is_held_once_while_it_is_loaded_too(tmp_path, engine, factor):
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+    )
+    with torch.device("meta"):
+        base = LlamaForCausalLM(config).bfloat16()
+    base.to_empty(device="cpu").requires_grad_(False)
+    for parameter in base.parameters():
+        parameter.fill_(0.01)
+    base.save_pretrained(tmp_path)
+    size = sum(parameter.nbytes for parameter in base.parameters())
+    del base
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), engine], check=True, capture_output=True, text=True
+    )
+    peak = json.loads(ran.stdout.splitlines()[-1])["peak"]
+    assert peak < factor * size + 40e6, f"{peak / size:.2f} of the file"
