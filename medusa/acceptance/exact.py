@@ -1,7 +1,7 @@
 """The exact rule: a node stays if its token is the one that the base model writes after its parent.
 
 It takes candidates as they are, wherever they come from, and gives the text of plain decoding: for all nodes
-at once, or position by position in lockstep.
+at once, or from the root down, each row by itself or in lockstep.
 
 A logits processor or stopping criterion of the caller's own may keep state from call to call (a grammar
 does), know its rows by their index in the batch, or fail after a token that it has forbidden. It does what it
@@ -13,7 +13,7 @@ its token. Where a row has no such child, the step ends for all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,6 +59,50 @@ def accept_equal(draft_tokens: Tensor, chosen: Tensor, topology: TreeTopology) -
     matches = draft_tokens == chosen.gather(1, parents)
     matches[:, 0] = True
     return deepest_path(matches, chosen, topology)
+
+
+def accept_by_walking(
+    draft_tokens: Tensor,
+    topology: TreeTopology,
+    choose_after: Callable[[list[int], list[int], int], list[int]],
+    has_ended: Callable[[int], bool] = lambda row: False,
+    in_lockstep: bool = False,
+) -> Acceptance:
+    """As :func:`accept_equal`, from the root down: the base's choice is asked for at accepted nodes alone.
+
+    That is less work where a choice costs much, as over a large vocabulary; the device is waited for at each
+    depth.
+
+    Args:
+        draft_tokens: (B, N) long.
+        choose_after: what the base writes in some rows after a node of each, all at one depth.
+        has_ended: whether a row ends with what was chosen last.
+        in_lockstep: whether all rows that have not ended stop where one of them does.
+    """
+    tokens, parents = draft_tokens.tolist(), topology.parents.expand_as(draft_tokens).tolist()
+    standing: list[list[int]] = [[0] for _ in tokens]  # the nodes of the text so far: siblings may be equal
+    next_token = [0] * len(tokens)
+    running, depth = list(range(len(tokens))), 0
+    while running:
+        chosen = choose_after(running, [standing[row][0] for row in running], depth)
+        for row, token in zip(running, chosen, strict=True):
+            next_token[row] = token
+        going_on = [row for row in running if not has_ended(row)]
+        below = {
+            row: [
+                node
+                for node, token in enumerate(tokens[row])
+                if node > 0 and token == next_token[row] and parents[row][node] in standing[row]
+            ]
+            for row in going_on
+        }
+        running, depth = [row for row in going_on if below[row]], depth + 1
+        if in_lockstep and len(running) < len(going_on):
+            break
+        for row in running:
+            standing[row] = below[row]
+    best = topology.parents.new_tensor([nodes[0] for nodes in standing])
+    return accepted_up_to(best, best.new_tensor(next_token), topology)
 
 
 def deepest_path(stays: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptance:
@@ -164,29 +208,14 @@ def accept_in_lockstep(
 
     draft_tokens (B, N) long, logits (B, N, V); row r is ``rows[r]`` in ``batch``.
     """
-    tokens, parents = draft_tokens.tolist(), topology.parents.expand_as(draft_tokens).tolist()
-    standing: list[list[int]] = [[0] for _ in rows]  # the nodes of the text so far: siblings may be equal
-    next_token = [0] * len(rows)
-    running, depth, can_go_on = list(range(len(rows))), 0, True
-    while can_go_on:
-        nodes = [standing[row][0] for row in running]
+
+    def choose_after(running: list[int], nodes: list[int], depth: int) -> list[int]:
         indices = [rows[row] for row in running]
         scores = batch.scores(indices, logits[running, nodes])
         chosen = choose(scores, None if noise is None else noise.until(depth + 1)[running, depth]).tolist()
         batch.add(indices, chosen)
-        for row, token in zip(running, chosen, strict=True):
-            next_token[row] = token
-        running = [row for row in running if not batch.has_ended(rows[row])]
-        below = {
-            row: [
-                node
-                for node, token in enumerate(tokens[row])
-                if node > 0 and parents[row][node] in standing[row] and token == next_token[row]
-            ]
-            for row in running
-        }
-        depth, can_go_on = depth + 1, bool(running) and all(below.values())
-        for row, nodes in below.items() if can_go_on else ():
-            standing[row] = nodes
-    best = topology.parents.new_tensor([nodes[0] for nodes in standing])
-    return accepted_up_to(best, best.new_tensor(next_token), topology)
+        return chosen
+
+    return accept_by_walking(
+        draft_tokens, topology, choose_after, lambda row: batch.has_ended(rows[row]), in_lockstep=True
+    )

@@ -225,21 +225,26 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[TokenLo
     return [TokenLogprobs(*each) for each in zip(tokens.tolist(), chosen, tops, strict=True)]
 
 
-def process_node_logits(logits: Tensor, processors: LogitsProcessorList, paths: NodePaths) -> Tensor:
-    """Scores of every node: logits (B, N, V) -> (B, N, V) float32, by processors of ``NODE_PROCESSORS``.
+def process_node_logits(
+    logits: Tensor, processors: LogitsProcessorList, paths: NodePaths, nodes: Tensor | None = None
+) -> Tensor:
+    """Scores of nodes: logits (B, M, V) -> (B, M, V) float32, by processors of ``NODE_PROCESSORS``.
 
     Each processor sees each node with that node's own path as ``input_ids``, exactly as if the path
     had been generated token by token, and a row as it is alone.
+
+    Args:
+        nodes: (B, M) long, which ones of the tree; by default all of them.
     """
     num_rows, num_nodes, vocab_size = logits.shape
     scores = logits.to(torch.float32, copy=True)
     for processor in processors:
         if type(processor) in PATH_FREE_PROCESSORS:
             flat = scores.view(-1, vocab_size)
-            no_path = cast(torch.LongTensor, paths.tokens.reshape(-1, 1))
+            no_path = cast(torch.LongTensor, paths.tokens.new_zeros(len(flat), 1))
             scores = processor(no_path, flat).view(num_rows, num_nodes, vocab_size)
         else:
-            scores = _process_path_by_path(scores, processor, paths)
+            scores = _process_path_by_path(scores, processor, paths, nodes)
     return scores
 
 
@@ -256,16 +261,18 @@ def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     return flat.view(logits.shape)
 
 
-def _process_path_by_path(scores: Tensor, processor, paths: NodePaths) -> Tensor:
+def _process_path_by_path(scores: Tensor, processor, paths: NodePaths, nodes: Tensor | None) -> Tensor:
     """One call per row and depth, since paths of one depth have one length."""
     padded = isinstance(processor, LENGTH_PROCESSORS)
     processed = torch.empty_like(scores)
-    depths = paths.topology.depths.expand(scores.shape[0], -1).tolist()
+    of_tree = paths.topology.depths.expand(scores.shape[0], -1)
+    depths = (of_tree if nodes is None else of_tree.gather(1, nodes)).tolist()
     for row, row_depths in enumerate(depths):
         for depth in sorted(set(row_depths)):
-            at_depth = [node for node, d in enumerate(row_depths) if d == depth]
-            nodes = torch.tensor(at_depth, device=scores.device)
-            processed[row, nodes] = processor(paths.input_ids(row, nodes, depth, padded), scores[row, nodes])
+            at_depth = [place for place, d in enumerate(row_depths) if d == depth]
+            places = torch.tensor(at_depth, device=scores.device)
+            input_ids = paths.input_ids(row, places if nodes is None else nodes[row, places], depth, padded)
+            processed[row, places] = processor(input_ids, scores[row, places])
     return processed
 
 

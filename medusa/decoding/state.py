@@ -164,15 +164,13 @@ class DecodeState:
 
         return UpcomingNoise(draw)
 
-    def rows_by_processors(self) -> list[tuple[LogitsProcessorList, list[int]]]:
-        """The rows that share their logits processors, and these; all that have none come together."""
-        first = self.request.processors
-        if all(request.processors is first for request in self.requests):
-            return [(first, list(range(len(self.requests))))]
+    def rows_by_processors(self, rows: list[int]) -> list[tuple[LogitsProcessorList, list[int]]]:
+        """Logits processors, and where in ``rows`` those stand that share them; all that have none come
+        together."""
         found: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
-        for row, request in enumerate(self.requests):
-            key = id(request.processors) if request.processors else 0
-            found.setdefault(key, (request.processors, []))[1].append(row)
+        for place, row in enumerate(rows):
+            processors = self.requests[row].processors
+            found.setdefault(id(processors) if processors else 0, (processors, []))[1].append(place)
         return list(found.values())
 
     def append(self, new_tokens: list[list[int]]) -> None:

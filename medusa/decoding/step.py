@@ -14,6 +14,7 @@ from torch import Tensor
 
 from medusa.acceptance.exact import (
     Acceptance,
+    accept_by_walking,
     accept_equal,
     accept_in_lockstep,
     accept_typical,
@@ -116,12 +117,13 @@ def advanced(
         state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
-    acceptance = acceptance_of(state, draft, logits, context.noise)
+    walks = logits.device.type == "cpu"
+    acceptance = acceptance_of(state, draft, logits, context.noise, walks)
     while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
         draft = draft.root_alone()
         num_behind = max(num_behind, _read_plainly(forward, state, rows))
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
-        acceptance = acceptance_of(state, draft, logits, context.noise)
+        acceptance = acceptance_of(state, draft, logits, context.noise, walks)
     counts = acceptance.num_accepted.tolist()
     emitted = acceptance.tokens(draft.tokens).tolist()
     tokens = [row[: count + 1] for row, count in zip(emitted, counts, strict=True)]
@@ -223,7 +225,7 @@ def begin(
     # The last prompt token is the only node of a tree, and the first token is chosen after it.
     lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
     noise = state.noise(logits.shape[-1])
-    acceptance = _accept_chosen(state, lone, logits[:, None], noise)
+    acceptance = _accept_chosen(state, lone, logits[:, None], noise, walks=False)
     first = [[token] for token in acceptance.next_token.tolist()]
     logprobs = _logprobs(state, logits[:, None], acceptance.path, first)
     advance = _cut(state, first, [0] * num_rows, lone, logprobs)
@@ -261,32 +263,53 @@ def draft_context(state: DecodeState, base: CausalLM, least_worth: float = 0.0) 
 
 
 def acceptance_of(
-    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
+    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool = False
 ) -> Acceptance:
-    """Which candidates the base agrees with."""
+    """Which candidates the base agrees with. ``walks`` says that only accepted nodes are scored, one depth
+    after the other: less work, and the device is waited for at each."""
     if state.sampled is not None:
         return _accept_sampled(state, draft, logits)
-    return _accept_chosen(state, draft, logits, noise)
+    return _accept_chosen(state, draft, logits, noise, walks)
 
 
 def _accept_chosen(
-    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
+    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool
 ) -> Acceptance:
     """Which candidates are what the base chooses, with ``noise`` by depth, or finds plausible."""
     if state.lockstep_batch is not None:
         return accept_in_lockstep(
             state.lockstep_batch, state.rows, draft.tokens, draft.topology, logits, noise
         )
+    if walks and state.request.acceptance != "typical":
+        return accept_by_walking(draft.tokens, draft.topology, _choice(state, draft, logits, noise))
     scores = _scores(state, draft, logits)
     chosen = choose(scores, None if noise is None else _by_node(noise, draft.topology, len(scores)))
-    if state.refuses_nan:
-        is_nan = scores.gather(2, chosen[..., None]).isnan().flatten(1).any(1).tolist()
-        if any(is_nan):
-            rows = [index for index, broken in zip(state.rows, is_nan, strict=True) if broken]
-            raise RowsFailed(rows) from ValueError("the base model's logits are not numbers (NaN)")
+    _check_numbers(state, state.rows, scores.gather(2, chosen[..., None]).flatten(1))
     if state.request.acceptance == "typical":
         return accept_typical(draft.tokens, chosen, scores, draft.topology)
     return accept_equal(draft.tokens, chosen, draft.topology)
+
+
+def _choice(
+    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
+) -> Callable[[list[int], list[int], int], list[int]]:
+    """What the base chooses after nodes, as :func:`medusa.acceptance.exact.accept_by_walking` asks."""
+
+    def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
+        scores = _scores_of(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]
+        chosen = choose(scores, None if noise is None else noise.until(depth + 1)[rows, depth])
+        _check_numbers(state, [state.rows[row] for row in rows], scores.gather(1, chosen[:, None]))
+        return chosen.tolist()
+
+    return choose_after
+
+
+def _check_numbers(state: DecodeState, rows: list[int], scores: Tensor) -> None:
+    """Raise RowsFailed where a score (R, ...) of ``rows`` by which a token was chosen is no number, and the
+    state refuses these."""
+    if state.refuses_nan and any(broken := scores.isnan().any(1).tolist()):
+        failed = [row for row, is_broken in zip(rows, broken, strict=True) if is_broken]
+        raise RowsFailed(failed) from ValueError("the base model's logits are not numbers (NaN)")
 
 
 def _by_node(noise: UpcomingNoise, topology: TreeTopology, num_rows: int) -> Tensor:
@@ -308,8 +331,15 @@ def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Accepta
 
 
 def _scores(state: DecodeState, draft: Draft, logits: Tensor) -> Tensor:
-    """Logits (B, N, V) after every processor; untouched when there is none."""
-    groups = state.rows_by_processors()
+    """Logits (B, N, V) of all nodes after every processor; untouched when there is none."""
+    return _scores_of(state, draft, logits, list(range(len(logits))), None)
+
+
+def _scores_of(
+    state: DecodeState, draft: Draft, logits: Tensor, rows: list[int], nodes: list[int] | None
+) -> Tensor:
+    """Logits (R, M, V) of ``rows`` after every processor, for one of ``nodes`` in each row, or for all."""
+    groups = state.rows_by_processors(rows)
     if not any(processors for processors, _ in groups):
         return logits.float()
     paths = NodePaths(
@@ -319,16 +349,22 @@ def _scores(state: DecodeState, draft: Draft, logits: Tensor) -> Tensor:
         tokens=draft.tokens,
         topology=draft.topology,
     )
-    if len(groups) == 1:
-        return process_node_logits(logits, groups[0][0], paths)
+    at = None if nodes is None else draft.tokens.new_tensor(nodes)[:, None]  # (R, 1)
+    if len(groups) == 1 and len(rows) == len(state.rows):
+        return process_node_logits(logits, groups[0][0], paths, at)
     scores = logits.to(torch.float32, copy=True)
-    for processors, rows in groups:
+    for processors, places in groups:
         if processors:
-            index = torch.tensor(rows, device=scores.device)
+            place, row = (
+                torch.tensor(each, device=scores.device)
+                for each in (places, [rows[place] for place in places])
+            )
             try:
-                scores[index] = process_node_logits(logits[index], processors, paths.of_rows(index))
+                scores[place] = process_node_logits(
+                    logits[place], processors, paths.of_rows(row), None if at is None else at[place]
+                )
             except Exception as error:
-                raise RowsFailed([state.rows[row] for row in rows]) from error
+                raise RowsFailed([state.rows[each] for each in row.tolist()]) from error
     return scores
 
 

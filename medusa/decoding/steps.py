@@ -37,7 +37,7 @@ from medusa.decoding.step import Forward
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.quick_heads import compile_heads, parts_of_heads
-from medusa.engine.views import is_view
+from medusa.engine.views import packed_as
 from medusa.heads.ahead import Heads
 from medusa.options import StepKind
 
@@ -152,7 +152,7 @@ def missing_for_compiled(base: CausalLM) -> str | None:
         return "a base whose layers are all attention, and this one keeps a state"
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"
-    if not is_view(base):
+    if packed_as(base) is None:
         return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
     return missing_for_compiled_layers(base)
 

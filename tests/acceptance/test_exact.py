@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_candidate_tree import trees
 
 from medusa import CandidateTree, MedusaModel
-from medusa.acceptance.exact import Acceptance, accept_equal, accept_typical
+from medusa.acceptance.exact import Acceptance, accept_by_walking, accept_equal, accept_typical
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -52,6 +52,35 @@ def test_the_exact_rule_keeps_the_deepest_path_that_the_base_agrees_with(tree, n
     for row in range(num_rows):
         stays = [bool(tokens[row, n] == chosen[row, tree.parents[n]]) for n in range(tree.num_nodes)]
         check(result, row, tree, deepest(tree, stays), tokens, chosen)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tree=trees(), num_rows=st.integers(1, 4), num_tokens=st.integers(1, 3), seed=st.integers(0, 2**31))
+def test_walking_accepts_what_is_accepted_at_once_and_asks_at_accepted_nodes_alone(
+    tree, num_rows, num_tokens, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, num_tokens, (num_rows, tree.num_nodes), generator=generator)
+    chosen, by_path = torch.zeros_like(tokens), {}
+    for row in range(num_rows):  # nodes of one text are followed by one token
+        for node, path in enumerate(tree.paths):
+            above = [tree.paths.index(path[:depth]) for depth in range(1, len(path) + 1)]
+            drawn = int(torch.randint(0, num_tokens, (), generator=generator))
+            chosen[row, node] = by_path.setdefault((row, *tokens[row, above].tolist()), drawn)
+    asked = []
+
+    def choose_after(rows, nodes, depth):
+        asked.extend(zip(rows, nodes, [depth] * len(rows), strict=True))
+        return chosen[rows, nodes].tolist()
+
+    walked, at_once = (
+        accept_by_walking(tokens, tree.topology(), choose_after),
+        accept_equal(tokens, chosen, tree.topology()),
+    )
+    assert walked.num_accepted.tolist() == at_once.num_accepted.tolist()
+    assert walked.tokens(tokens).tolist() == at_once.tokens(tokens).tolist()
+    assert len(asked) == int(walked.num_accepted.sum()) + num_rows
+    assert all(len(tree.paths[node]) == depth for _, node, depth in asked)
 
 
 def test_the_root_token_is_kept_whatever_stands_there():
