@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, vocab_size
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_base, load_tokenizer, sizes_of
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.pausing import DraftCosts, Pausing
@@ -29,7 +29,7 @@ from medusa.drafters.registry import SPARE_NODES, Drafters
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.engine.prepared import Prepared
 from medusa.hardware import release_threads
-from medusa.heads.ahead import Heads
+from medusa.heads.ahead import Heads, check_sizes_fit
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind
@@ -150,7 +150,8 @@ class MedusaModel:
             base: a path, a hub id, the name of the embedded base (:mod:`medusa.places`), or a model already
                 loaded (quantised, sharded, on any device).
             heads: a heads directory, a hub id, or a loaded checkpoint; "default" are those that ship for the
-                base, "mtp" the layers for multi-token prediction that it comes with. None decodes plainly. A
+                base, "mtp" the layers for multi-token prediction that it comes with. Without any, guesses are
+                copied from the text. A
                 hub id names a revision as ``owner/name@revision``.
             tree: the candidate tree of every call; by default those in the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
@@ -174,6 +175,9 @@ class MedusaModel:
             known = source or getattr(base, "name_or_path", None)
             heads = load_heads(heads, base_name=known, **hub)  # before the base, which takes longer
         if isinstance(base, (str, Path)):
+            if isinstance(heads, HeadsCheckpoint):
+                sizes = sizes_of(base, **base_kwargs)
+                check_sizes_fit(heads.heads.config, *sizes, str(base))
             if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
                 has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
                 # an adapter changes the weights, so they are held as they are
@@ -536,10 +540,12 @@ class MedusaModel:
             if tree is None:
                 return drafter
             return drafter.fill(tree) if tree.depth else self._drafters.make("plain")
-        if drafter is None and tree is None and (request.is_exact or self.heads is None):
+        if drafter is None and tree is None and request.is_exact:
             return self._drafters.default(num_rows, kind, bool(request.references))
         only_chain = request.rule is not None and request.rule.only_chains and tree is None
-        if drafter is None:
+        if drafter is None and tree is None and self.heads is None:
+            drafter = "plain"
+        elif drafter is None:
             self._checked_tree(tree)
             drafter = "heads"
             if only_chain:

@@ -64,6 +64,19 @@ def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
     return AutoTokenizer.from_pretrained(name, **kwargs)
 
 
+def sizes_of(source: str | Path, **kwargs: Any) -> tuple[int | None, int | None]:
+    """What the configuration at ``source`` says of the states that the output embedding reads, D, and of its
+    rows, V; None where it does not say.
+
+    Raises:
+        FileNotFoundError: as :func:`load_base`.
+    """
+    name, kwargs = found(source, {"trust_remote_code": False, **source_arguments(kwargs)})
+    config = AutoConfig.from_pretrained(name, **kwargs).get_text_config(decoder=True)
+    projected = getattr(config, "word_embed_proj_dim", None)
+    return projected or getattr(config, "hidden_size", None), getattr(config, "vocab_size", None)
+
+
 def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Those of ``kwargs`` that say where files come from."""
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}

@@ -14,7 +14,6 @@ import torch
 from medusa.acceptance.rules import RULES
 from medusa.cli.loading import encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.options import (
-    EMBEDDED_HEADS,
     DrafterOptions,
     GrowingInts,
     ProgramOptions,
@@ -55,7 +54,6 @@ from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
 from medusa.options import check_above, check_at_least
-from medusa.places import is_embedded_base
 from medusa.plots import short_name
 from medusa.trees.rank_counts import RankCounts
 
@@ -177,19 +175,18 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
         add_texts(report, model.tokenizer, load_prompts(options.prompts), settings[0], shown)
     add_tables(report)
     machine = f"{values['device']}, {values['dtype']}, {values['engine']}"
-    title = f"{short_name(values['base'])} with {short_name(options.model.heads)} on {machine}"
+    heads = short_name(options.model.named_heads or "no heads")
+    title = f"{short_name(values['base'])} with {heads} on {machine}"
     report.add_picture(options.plot, partial(plot_benchmark, values, title=title))
     report.publish(options.report.json)
     return [_chat_with_fastest(values, options)]
 
 
 def _wants_heads(options: BenchmarkOptions) -> bool:
-    """Whether to load heads: when they take part, or might. The embedded ones fit the embedded base only."""
+    """Whether to load heads: when they take part, or might."""
     if needs_heads(options.contenders):
         return True
-    base = options.model.base
-    fit = options.model.heads != EMBEDDED_HEADS or base is None or is_embedded_base(base)
-    return fit and ALL_DRAFTERS in (options.contenders or ())
+    return options.model.named_heads is not None and ALL_DRAFTERS in (options.contenders or ())
 
 
 def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:

@@ -179,8 +179,8 @@ def evaluate(options: EvaluationOptions) -> list[str]:
     """Measure, and print, draw and write what was found."""
     if options.engines.fidelity:
         return _evaluate_engine(options)
-    sets = read_named(options.sets or [options.model.heads]) if options.compares else []
-    heads = split_label(options.sets[0])[1] if options.sets else options.model.heads
+    sets = read_named(options.sets or [options.model.required_heads]) if options.compares else []
+    heads = split_label(options.sets[0])[1] if options.sets else options.model.required_heads
     heads = sets[0].source if sets else heads
     options = replace(options, model=replace(options.model, heads=heads), sets=())
     return _compare_sets(sets, options) if sets else _evaluate_set(options)

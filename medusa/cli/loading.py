@@ -19,11 +19,12 @@ from transformers.utils.logging import disable_progress_bar
 
 import medusa
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_base, load_tokenizer, sizes_of
 from medusa.cli.commands import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
+    NO_HEADS,
     AnswerOptions,
     ModelOptions,
     PromptOptions,
@@ -38,14 +39,14 @@ from medusa.drafters.registry import Drafters, DrafterSettings, draft_with_heads
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.ahead import Heads
+from medusa.heads.ahead import Heads, check_sizes_fit
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions
-from medusa.places import EMBEDDED_BASE
+from medusa.places import DEFAULT_HEADS, EMBEDDED_BASE
 from medusa.prompts import (
     Prompt,
     check_told,
@@ -68,14 +69,18 @@ def load_model(
     log = log_version()
     check_told({} if template is None else template.told)
     device = chosen_device(options.device)
-    checkpoint = None if options.heads == OWN_HEADS else load_heads(options.heads)
+    named = options.named_heads
+    checkpoint = None if named in (OWN_HEADS, None) else load_heads(named)
     name = options.base or recorded_base(checkpoint, options.heads)
+    if checkpoint is not None:
+        check_heads_fit_named(checkpoint.heads, name, options.trust_remote_code)
+    has_adapter = checkpoint is not None and checkpoint.adapter is not None
     # an adapter changes the weights, so they are held as they are
-    engine = "eager" if checkpoint is not None and checkpoint.adapter is not None else options.engine
+    engine: Engine = "eager" if has_adapter else options.engine
     base = load_base_on(device, name, options.dtype, options.trust_remote_code, engine)
-    if checkpoint is None:
+    if named == OWN_HEADS:
         checkpoint = own_heads(base)
-    if checkpoint.adapter is not None:
+    if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
     base.generation_config.eos_token_id = sorted(end_ids(base, tokenizer)) or None
@@ -86,13 +91,16 @@ def load_model(
         engine=options.engine,
     )
     set_step(model, options.step)
-    if with_heads and template is not None:
+    if with_heads and template is not None and checkpoint is not None:
         _warn_of_other_template(checkpoint, tokenizer, template.told)
     heads = "no heads"
+    if named is None and with_heads:
+        train = command("train", "--config", "smollm2", "--base", name)
+        heads = f"no heads, so guesses are copied from the text; to train some: {train}"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
-    if checkpoint.adapter is not None:
+    if has_adapter:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     for dtype, size in packed_bytes(model.runner).items():
         heads += f", {megabytes(size)} of weights packed in {str(dtype).removeprefix('torch.')}"
@@ -172,9 +180,15 @@ def chosen_device(name: str) -> torch.device:
         ) from error
 
 
+def check_heads_fit_named(heads: Heads, name: str, trust_remote_code: bool = False) -> None:
+    """Raise ValueError where heads have other sizes than the base called ``name``, which is not loaded."""
+    hidden_size, vocab_size = sizes_of(name, trust_remote_code=trust_remote_code)
+    check_sizes_fit(heads.config, hidden_size, vocab_size, name)
+
+
 def recorded_base(checkpoint: HeadsCheckpoint | None, heads: str) -> str:
-    """The base that ``heads`` were trained on."""
-    if heads == EMBEDDED_HEADS:
+    """The base that ``heads`` were trained on; the embedded one where none is to be loaded."""
+    if heads in (EMBEDDED_HEADS, DEFAULT_HEADS, NO_HEADS):
         return EMBEDDED_BASE
     if checkpoint is None or not checkpoint.base_model:
         raise ValueError(f"the heads in {heads!r} do not say which base they were trained on; give --base")

@@ -28,10 +28,12 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions, check_at_least, check_within
-from medusa.places import named_file
+from medusa.places import DEFAULT_HEADS, is_embedded_base, named_file
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
+NO_HEADS = "none"
+"""Names no heads, where heads are named."""
 EMBEDDED_PROMPTS = "demo_heldout"
 """The prompts that ship and that `make demo` is measured on."""
 
@@ -325,9 +327,10 @@ class ModelOptions:
     base: str | None = None
     """Base model: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
     which `medusa fetch` fetches; none is the one that the heads were trained on."""
-    heads: str = EMBEDDED_HEADS
+    heads: str = DEFAULT_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
-    layers for multi-token prediction that it comes with."""
+    layers for multi-token prediction that it comes with. default are those that ship for the base, and none
+    where it is another: guesses are then copied from the text, as with none."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""
@@ -343,6 +346,28 @@ class ModelOptions:
     """How steps run. compiled: layers and drafts compiled for this machine, a minute once, then the fastest
     on a CPU. general: nothing is compiled. static: fixed shapes that never wait for the host. captured: those
     as CUDA graphs. None is compiled with engine packed or int8, general elsewhere."""
+
+    @property
+    def named_heads(self) -> str | None:
+        """The heads that are meant; None for no heads."""
+        if self.heads != DEFAULT_HEADS:
+            return None if self.heads == NO_HEADS else self.heads
+        return EMBEDDED_HEADS if self.base is None or is_embedded_base(self.base) else None
+
+    @property
+    def required_heads(self) -> str:
+        """The heads that are meant.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if (named := self.named_heads) is None:
+            train = command("train", "--config", "smollm2", "--base", self.base)
+            raise ValueError(
+                f"this command is about heads, and base {self.base!r} has got none; give --heads, or train "
+                f"some: {train}"
+            )
+        return named
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,10 @@ class TuneOptions(ProgramOptions):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_nodes", "max_depth", "max_rank", "rounds")
-        if not self.no_save and not Path(self.model.heads).is_dir():
+        if not self.no_save and not Path(heads := self.model.required_heads).is_dir():
             raise ValueError(
-                f"heads must be a directory to write the tree into, got {self.model.heads!r}; copy the heads "
-                "to one, or give --no-save"
+                f"heads must be a directory to write the tree into, got {heads!r}; copy the heads to one, or "
+                "give --no-save"
             )
 
 
@@ -107,7 +107,7 @@ def tune(options: TuneOptions) -> list[str]:
     for batch_size, entry in values["by_batch_size"].items():
         _add_sizes(report, entry, f"batch size {batch_size}, {where}")
     if tables:
-        title = f"{short_name(options.model.heads)} on {where}"
+        title = f"{short_name(options.model.required_heads)} on {where}"
         report.add_picture(options.plot, partial(plot_tuning, values["by_batch_size"], title=title))
     else:
         report.add_line(
@@ -138,9 +138,9 @@ def save(
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
         tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
     if tuned:
-        said = file_tuned(options.model.heads, tuned, origin)
+        said = file_tuned(options.model.required_heads, tuned, origin)
     else:
-        said = file_asked_for(options.model.heads, tree, model.runtime, origin)
+        said = file_asked_for(options.model.required_heads, tree, model.runtime, origin)
     for sentence in said:
         log_console().print(sentence, soft_wrap=True)
 

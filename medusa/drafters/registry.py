@@ -138,7 +138,7 @@ def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False)
 
 
 def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
-    return "heads, and the model was loaded without; give --heads" if host.heads is None else None
+    return "heads, and the model was loaded without; give heads (--heads)" if host.heads is None else None
 
 
 def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
@@ -326,10 +326,12 @@ class Drafters:
 
     def default(self, num_rows: int, step: StepKind | None = None, has_references: bool = False) -> Drafter:
         """The one measured fastest for the model's heads, :data:`DEFAULT_DRAFTER`; where steps of fixed shape
-        cannot run it, the heads alone. Without heads, and where the model's tree is the root alone, what rows
-        may copy from beside their own text is followed, if there is any, and else nothing drafted."""
+        cannot run it, the heads alone. Without heads guesses are copied from the text; where the model's tree
+        is the root alone, from what rows may copy from beside it, if there is any."""
         host = self._host
-        if host.heads is None or not host.tree_for(num_rows, step).depth:
+        if host.heads is None:
+            return self.make("suffix")
+        if not host.tree_for(num_rows, step).depth:
             return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
         if (step or host.step) in ("general", "compiled") and isinstance(fastest, DynamicDrafter):

@@ -96,6 +96,20 @@ def check_heads_fit(heads: Heads, base: CausalLM) -> None:
     check_sizes(base, heads.config.hidden_size, heads.config.vocab_size, "heads were trained", advice)
 
 
+def check_sizes_fit(
+    config: Any, base_hidden_size: int | None, base_vocab_size: int | None, base_name: str
+) -> None:
+    """As :func:`check_heads_fit` of heads with this ``config``, for a base that is not loaded: sizes that are
+    not known, None, are not compared."""
+    for name, ours in (("hidden_size", base_hidden_size), ("vocab_size", base_vocab_size)):
+        theirs = getattr(config, name)
+        if None not in (theirs, ours) and theirs != ours:
+            raise ValueError(
+                f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; load the base "
+                "model that the heads were trained on, or give --heads none"
+            )
+
+
 def check_sizes(base: CausalLM, size: int, vocabulary: int | None, what: str, advice: str) -> None:
     """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows. The
     message says ``what`` has other sizes, and the ``advice``."""
