@@ -619,7 +619,7 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
 
 // ---------------------------------------------------------------------------------------------- tree attention
 
-// e^x for x <= 0 to 2 units in the last place, and 0 below -87 (Cephes' expf: Cody-Waite reduction, a polynomial).
+// e^x for x <= 0 to 2 units in the last place, 0 below -87, and NaN for NaN (Cephes' expf: Cody-Waite reduction, a polynomial).
 static inline Vec exponential(Vec x) {
   Vec rounder = all(12582912.f), n = (x * 1.44269504f + rounder) - rounder;
   Vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
@@ -627,7 +627,7 @@ static inline Vec exponential(Vec x) {
   for (float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = multiply_add(p, r, all(factor));
   p = multiply_add(p, r * r, r + 1.f);
   Int power = (__builtin_convertvector(larger(n, all(-127.f)), Int) + 127) << 23;
-  return x >= -87.f ? p * (Vec)power : all(0.f);
+  return x < -87.f ? all(0.f) : p * (Vec)power;
 }
 
 template <bool HIGH, int... LANE>
@@ -823,7 +823,7 @@ static void attend_chunk(const Attention& of, int64_t row, int64_t group, int64_
     float top = NOTHING;
     for (int lane = 0; lane < LANES; lane++) top = highest[lane] > top || std::isnan(highest[lane]) ? highest[lane] : top;
     for (int64_t s = 0; s < whole; s += LANES) {
-      Vec weight = top == NOTHING ? all(0.f) : exponential(load(mine + s) - top);
+      Vec score = load(mine + s), weight = score == NOTHING ? all(0.f) : exponential(score - top);  // NaN stays NaN
       total += weight;
       store(mine + s, weight);
     }
@@ -882,7 +882,7 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
       std::fill(output, output + of.E, 0.f);
       for (int64_t chunk = 0; chunk < chunks; chunk++) {
         Partial part = partial(pair, chunk);
-        if (part.highest[q] == NOTHING) continue;
+        if (part.total[q] == 0) continue;
         float weight = std::exp(part.highest[q] - top);
         const float* sums = part.sums + q * of.E;
         total = multiply_add(weight, part.total[q], total);

@@ -317,6 +317,21 @@ def test_attention_takes_any_layout_of_heads_and_refuses_what_it_does_not_know()
         attend(query, plain, value, seen, position_bias=torch.zeros(1))
 
 
+@needs_kernels
+@pytest.mark.parametrize("option", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("length, slot", [(0, 0), (200, 0), (200, 130), (200, 202)])
+def test_a_score_that_is_no_number_gives_none_as_in_torch_to_the_nodes_that_see_it(length, slot, option):
+    topology, windows, slots = BUSHY.topology(), {"full_attention": 150}, length + BUSHY.num_nodes
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, BUSHY.num_nodes, 16), *torch.randn(2, 1, 2, slots, 16)
+    key[0, 0, slot, 0] = torch.nan
+    more = {"softcap": {"softcap": 2.0}, "sinks": {"s_aux": torch.randn(4)}}.get(option, {})
+    found = attend(query, key, value, seen_slots(torch.tensor([length]), topology, windows), **more)
+    mask = tree_attention_masks(torch.tensor([length]), slots, topology, windows)
+    exact = expected(query, key, value, mask, **more)
+    torch.testing.assert_close(found.double(), exact, atol=3e-6, rtol=3e-6, equal_nan=True)
+
+
 MIXED = "an expert's product is torch's, which adds in another order for another number of rows"
 INEXACT = {
     "mixtral-moe": MIXED,
