@@ -14,6 +14,8 @@ Buffers grow in steps as tokens come, never to the model's maximum context.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -24,6 +26,23 @@ MOST_BEHIND = 12
 """Tokens to be read again (:attr:`TreeCache.num_behind`) from which on a step has no drafts."""
 
 
+@dataclass
+class PassSlots:
+    """The slots of the pass under way, which a cache and its layers share.
+
+    Layers that held their cache would keep its memory, in a cycle, until the next full garbage collection.
+    """
+
+    slots: Tensor
+    """(B, N) long: where the tokens of the pass go."""
+    num_slots: int = 0
+    """How many slots of each row the pass reads."""
+    shared_start: int | None = None
+    """The first of the slots, where it is that of every row; None: ``slots`` says where."""
+    longest: int = 0
+    """Committed tokens of the longest row."""
+
+
 class TreeCache(Cache):
     """Committed tokens of B rows of different lengths; the only place where cache contents change.
 
@@ -31,20 +50,33 @@ class TreeCache(Cache):
     """
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
-        self.tree_layers = [TreeCacheLayer(self) for _ in range(num_layers)]
+        self.under_way = PassSlots(torch.zeros(num_rows, 0, dtype=torch.long, device=device))
+        self.tree_layers = [TreeCacheLayer(self.under_way) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
-        self._features = TreeCacheLayer(self)
+        self._features = TreeCacheLayer(self.under_way)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         """(B,) long: committed tokens of each row."""
-        self.longest = 0
-        """The largest of ``lengths``, known on the host."""
-        self.slots = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
-        """(B, N) long: where the tokens of the pass under way go."""
-        self.num_slots = 0
-        """How many slots of each row the pass under way reads."""
         self.num_positions: int | None = None
         """Nodes further on stand at the last of these positions; None: the model's context."""
-        self._shared_start: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """The largest of ``lengths``, known on the host."""
+        return self.under_way.longest
+
+    @longest.setter
+    def longest(self, longest: int) -> None:
+        self.under_way.longest = longest
+
+    @property
+    def slots(self) -> Tensor:
+        """(B, N) long: where the tokens of the pass under way go."""
+        return self.under_way.slots
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots of each row the pass under way reads."""
+        return self.under_way.num_slots
 
     @property
     def num_rows(self) -> int:
@@ -98,10 +130,10 @@ class TreeCache(Cache):
         Nodes before ``first_node`` must have been run since the last commit.
         """
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
-        self.slots = self.lengths[:, None] + nodes
-        self.num_slots = self.longest + first_node + num_nodes
+        self.under_way.slots = self.lengths[:, None] + nodes
+        self.under_way.num_slots = self.longest + first_node + num_nodes
         same_length = self.num_rows == 1 or bool((self.lengths == self.longest).all())
-        self._shared_start = self.longest + first_node if same_length else None
+        self.under_way.shared_start = self.longest + first_node if same_length else None
 
     def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
@@ -212,13 +244,13 @@ class FixedTreeCache(TreeCache):
 
     def reserve(self, num_slots: int) -> None:
         """Have every pass read ``num_slots`` slots; buffers that are shorter grow, and so move."""
-        self.num_slots = num_slots
+        self.under_way.num_slots = num_slots
         for layer in self.tree_layers:
             layer.reserve(num_slots)
 
     def begin(self, num_nodes: int, first_node: int = 0) -> None:
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
-        self.slots = self.lengths[:, None] + nodes
+        self.under_way.slots = self.lengths[:, None] + nodes
 
     def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
         """As :meth:`TreeCache.commit`, and all L entries move unless the pass was a chain."""
@@ -232,9 +264,9 @@ class TreeCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: TreeCache):
+    def __init__(self, under_way: PassSlots):
         super().__init__()
-        self.cache = cache
+        self.under_way = under_way
         self.buffers: list[Tensor] = []
         """Keys and values, (B or more, heads, capacity, head dimension) each; empty before the first pass."""
         self.entries: list[Tensor] = []
@@ -257,14 +289,14 @@ class TreeCacheLayer(CacheLayerMixin):
         """Write this pass's keys and values (B, heads, N, width); return all that the pass may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        num_slots = self.cache.num_slots
+        num_slots = self.under_way.num_slots
         self.reserve(num_slots)
-        start = self.cache._shared_start
+        start = self.under_way.shared_start
         for entries, states in zip(self.entries, (key_states, value_states), strict=True):
             if start is not None:
                 entries[:, :, start:num_slots] = states
             else:
-                entries.scatter_(2, _along_entries(self.cache.slots, entries), states)
+                entries.scatter_(2, _along_entries(self.under_way.slots, entries), states)
         keys, values = self.entries
         return keys[:, :, :num_slots], values[:, :, :num_slots]
 
@@ -305,10 +337,10 @@ class TreeCacheLayer(CacheLayerMixin):
         self.set_buffers(self.buffers, ours + theirs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.longest + query_length, 0
+        return self.under_way.longest + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.longest
+        return self.under_way.longest
 
     def get_max_length(self) -> int:
         return -1

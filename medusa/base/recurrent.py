@@ -34,7 +34,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from medusa.base.cache import TreeCache, TreeCacheLayer
+from medusa.base.cache import PassSlots, TreeCache, TreeCacheLayer
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 KNOWN_LAYERS = (
@@ -110,7 +110,7 @@ class StatefulRow(TreeCache):
     def __init__(self, config: PreTrainedConfig, device: torch.device | str):
         super().__init__(1, 0, device)
         self.config = config
-        self.layers = [_layer_for(theirs, self) for theirs in DynamicCache(config=config).layers]
+        self.layers = [_layer_for(theirs, self.under_way) for theirs in DynamicCache(config=config).layers]
         self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
         self.behind = torch.zeros(1, 0, dtype=torch.long, device=device)
         """(1, M) long: tokens that were kept and that the states have not read."""
@@ -280,26 +280,26 @@ class StatefulCache(TreeCache):
 class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[override]  # as theirs
     """A layer with attention and a state side by side."""
 
-    def __init__(self, cache: TreeCache, **kwargs: Any):
-        TreeCacheLayer.__init__(self, cache)
+    def __init__(self, under_way: PassSlots, **kwargs: Any):
+        TreeCacheLayer.__init__(self, under_way)
         LinearAttentionLayer.__init__(self, **kwargs)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # keys and values come by position
         (TreeCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-def _layer_for(theirs: Any, cache: TreeCache) -> Any:
+def _layer_for(theirs: Any, under_way: PassSlots) -> Any:
     """What stands in for a cache layer of ``transformers``."""
     if type(theirs) in KEYS_AND_VALUES:
-        return TreeCacheLayer(cache)
+        return TreeCacheLayer(under_way)
     if isinstance(theirs, LinearAttentionAndFullAttentionLayer):
-        return TreeAndStateLayer(cache, number_of_states=theirs.number_of_states)
+        return TreeAndStateLayer(under_way, number_of_states=theirs.number_of_states)
     return theirs
 
 
 def _states(layer: Any) -> dict[str, Any]:
     """The attributes of a layer that its passes write, keys and values left out."""
-    attention = vars(TreeCacheLayer(layer.cache)) if isinstance(layer, TreeCacheLayer) else {}
+    attention = vars(TreeCacheLayer(layer.under_way)) if isinstance(layer, TreeCacheLayer) else {}
     return {name: value for name, value in vars(layer).items() if name not in attention}
 
 

@@ -96,6 +96,13 @@ class Row:
     def prompt(self) -> list[int]:
         return self.request.tokens[self.index, : int(self.request.lengths[self.index])].tolist()
 
+    def take_error(self) -> Exception:
+        """What made the row fail, which it then holds no more: the traceback knows the pass, its cache and
+        this row, and such a cycle stays in memory until the next full garbage collection."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -591,7 +598,7 @@ def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
                 result = StepResult([[] for _ in rows], [[] for _ in rows])
                 for each in progress:
                     if each.row.error is not None:
-                        raise each.row.error
+                        raise each.row.take_error()
                     result.tokens[each.row.index], result.depths[each.row.index] = each.tokens, each.depths
                 yield result
     finally:

@@ -259,6 +259,7 @@ def draft_context(state: DecodeState, base: CausalLM, least_worth: float = 0.0) 
         processors=state.request.processors,
         references=state.references,
         least_worth=least_worth,
+        vocab_size=vocab_size(base),
     )
 
 

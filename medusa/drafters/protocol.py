@@ -13,6 +13,7 @@ host next reads the results.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -59,6 +60,9 @@ class DraftContext:
     least_worth: float = 0.0
     """The probability below which nodes are left out of the pass anyway, in the mean of the rows: there is no
     need to look for them."""
+    vocab_size: int = sys.maxsize
+    """V: tokens that the base can write. It may read others, as where embeddings are padded, and these are no
+    guess."""
     fixed_shape: bool = False
     """Static steps: the draft must have all of the drafter's nodes, and the host may read no tensor."""
 

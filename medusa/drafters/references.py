@@ -64,8 +64,17 @@ class SuffixCorpus:
             """Tokens that were added so far."""
 
     def add(self, tokens: Tensor | list[int]) -> None:
-        """Remember a text, (T,) token ids: a prompt with its answer, say."""
+        """Remember a text, (T,) token ids: a prompt with its answer, say.
+
+        Raises:
+            ValueError: these are no token ids.
+        """
         text = torch.as_tensor(tokens, dtype=torch.long, device="cpu").flatten()
+        if len(text) and not 0 <= int(text.min()) <= int(text.max()) < MOST_TOKENS:
+            raise ValueError(
+                f"tokens must be token ids from 0 to {MOST_TOKENS - 1}, got {int(text.min())} to "
+                f"{int(text.max())}; add the ids that a tokenizer gives"
+            )
         text = text[-(self.capacity - 1) :]
         if self.total + len(text) >= MOST_TOKENS:
             self.clear()

@@ -104,7 +104,7 @@ def continuations(
         totals = torch.tensor([each.total if each else 0 for each in corpora], dtype=torch.long)
         trust = torch.zeros(len(ODDS)) if trust is None else trust
         given = context.tokens, context.lengths, predictions, indices, totals, ODDS, USUAL, trust, said
-        found = torch.ops.medusa.continuations(*given, num_tokens)
+        found = torch.ops.medusa.continuations(*given, num_tokens, context.vocab_size)
     return Continuations(*found)
 
 
@@ -122,7 +122,8 @@ def _chains(context: DraftContext, num_tokens: int) -> Continuations:
     counts = torch.zeros(length.shape, device=length.device)
     for least, count in enumerate(MATCH_ODDS):  # no table: it would have to be moved to the device
         counts = torch.where(length >= least, count, counts)
-    goes_on = (match.continuation >= 0).cumprod(1) > 0
+    is_output = (match.continuation >= 0) & (match.continuation < context.vocab_size)
+    goes_on = is_output.cumprod(1) > 0
     shares = torch.where((matched > 0) & goes_on, counts / (1 + counts), 0)
     nodes = torch.arange(num_tokens + 1, device=tokens.device).expand(len(tokens), -1)
     return Continuations(

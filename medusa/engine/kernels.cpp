@@ -86,6 +86,19 @@ static Tensor made(const std::vector<int64_t>& shape, ScalarType type) {
 }
 static Tensor whole(const Tensor& given) { return given.is_contiguous() ? given : torch::stable::contiguous(given); }
 
+// Shapes, -1 for any size, and indices are checked where they come in: what is read below is then inside.
+static bool has_shape(const Tensor& given, ScalarType type, const std::vector<int64_t>& shape) {
+  bool fits = given.scalar_type() == type && given.is_contiguous() && given.dim() == static_cast<int64_t>(shape.size());
+  for (size_t i = 0; fits && i < shape.size(); i++) fits = shape[i] < 0 || given.size(i) == shape[i];
+  return fits;
+}
+template <typename T> static bool lies_within(const T* numbers, int64_t count, int64_t least, int64_t end) {
+  return std::all_of(numbers, numbers + count, [&](T each) { return each >= least && each < end; });
+}
+static bool are_indices(const Tensor& given, const std::vector<int64_t>& shape, int64_t least, int64_t end) {
+  return has_shape(given, ScalarType::Long, shape) && lies_within(numbers<int64_t>(given), given.numel(), least, end);
+}
+
 // What a thread computes in between.
 struct Scratch {
   std::unique_ptr<float[]> memory;
@@ -587,6 +600,8 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
   Tensor x = whole(given);
   int64_t K = x.dim() ? x.size(x.dim() - 1) : 0, M = K ? x.numel() / K : 0;
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "rows must be float32, of the weight's width");
+  STD_TORCH_CHECK(panels.is_contiguous(), "panels must be packed for this processor");
+  for (const auto& each : {scales, bias}) STD_TORCH_CHECK(!each || has_shape(*each, ScalarType::Float, {width}), "scales and bias must be (N,) float32");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
   Tensor y = made(shape, ScalarType::Float);
@@ -754,7 +769,7 @@ static void pack(const Tensor& weight, const Tensor& panels, const std::optional
 
 // ---------------------------------------------------------------------------------------------- tree attention
 
-// e^x for x <= 0 to 2 units in the last place, and 0 below -87 (Cephes' expf: Cody-Waite reduction, a polynomial).
+// e^x for x <= 0 to 2 units in the last place, 0 below -87, and NaN for NaN (Cephes' expf: Cody-Waite reduction, a polynomial).
 static inline Vec exponential(Vec x) {
   Vec rounder = all(12582912.f), n = (x * 1.44269504f + rounder) - rounder;
   Vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
@@ -762,7 +777,7 @@ static inline Vec exponential(Vec x) {
   for (float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = multiply_add(p, r, all(factor));
   p = multiply_add(p, r * r, r + 1.f);
   Int power = (__builtin_convertvector(larger(n, all(-127.f)), Int) + 127) << 23;
-  return x >= -87.f ? p * (Vec)power : all(0.f);
+  return x < -87.f ? all(0.f) : p * (Vec)power;
 }
 
 template <bool HIGH, int... LANE>
@@ -958,7 +973,7 @@ static void attend_chunk(const Attention& of, int64_t row, int64_t group, int64_
     float top = NOTHING;
     for (int lane = 0; lane < LANES; lane++) top = highest[lane] > top || std::isnan(highest[lane]) ? highest[lane] : top;
     for (int64_t s = 0; s < whole; s += LANES) {
-      Vec weight = top == NOTHING ? all(0.f) : exponential(load(mine + s) - top);
+      Vec score = load(mine + s), weight = score == NOTHING ? all(0.f) : exponential(score - top);  // NaN stays NaN
       total += weight;
       store(mine + s, weight);
     }
@@ -1017,7 +1032,7 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
       std::fill(output, output + of.E, 0.f);
       for (int64_t chunk = 0; chunk < chunks; chunk++) {
         Partial part = partial(pair, chunk);
-        if (part.highest[q] == NOTHING) continue;
+        if (part.total[q] == 0) continue;
         float weight = std::exp(part.highest[q] - top);
         const float* sums = part.sums + q * of.E;
         total = multiply_add(weight, part.total[q], total);
@@ -1034,6 +1049,9 @@ static Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors,
   depths = whole(depths);
   if (!by_range) ancestors = whole(ancestors);
   int64_t B = lengths.numel(), N = depths.size(1), T = by_range ? 0 : end, M = end - first;
+  bool is_tree = (depths.size(0) == 1 || depths.size(0) == B) && (by_range || has_shape(ancestors, ScalarType::Bool, {depths.size(0), N, N}));
+  STD_TORCH_CHECK(lengths.scalar_type() == ScalarType::Long && lengths.dim() == 1 && has_shape(depths, ScalarType::Long, {-1, N}) && is_tree && 0 <= first && first <= end && end <= N,
+                  "lengths must be (B,) long, depths (R, N) long, ancestors (R, N, N) bool, and the nodes among these");
   Tensor seen = made({B, 1, M, 2 + T}, ScalarType::Int);
   for (int64_t row = 0; row < B; row++) {
     int64_t tree = depths.size(0) > 1 ? row : 0, length = numbers<int64_t>(lengths)[row * lengths.stride(0)];
@@ -1052,10 +1070,15 @@ static Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors,
 
 // query (B, H, N, D), key (B, H', S, D), value (B, H', S, E), seen (B, 1, N, 2 + T) int32 -> (B, N, H, E)
 static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& seen, double scale, double cap, std::optional<Tensor> sinks) {
-  int64_t B = query.size(0), heads = query.size(1), N = query.size(2), E = value.size(3), shared = heads / key.size(1);
-  STD_TORCH_CHECK(seen.scalar_type() == ScalarType::Int && seen.is_contiguous() && seen.dim() == 4 && seen.size(0) == B && seen.size(2) == N && seen.size(3) >= 2, "seen must be (B, 1, N, 2 + T) int32");
   for (const Tensor* each : {&query, &key, &value})
-    STD_TORCH_CHECK(each->scalar_type() == ScalarType::Float && each->stride(3) == 1, "queries, keys and values must be float32 with whole rows");
+    STD_TORCH_CHECK(each->scalar_type() == ScalarType::Float && each->dim() == 4 && each->stride(3) == 1, "queries, keys and values must be float32 with whole rows");
+  int64_t B = query.size(0), heads = query.size(1), N = query.size(2), S = key.size(2), E = value.size(3), groups = std::max<int64_t>(key.size(1), 1), shared = heads / groups;
+  bool fits = key.size(0) == B && key.size(1) == groups && key.size(3) == query.size(3) && heads % groups == 0;
+  STD_TORCH_CHECK(fits && value.size(0) == B && value.size(1) == groups && value.size(2) == S, "queries must be (B, H, N, D), keys (B, H', S, D) and values (B, H', S, E), with H' a divisor of H");
+  STD_TORCH_CHECK(!sinks || has_shape(*sinks, ScalarType::Float, {heads}), "sinks must be (H,) float32");
+  STD_TORCH_CHECK(has_shape(seen, ScalarType::Int, {B, 1, N, -1}) && seen.size(3) >= 2, "seen must be (B, 1, N, 2 + T) int32");
+  for (const int32_t *node = numbers<int32_t>(seen), T = seen.size(3) - 2, *last = node + seen.numel(); node < last; node += 2 + T)
+    STD_TORCH_CHECK(node[0] >= 0 && node[1] >= 0 && node[1] + T <= S && lies_within(node + 2, T, 0, T + 1), "what a node sees must lie in the slots of keys and values");
   Tensor output = made({B, N, heads, E}, ScalarType::Float);
   Attention of{numbers<float>(query), numbers<float>(key), numbers<float>(value),
                {query.stride(0), query.stride(1), query.stride(2)}, {key.stride(0), key.stride(1), key.stride(2)}, {value.stride(0), value.stride(1), value.stride(2)},
@@ -1112,10 +1135,10 @@ struct Level {
     for (int64_t w = 0; w < width; w++) left -= nodes[w] ? chance[nodes[w]] : 0.f;
     float others = std::log(left), *own = shares + fanout, total = NOTHING;
     for (int64_t w = 0; w < width; w++) {
-      int64_t token = tokens[fanout + w] = expected[nodes[w]], column = column_of ? column_of[token] : token;
+      int64_t token = tokens[fanout + w] = expected[nodes[w]], column = column_of ? column_of[token] : token;  // a token of which heads and base have no output is not expected
       own[w] = NOTHING;
       if (!nodes[w]) continue;
-      if (column >= 0) own[w] = std::isnan(scores[column]) ? WORST : scores[column] + others, scores[column] = NOTHING;
+      if (column >= 0 && column < columns) own[w] = std::isnan(scores[column]) ? WORST : scores[column] + others, scores[column] = NOTHING;
       own[w] = log_add_exp(own[w], std::log(chance[nodes[w]])) + (noise ? noise[token] : 0.f);
       total = log_add_exp(total, own[w]);
     }
@@ -1214,9 +1237,16 @@ struct Corpus {
   }
 };
 
+static void check_corpus(const Tensor& ring, const Tensor& latest, int64_t total) {
+  bool is_one = has_shape(ring, ScalarType::Int, {3, -1}) && has_shape(latest, ScalarType::Int, {2, -1}) && ring.size(1) && latest.size(1);
+  STD_TORCH_CHECK(is_one && total >= 0, "a corpus must be (3, C) and (2, C') int32");
+}
+
 // Adds `text` behind the `total` tokens that a corpus was given so far, and gives their new number.
 static int64_t remember(Tensor ring, Tensor latest, int64_t total, Tensor text) {
   text = whole(text);
+  check_corpus(ring, latest, total);
+  STD_TORCH_CHECK(are_indices(text, {-1}, 0, std::numeric_limits<int32_t>::max()), "a text must be (T,) long token ids, of 31 bits");
   Corpus corpus(ring, latest);
   const int64_t* tokens = numbers<int64_t>(text);
   for (int64_t i = -1; i < text.numel(); i++, total++) {
@@ -1240,6 +1270,7 @@ struct Said {
 static void learn(float* trust, const Said& said, const int64_t* text, int64_t length, const float* usual) {
   for (int64_t source = 0; source < NUM_SOURCES && said.length < length; source++) {
     auto [matched, token] = said.of[source];
+    STD_TORCH_CHECK(said.length >= 0 && matched >= 0 && matched <= MAX_MATCH, "what was said must come from the search before");
     if (!matched) continue;
     float expected = 1 / (1 + std::exp(-usual[source * (MAX_MATCH + 1) + matched] - trust[source])), came = text[said.length] == token;
     trust[source] = std::clamp(trust[source] + LEARNING_RATE * (came - expected), -MOST_TRUST, MOST_TRUST);
@@ -1248,12 +1279,22 @@ static void learn(float* trust, const Said& said, const int64_t* text, int64_t l
 
 // What may follow each row's tokens (B, S), `lengths` of them: where the last ones stood before in the row itself, in its prediction and in its corpus (`corpora` holds
 // two tensors a row, empty ones for none, of `totals` tokens), each place counts `odds` (sources, MAX_MATCH + 1) against the heads' 1 by the tokens that agree, one more
-// after each, times what `trust` (sources,) says, which learns from what was `said` (B, 7) for the same rows before. Gives trees below the last token, as
-// medusa.drafters.suffix.Continuations has them.
+// after each, times what `trust` (sources,) says, which learns from what was `said` (B, 7) for the same rows before. A token that is none of `vocab_size`, which the base
+// can read and not write, ends what is expected. Gives trees below the last token, as medusa.drafters.suffix.Continuations has them.
 static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vector<Tensor> predictions, std::vector<Tensor> corpora, const Tensor& totals, const Tensor& odds,
-                                         const Tensor& usual, Tensor trust, std::optional<Tensor> said, int64_t depth) {
+                                         const Tensor& usual, Tensor trust, std::optional<Tensor> said, int64_t depth, int64_t vocab_size) {
   tokens = whole(tokens);
+  STD_TORCH_CHECK(has_shape(tokens, ScalarType::Long, {-1, -1}) && depth >= 0, "tokens must be (B, S) long");
   int64_t B = tokens.size(0), S = tokens.size(1), T = depth ? depth + SPARE_NODES : 1, W = MAX_CHILDREN;
+  STD_TORCH_CHECK(are_indices(lengths, {B}, 1, S + 1), "lengths must be (B,) long, of 1 to S tokens");
+  for (const Tensor& each : {odds, usual}) STD_TORCH_CHECK(has_shape(each, ScalarType::Float, {NUM_SOURCES, MAX_MATCH + 1}), "odds must be (sources, 17) float32");
+  STD_TORCH_CHECK(has_shape(trust, ScalarType::Float, {NUM_SOURCES}), "trust must be (sources,) float32");
+  STD_TORCH_CHECK(predictions.empty() || static_cast<int64_t>(predictions.size()) == B, "there must be a prediction for each row, or none");
+  STD_TORCH_CHECK(!said || has_shape(*said, ScalarType::Long, {-1, sizeof(Said) / sizeof(int64_t)}), "what was said must be (B, 7) long");
+  for (const Tensor& each : predictions) STD_TORCH_CHECK(!each.numel() || has_shape(each, ScalarType::Long, {-1}), "predictions must be (P,) long");
+  STD_TORCH_CHECK(corpora.empty() || (static_cast<int64_t>(corpora.size()) == 2 * B && are_indices(totals, {B}, 0, std::numeric_limits<int32_t>::max())), "there must be a corpus for each row, or none");
+  for (int64_t row = 0; row < static_cast<int64_t>(corpora.size()) / 2; row++)
+    if (corpora[2 * row].numel()) check_corpus(corpora[2 * row], corpora[2 * row + 1], numbers<int64_t>(totals)[row]);
   Tensor found = made({B, T}, ScalarType::Long), parents = made({B, T}, ScalarType::Long), children = made({B, T, W}, ScalarType::Long), shares = made({B, T}, ScalarType::Float), matched = made({B}, ScalarType::Long);
   Tensor says = made({B, sizeof(Said) / sizeof(int64_t)}, ScalarType::Long);
   std::memset(numbers<int64_t>(says), 0, sizeof(Said) * B);
@@ -1291,7 +1332,7 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
       const float *counts = numbers<float>(odds) + place.source * (MAX_MATCH + 1), trusted = std::exp(numbers<float>(trust)[place.source]) / num_equal;
       for (int64_t node = 0, ahead = 0; ahead < depth; ahead++) {
         int64_t position = place.position + 1 + (place.text == &own ? ahead % (length - 1 - place.position) : ahead);
-        if (position >= place.text->end || place.text->at(position) < 0) break;
+        if (position >= place.text->end || place.text->at(position) < 0 || place.text->at(position) >= vocab_size) break;
         int64_t token = place.text->at(position), *child = below + node * W, *end = child + W;
         while (child < end && *child && node_tokens[*child] != token) child++;
         if (child == end || (!*child && num_nodes == T)) break;
@@ -1309,6 +1350,13 @@ static std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, s
   return {found, parents, children, shares, matched, says};
 }
 
+// What `continuations` has found, for outputs of V tokens.
+static void check_expected(const Tensor& expected, const Tensor& children, const Tensor& chances, int64_t B, int64_t V) {
+  int64_t T = expected.dim() == 2 ? expected.size(1) : 0;
+  STD_TORCH_CHECK(T && are_indices(expected, {B, T}, 0, V), "what is expected must be tokens (B, T) long that are outputs");
+  STD_TORCH_CHECK(are_indices(children, {B, T, -1}, 0, T) && has_shape(chances, ScalarType::Float, {B, T}), "children (B, T, W) long and shares (B, T) must be of the nodes of what is expected");
+}
+
 // A level: logits (B, M, C) of what follows the M nodes of the beam at `paths` (B, M, depth), with sharpness (B,) and noise (B, depths, V) in
 // sampled rows; token_map (C,), column_of (V,); what is expected: its tokens, children and shares as above, and the beam's nodes in it, `at` (B, M), -1 for none; its worth
 // (B, M) and numbers `beam` (B, M), where it is not the root. Gives tokens, values, above (B, M F) of the candidates, the first of them number `first`, and of
@@ -1320,8 +1368,19 @@ static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<T
                                 std::optional<Tensor> beam, std::optional<Tensor> leading, int64_t wanted, int64_t first, int64_t fanout, int64_t width, bool is_expected, double least_worth) {
   logits = whole(logits);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 3 && fanout <= logits.size(2), "logits must be (B, M, C) float32 of as many columns as are wanted");
-  int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), T = expected.size(1), spread = is_expected ? children.size(2) : 0;
+  int64_t B = logits.size(0), M = logits.size(1), C = logits.size(2), depth = paths.size(2), V = column_of ? column_of->numel() : C, T = expected.size(1), spread = is_expected ? children.size(2) : 0;
   int64_t F = fanout + spread;
+  check_expected(expected, children, chances, B, V);
+  STD_TORCH_CHECK(M > 0 && depth > 0 && fanout > 0 && width > 0 && wanted > 0 && has_shape(paths, ScalarType::Long, {B, M, depth}), "paths must be (B, M, depth) long");
+  STD_TORCH_CHECK(!at || are_indices(*at, {B, M}, -1, T), "the beam must lie among the nodes of what is expected");
+  STD_TORCH_CHECK((!worth || has_shape(*worth, ScalarType::Float, {B, M})) && (!beam || has_shape(*beam, ScalarType::Long, {B, M})), "worth and numbers of the beam must be (B, M)");
+  STD_TORCH_CHECK(!leading || has_shape(*leading, ScalarType::Float, {B, wanted}), "leading values must be (B, wanted) float32");
+  STD_TORCH_CHECK(!sharpness || has_shape(*sharpness, ScalarType::Float, {B}), "sharpness must be (B,) float32");
+  STD_TORCH_CHECK((!column_of || has_shape(*column_of, ScalarType::Long, {V})) && (!token_map || (column_of && has_shape(*token_map, ScalarType::Long, {C}))), "a token map must be (C,) long, and the columns of all tokens (V,) long");
+  if (noise) {
+    bool fits = noise->scalar_type() == ScalarType::Float && noise->dim() == 3 && noise->size(0) == B && noise->size(1) >= depth && noise->size(2) >= V && noise->stride(2) == 1;
+    STD_TORCH_CHECK(fits && (!token_map || are_indices(*token_map, {C}, 0, V)), "noise must be (B, depths, V) float32");
+  }
   std::vector<int64_t> nothing(spread, 0);
   Level level{C, fanout, numbers<int64_t>(token_map), numbers<int64_t>(column_of)};
   Tensor tokens = made({B, M * F}, ScalarType::Long), values = made({B, M * F}, ScalarType::Float), above = made({B, M * F}, ScalarType::Long);
@@ -1378,7 +1437,17 @@ static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<T
 static std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> levels, const Tensor& expected, const Tensor& children, const Tensor& chances, const Tensor& at, const Tensor& worth,
                                    const Tensor& beam, int64_t nodes, int64_t max_depth) {
   struct Candidate { int64_t token, above, depth; float value; };
-  int64_t B = root.numel(), N = nodes, L = max_depth + 1, T = expected.size(1), W = children.size(2), num_levels = levels.size() / 3, M = beam.size(1);
+  STD_TORCH_CHECK(root.scalar_type() == ScalarType::Long && root.is_contiguous() && nodes > 0 && max_depth >= 0 && levels.size() % 3 == 0, "a tree must have a root (B,) long");
+  check_expected(expected, children, chances, root.numel(), std::numeric_limits<int64_t>::max());
+  STD_TORCH_CHECK(beam.dim() == 2 && are_indices(at, {root.numel(), beam.size(1)}, -1, expected.size(1)), "the beam must lie among the nodes of what is expected");
+  int64_t B = root.numel(), N = nodes, L = max_depth + 1, T = expected.size(1), W = children.size(2), num_levels = levels.size() / 3, M = beam.size(1), num_candidates = 0;
+  for (int64_t level = 0; level < num_levels; level++) {
+    int64_t size = levels[3 * level].dim() == 2 ? levels[3 * level].size(1) : -1;
+    num_candidates += size;
+    bool fits = has_shape(levels[3 * level], ScalarType::Long, {B, size}) && has_shape(levels[3 * level + 1], ScalarType::Float, {B, size});
+    STD_TORCH_CHECK(fits && are_indices(levels[3 * level + 2], {B, size}, -1, num_candidates), "a level must be tokens, values and candidates above, (B, C) each");
+  }
+  STD_TORCH_CHECK(are_indices(beam, {B, M}, -1, num_candidates) && has_shape(worth, ScalarType::Float, {B, M}), "numbers of the beam must be those of candidates");
   Tensor tokens = made({B, N}, ScalarType::Long), parents = made({B, N}, ScalarType::Long), depths = made({B, N}, ScalarType::Long), ancestors = made({B, N, N}, ScalarType::Bool);
   Tensor lineage = made({B, N, L}, ScalarType::Long), values = made({B, N}, ScalarType::Float);
   std::vector<Candidate> found;
@@ -1434,6 +1503,7 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
   constexpr uint32_t GOLDEN = 0x9E3779B9u;
   typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
   seeds = whole(seeds), positions = whole(positions);
+  STD_TORCH_CHECK(has_shape(positions, ScalarType::Long, {-1, -1}) && has_shape(seeds, ScalarType::Long, {positions.size(0)}) && V >= 0, "seeds must be (B,) long, and positions (B, L) long");
   int64_t B = positions.size(0), L = positions.size(1);
   Tensor bits = made({B, L, V}, ScalarType::Int);
   Words within;
@@ -1461,7 +1531,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
-  m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? said, int depth) -> Tensor[]");
+  m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? said, int depth, int vocab_size) -> Tensor[]");
   m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, Tensor? leading, int wanted, int first, int fanout, int width, bool is_expected, float least_worth) -> (Tensor[], bool)");
   m.def("tree_of(Tensor root, Tensor[] levels, Tensor expected, Tensor children, Tensor chances, Tensor at, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
   m.def("lanes() -> int");

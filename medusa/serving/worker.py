@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ class Answer:
         owner: Hashable = None,
         prediction: Sequence[int] = (),
     ):
-        self.row = Row(request, tag=self, owner=owner)
+        self.row = Row(request, tag=weakref.ref(self), owner=owner)  # no cycle: its memory goes with it
         self.text, self.listener, self.is_plain = text, listener, is_plain
         self.arrived = self.last = time.monotonic()
         self.deadline = self.arrived + seconds
@@ -285,15 +286,16 @@ class Worker:
             self._tell(each)
 
     def _tell(self, progress: Progress) -> None:
-        answer: Any = progress.row.tag
+        row, reason = progress.row, progress.finish_reason
+        answer, error = row.tag(), None if row.error is None else row.take_error()
         if answer not in self._active:  # a stop string has ended it earlier in the step
             return
-        row, text, reason = progress.row, answer.text, progress.finish_reason
-        if isinstance(row.error, GrammarFailed):
+        text = answer.text
+        if isinstance(error, GrammarFailed):
             self._end(answer, "form")
             return
         if reason == "error":
-            log.error("an answer failed: %s", type(row.error).__name__, exc_info=row.error)
+            log.error("an answer failed: %s", type(error).__name__, exc_info=error)
             self._end(answer, "error")
             return
         tokens = progress.tokens

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, random_prompts, tiny_model
+from stateful_models import stateful_model
 from test_causal_lm import TOLERANCE, tree_of
 
 from medusa import CandidateTree
@@ -265,3 +268,23 @@ def test_nodes_that_stand_in_their_place_already_are_not_moved(path, num_kept, m
     assert cache.lengths.tolist() == [9 + num_kept]
     with pytest.raises(pytest.fail.Exception, match="moved"):
         cache.commit(torch.tensor([[0, 2, 2]]), torch.tensor([2]))
+
+
+@pytest.mark.parametrize("kind", ["grown", "fixed", "with a state", "copied", "joined"])
+def test_a_cache_is_given_back_when_it_is_let_go(kind):
+    gc.disable()
+    try:
+        cache, _ = filled("llama", [9])
+        if kind == "with a state":
+            cache = new_cache(stateful_model("falcon_h1"), 1)
+        elif kind == "fixed":
+            cache = FixedTreeCache(1, 2, "cpu")
+        elif kind == "copied":
+            cache = cache.copy_of_row(0, 5)
+        elif kind == "joined":
+            cache.join(filled("llama", [5])[0])
+        gone = weakref.ref(getattr(cache, "stateful_rows", [cache])[0])
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import GROUPED, counting_model, left_padded, random_heads, random_prompts
+from conftest import GROUPED, VOCAB_SIZE, counting_model, left_padded, random_heads, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -176,6 +176,43 @@ BASE = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
 MODELS = {
     engine: MedusaModel(BASE, random_heads(3, num_heads=3), engine=engine) for engine in ("eager", "packed")
 }
+
+
+NUM_READ = 400
+"""Tokens of a padded input embedding, of which the output has :data:`VOCAB_SIZE`."""
+
+
+@pytest.fixture(scope="module")
+def padded_models():
+    base = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
+    base.model.embed_tokens = torch.nn.Embedding(NUM_READ, GROUPED["hidden_size"])
+    heads = random_heads(3, num_heads=3)
+    return {engine: MedusaModel(base, heads, engine=engine) for engine in ("eager", "packed")}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("step", ["general", "static"])
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+@pytest.mark.parametrize("drafter", ["suffix", "dynamic-heads+suffix"])
+def test_tokens_that_the_base_reads_and_cannot_write_are_no_guesses(
+    padded_models, drafter, engine, step, do_sample
+):
+    """All that can be copied goes on in such tokens: the row itself, and a corpus, in ids beyond any."""
+    model, options = padded_models[engine], {"max_new_tokens": 16, "do_sample": do_sample, "seed": 1}
+    prompt = torch.tensor([[5, 6, 7, 8, 5, 300, 399, 7, 8, 5, 6]])
+    plain = model.generate(prompt, drafter="plain", **options)
+    corpus = SuffixCorpus(LEAST_BYTES)
+    for end in range(5, plain.shape[1]):  # what is written is continued wrongly wherever it is searched
+        corpus.add([*plain[0, :end].tolist(), 10**8, NUM_READ, VOCAB_SIZE])
+    more = {} if step == "static" else {"corpus": corpus}
+    found = model.generate(prompt, drafter=drafter, step=step, **more, **options)
+    assert torch.equal(found, plain) and int(found[0, 11:].max()) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_a_corpus_takes_token_ids_alone(token):
+    with pytest.raises(ValueError, match=rf"tokens must be token ids from 0 to \d+, got .*{token}"):
+        SuffixCorpus(LEAST_BYTES).add([3, token])
 
 
 def test_a_right_prediction_is_followed_without_any_heads():

@@ -7,11 +7,13 @@ import errno
 import gc
 import mmap
 import os
+import platform
 import shutil
 import stat
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -345,6 +347,21 @@ def test_attention_takes_any_layout_of_heads_and_refuses_what_it_does_not_know()
         attend(query, plain, value, seen, position_bias=torch.zeros(1))
 
 
+@needs_kernels
+@pytest.mark.parametrize("option", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("length, slot", [(0, 0), (200, 0), (200, 130), (200, 202)])
+def test_a_score_that_is_no_number_gives_none_as_in_torch_to_the_nodes_that_see_it(length, slot, option):
+    topology, windows, slots = BUSHY.topology(), {"full_attention": 150}, length + BUSHY.num_nodes
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, BUSHY.num_nodes, 16), *torch.randn(2, 1, 2, slots, 16)
+    key[0, 0, slot, 0] = torch.nan
+    more = {"softcap": {"softcap": 2.0}, "sinks": {"s_aux": torch.randn(4)}}.get(option, {})
+    found = attend(query, key, value, seen_slots(torch.tensor([length]), topology, windows), **more)
+    mask = tree_attention_masks(torch.tensor([length]), slots, topology, windows)
+    exact = expected(query, key, value, mask, **more)
+    torch.testing.assert_close(found.double(), exact, atol=3e-6, rtol=3e-6, equal_nan=True)
+
+
 MIXED = "an expert's product is torch's, which adds in another order for another number of rows"
 INEXACT = {
     "mixtral-moe": MIXED,
@@ -431,6 +448,50 @@ def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(un
     unbuilt.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert missing_kernels() is None
     assert "compiled for this process alone" in capsys.readouterr().err
+
+
+SANITIZED = """
+import sys, pytest
+from medusa.engine import kernels
+sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+kernels.FLAGS = (*kernels.FLAGS, "-O1", "-g", *sanitizers, sys.argv[1])
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+"""Tests that run on the kernels as a sanitizer builds them: a read or a write beside their memory, and what
+C++ does not define, end the process."""
+LEVELS = {"x86-64-v4": "avx512bw", "x86-64-v3": "avx2", "x86-64": "sse2"}
+"""Processors with AVX-512, AVX2 and neither, and what ``/proc/cpuinfo`` calls it."""
+
+
+def library_of(compiler, name):
+    command = [compiler, f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="flags of x86-64")
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_kernel_reads_or_writes_beside_its_memory(level):
+    """Products, attention, the search for what is expected and trees that grow, in the tests of all these."""
+    compiler = kernels.found_compiler()
+    preloaded = [library_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
+    if not all(map(os.path.isabs, preloaded)):
+        pytest.skip(f"{compiler} has no address sanitizer")
+    if LEVELS[level] not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor has no {LEVELS[level]}")
+    tests = Path(__file__).parent.parent
+    names = (
+        "engine/test_kernels",
+        "engine/test_bounds",
+        "drafters/test_kernel_drafts",
+        "drafters/test_references",
+    )
+    files = [str(tests / f"{name}.py") for name in names]
+    command = [sys.executable, "-c", SANITIZED, f"-march={level}", *files, "-m", "not slow"]
+    environment = {**os.environ, "LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
 
 
 BUILD = "import sys; from medusa.engine.kernels import missing_kernels; sys.exit(missing_kernels())"

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import json
+import logging
 import os
 import random
 import signal
@@ -29,7 +30,9 @@ from starlette.testclient import TestClient
 from tiny_chat import TOOL_TEMPLATE, chat_model, save_chat_model, tool_model
 from tiny_server import HELLO, Running, client_of, expected, running, tiny_service, wait_until
 
+from medusa.acceptance.grammar import GrammarProcessor
 from medusa.acceptance.sampling import OccurrencePenalty
+from medusa.base.cache import TreeCache
 from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch
 from medusa.serving import application, gate
@@ -249,6 +252,41 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     print(f"{num_asked} requests; MiB, threads, files: {seen}")
     assert last[0] <= settled[0] + 16, seen
     assert last[1] <= settled[1] + 1 and last[2] <= settled[2] + 2, seen
+
+
+def test_ended_answers_leave_no_cache_but_stored_prefixes_without_the_collector(monkeypatch):
+    """All ways to end: n, a form, a stop string, a client that leaves, a processor that raises."""
+
+    def ask_in_all_ways(server: Running, number: int) -> None:
+        url, body = f"{server.url}/v1/chat/completions", {**ASKED, "temperature": 1}
+        for more in ({"n": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["a", "e"]}):
+            httpx.post(url, json={**body, "seed": number, **more}, timeout=60).raise_for_status()
+        endless = {**body, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url, json=endless, timeout=60) as left:
+            next(left.iter_lines())
+        with monkeypatch.context() as patch:
+            patch.setattr(OccurrencePenalty, "__call__", fails)
+            assert httpx.post(url, json={**body, "presence_penalty": 1}, timeout=60).status_code == 500
+        wait_until(lambda: server.num_active == 0)
+
+    def counted(server: Running) -> tuple[int, int]:
+        """Caches that are not stored prefixes, and grammars."""
+        found = [type(each) for each in gc.get_objects() if type(each) in (TreeCache, GrammarProcessor)]
+        num_kept = len(server.service.worker.batches[False].prefixes)
+        return found.count(TreeCache) - num_kept, found.count(GrammarProcessor)
+
+    with running(chat_model(), prefix_mib=1) as server:
+        monkeypatch.setattr(logging.getLogger("medusa.serving"), "disabled", True)  # records hold tracebacks
+        ask_in_all_ways(server, 0)  # drafters keep a cache of their own for each size of a batch
+        gc.collect()
+        before = counted(server)
+        gc.disable()
+        try:
+            for number in range(1, 4):
+                ask_in_all_ways(server, number)
+            wait_until(lambda: counted(server) == before, seconds=2)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: "])

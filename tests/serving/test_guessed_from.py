@@ -76,7 +76,9 @@ def test_an_answer_that_was_given_up_is_not_remembered(monkeypatch):
         client, tell = client_of(server), Worker._tell
         with monkeypatch.context() as broken:
             broken.setattr(
-                Worker, "_tell", lambda self, given: self._end(given.row.tag, "timeout") or tell(self, given)
+                Worker,
+                "_tell",
+                lambda self, given: self._end(given.row.tag(), "timeout") or tell(self, given),
             )
             with pytest.raises(openai.APIStatusError):
                 client.with_options(max_retries=0).chat.completions.create(**ASKED)

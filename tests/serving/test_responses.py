@@ -207,7 +207,7 @@ def test_what_cannot_be_had_is_refused_with_the_name_of_its_field(server, given,
 def test_a_stream_that_fails_ends_with_the_failed_response(client, server, monkeypatch):
     tell = Worker._tell
     monkeypatch.setattr(
-        Worker, "_tell", lambda self, given: self._end(given.row.tag, "timeout") or tell(self, given)
+        Worker, "_tell", lambda self, given: self._end(given.row.tag(), "timeout") or tell(self, given)
     )
     *_, last = client.responses.create(**ASKED, stream=True)
     assert last.type == "response.failed" and last.response.status == "failed"

@@ -316,7 +316,7 @@ class LocalAnswerer:
                 return
             for progress in batch.step():
                 if progress.row.error is not None:
-                    raise progress.row.error
+                    raise progress.row.take_error()
                 count_tokens(len(progress.tokens))
                 self._cut_loop(progress.row, batch)
 
