@@ -31,6 +31,7 @@ import jinja2
 import numpy as np
 from rich.text import Text
 
+from medusa.conversations import Message, as_template
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
 from medusa.prompts import check_told, thoughts_of
@@ -46,7 +47,7 @@ from medusa.training.data.dataset import (
     write_dataset,
     write_documents,
 )
-from medusa.training.data.reading import Example, Message, read_examples
+from medusa.training.data.reading import Example, read_examples
 
 _MOST_REMEMBERED = 8
 """Different things that a chat template was told, which heads remember."""
@@ -88,6 +89,9 @@ class Renderer:
         documents: list[RenderedText] = []
         text, written = "", list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
+            if example.messages[index].get("train") is False:
+                self._skip("an answer that its row takes out")
+                continue
             is_cut = example.answer_was_cut and index == len(example.messages) - 1
             prompt, answer = self._answered(example, index, is_cut)
             if not answer:
@@ -115,6 +119,9 @@ class Renderer:
                 "its answer"
             )
         prompt, answer = (message["content"] for message in example.messages)
+        if example.messages[1].get("train") is False:
+            self._skip("an answer that its row takes out")
+            return []
         if not answer:
             self._skip("an empty answer")
             return []
@@ -183,7 +190,7 @@ class Renderer:
 
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
+            return self.tokenizer.apply_chat_template(as_template(messages), tokenize=False, **kwargs)
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable is of another type
             raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
 
