@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ class Renderer:
         message, before = example.messages[index], example.messages[:index]
         options = dict(example.template_options)
         prompt = self._templated(before, example.origin, add_generation_prompt=True, **options)
-        shown = self._templated([*before, message], example.origin, **options)
+        shown = self._shown([*before, message], example.origin, **options)
         content, reasoning = message["content"].strip(), str(message.get("reasoning_content") or "").strip()
         calls = message.get("tool_calls")
         if not (content or reasoning or calls):
@@ -151,7 +151,7 @@ class Renderer:
             return prompt, answer + ("" if is_cut else self._end_of_turn)
         if calls:
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
-            if shown == self._templated([*before, plain], example.origin, **options):
+            if shown == self._shown([*before, plain], example.origin, **options):
                 return self._skip("tool calls that the template does not show")
         between = shown[len(prompt) :].partition(content)[0] if content in shown and content else ""
         continues = shown.startswith(prompt)
@@ -174,19 +174,45 @@ class Renderer:
         tags = list(_TAG.finditer(prompt, max(0, len(prompt) - 200)))
         if not tags or tags[-1].group().startswith(("</", "[/")):
             return False
-        before = self._templated(example.messages[:index], example.origin, **example.template_options)
+        before = self._shown(example.messages[:index], example.origin, **example.template_options)
         return tags[-1].start() >= len(before)  # else a message speaks of such tags
 
     def _skip(self, why: str) -> tuple[str, str]:
         self.skipped[f"skipped: {why}"] += 1
         return "", ""
 
-    @cached_property
+    @property
     def _end_of_turn(self) -> str:
         """What the template writes after an answer, up to the whitespace: the end-of-turn token."""
-        answer = "an answer"
+        return self._behind_an_answer[0].rstrip()
+
+    @cached_property
+    def _behind_an_answer(self) -> tuple[str, str]:
+        """What the template writes after any answer, and what it adds where nothing is asked for after it.
+
+        The second is no word of the model's: Phi-3's template writes an end of text in place of the
+        generation prompt. Where it is all that ends an answer, it is the first.
+        """
+        answer, where = "an answer", "a question with its answer"
         messages = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": answer})
-        return self._templated(messages, "a question with its answer").rpartition(answer)[2].rstrip()
+        last = self._templated(messages, where).rpartition(answer)[2]
+        followed = self._templated(messages, where, add_generation_prompt=True).rpartition(answer)[2]
+        if followed.startswith(last):
+            return last, ""
+        # by tokens, for two turn marks that begin alike are different ones
+        both = zip(self._pieces(last), self._pieces(followed), strict=False)
+        alike = "".join(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        return (alike, last[len(alike) :]) if alike.strip() else (last, "")
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """``text`` token by token."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ends = np.maximum.accumulate([0, *(end for _, end in encoded["offset_mapping"])])
+        return (text[start:end] for start, end in pairwise(ends))
+
+    def _shown(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
+        """The conversation as far as it goes, without what the template adds where nothing follows."""
+        return self._templated(messages, origin, **kwargs).removesuffix(self._behind_an_answer[1])
 
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
         try:
