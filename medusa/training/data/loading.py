@@ -41,6 +41,7 @@ from medusa.training.data.dataset import (
     Dataset,
     Document,
     Documents,
+    check_dataset,
     name_of,
     read_dataset,
     read_documents,
@@ -366,10 +367,11 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
     No more than a batch of rows is in memory at a time.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load_data`.
+        FileNotFoundError, ValueError: see :func:`load_data`; or what lies there has been damaged.
     """
     target = directory / name_of(options, tokenizer)
     if target.exists():
+        check_dataset(target)
         return target
     counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
