@@ -37,7 +37,7 @@ MAX_NESTING = 64
 """Levels of a value in a row; Python's JSON breaks at some hundreds."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """What servers and templates call it; the first is ours."""
-_SAYING = (*_REASONING, "tool_calls", "function_call")
+ANSWER_KEYS = (*_REASONING, "tool_calls", "function_call")
 """Keys of an assistant message that say something without content."""
 _IS_TRAINED = ("train", "loss", "weight")
 """Keys of a message that say whether it is trained on: axolotl's, ms-swift's, and OpenAI's, a number."""
@@ -55,7 +55,7 @@ def read_messages(
 ) -> list[Message]:
     """The messages in ``turns``, a list of objects with ``role_key`` and ``content_key``.
 
-    One that shall not be trained on has ``train``, False; no other has.
+    An answer that shall not be trained on has ``train``, False; no other message has.
 
     Raises:
         ValueError: they cannot be read; the message begins with ``origin``.
@@ -67,7 +67,7 @@ def read_messages(
 
 
 def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
-    says_more = isinstance(turn, dict) and any(turn.get(key) for key in _SAYING)
+    says_more = isinstance(turn, dict) and any(turn.get(key) for key in ANSWER_KEYS)
     if not (isinstance(turn, dict) and role_key in turn and (content_key in turn or says_more)):
         raise ValueError(f"{where} must be an object with {role_key!r} and {content_key!r}, got {turn!r:.80}")
     called = checked_text(turn[role_key], role_key, where).lower()
@@ -77,7 +77,7 @@ def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
             "call it as one of these, or leave the message out"
         )
     role, content = ROLES[called], turn.get(content_key)
-    read = {role_key, content_key, *_SAYING, *_IS_TRAINED}
+    read = {role_key, content_key, *ANSWER_KEYS, *_IS_TRAINED}
     beside = {key: value for key, value in turn.items() if value is not None and key not in read}
     calls = turn.get("tool_calls") or [each for each in [turn.get("function_call")] if each]
     if called == "function_call":  # its content is the call, as JSON text
@@ -91,8 +91,8 @@ def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
     if calls:
         if not isinstance(calls, list):
             raise ValueError(f"{where}: tool_calls must be a list, got {calls!r:.80}")
-        message["tool_calls"] = [read_call(call, where) for call in calls]
-    if not _is_trained(turn, role, where):
+        message["tool_calls"] = [_call(call, where) for call in calls]
+    if not _is_trained(turn, role, where) and role == "assistant":
         message["train"] = False
     return message
 
@@ -111,12 +111,8 @@ def checked_text(value: Any, name: str, where: str) -> str:
     return value
 
 
-def read_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call as chat templates take it, its arguments an object; with or without ``function`` around.
-
-    Raises:
-        ValueError: it names no function, or its arguments are none.
-    """
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call as chat templates take it, given with or without ``function`` around."""
     function = call.get("function") or call if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(

@@ -125,6 +125,23 @@ def test_a_continuation_cut_at_a_length_limit_has_no_end():
     assert written(documents_of(row, continuing_tokenizer())[0]) == [" a time"]
 
 
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"train": False}, "an answer that its row takes out"),
+        ({"content": ""}, "an empty answer"),
+        ({"reasoning_content": "Hm."}, "reasoning or tool calls without a template that shows them"),
+        ({"tool_calls": [{"name": "look"}]}, "reasoning or tool calls without a template that shows them"),
+    ],
+)
+def test_a_continuation_that_is_no_text_of_the_models_is_left_out_and_counted(beside, why):
+    row = conversation("Once upon", " a time")
+    row["messages"][1] |= beside
+    renderer = Renderer(continuing_tokenizer())
+    assert renderer.render(parse_row(row, "data row 1")) == []
+    assert renderer.skipped == {f"skipped: {why}": 1}
+
+
 def test_longer_conversations_need_a_chat_template():
     with pytest.raises(
         ValueError, match=r"data row 1 is a conversation and the tokenizer.*has no chat template"

@@ -120,12 +120,15 @@ class Renderer:
                 "its answer"
             )
         prompt, answer = (message["content"] for message in example.messages)
-        if example.messages[1].get("train") is False:
-            self._skip("an answer that its row takes out")
-            return []
-        if not answer:
-            self._skip("an empty answer")
-            return []
+        said, unshown = example.messages[1], "reasoning or tool calls without a template that shows them"
+        for why, is_so in (
+            ("an answer that its row takes out", said.get("train") is False),
+            (unshown, said.get("reasoning_content") or said.get("tool_calls")),
+            ("an empty answer", not answer),
+        ):
+            if is_so:
+                self._skip(why)
+                return []
         text = prompt + answer + ("" if example.answer_was_cut else self.tokenizer.eos_token or "")
         return [RenderedText(text, ((len(prompt), len(text)),), True)]
 

@@ -23,7 +23,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa.base.causal_lm import common_context, end_ids
-from medusa.conversations import Message, as_openai, check_keepable, read_call
+from medusa.conversations import ANSWER_KEYS, Message, as_openai, check_keepable, read_messages
 from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.model import MedusaModel
@@ -167,16 +167,10 @@ def _reply(response: httpx.Response) -> Reply | None:
         body: dict[str, Any] = response.json()
         choice = body["choices"][0]
         given = choice["message"]
-        content = given.get("content") or ""
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content if part["type"] == "text")
-        message: Message = {"role": "assistant", "content": content + ""}
-        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
-            message["reasoning_content"] = reasoning + ""
-        if given.get("tool_calls"):
-            message["tool_calls"] = [
-                read_call({"function": call["function"]}, "the answer") for call in given["tool_calls"]
-            ]
+        said = {key: given.get(key) for key in ("content", *ANSWER_KEYS)}
+        (message,) = read_messages([{"role": "assistant", **said}], "the answer")
+        for call in message.get("tool_calls", ()):
+            call.pop("id", None)  # of this answer alone
         check_keepable(message, "the answer")
         counted = (body.get("usage") or {}).get("completion_tokens")
         num_tokens = counted if isinstance(counted, int) and 0 <= counted < 2**31 else 0
