@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from tiny_training import CHAT_TEMPLATE, chat_tokenizer, conversation
@@ -203,6 +205,14 @@ def test_what_a_template_adds_where_nothing_follows_is_no_label(template, beside
     answers = [f"{before}{each}{behind}<|end|>" for each in ("first answer", "second answer")]
     assert written(document, tokenizer) == answers
     assert "<|endoftext|>" not in tokenizer.decode(document.tokens)
+
+
+def test_turn_marks_that_are_no_tokens_are_kept_whole(real_tokenizer):
+    """Its tokenizer joins the end of one such mark with the beginning of the next."""
+    tokenizer = copy.deepcopy(real_tokenizer)
+    tokenizer.chat_template = PHI_4
+    (document,) = documents_of(TWO_TURNS, tokenizer)
+    assert tokenizer.decode(document.tokens).count("answer<|end|>") == 2
 
 
 def test_an_end_that_a_template_writes_behind_the_last_answer_alone_is_a_label():

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice, pairwise, takewhile
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +203,12 @@ class Renderer:
         followed = self._templated(messages, where, add_generation_prompt=True).rpartition(answer)[2]
         if followed.startswith(last):
             return last, ""
-        # by tokens, for two turn marks that begin alike are different ones
-        both = zip(self._pieces(last), self._pieces(followed), strict=False)
-        alike = "".join(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        return (alike, last[len(alike) :]) if alike.strip() else (last, "")
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        """``text`` token by token."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ends = np.maximum.accumulate([0, *(end for _, end in encoded["offset_mapping"])])
-        return (text[start:end] for start, end in pairwise(ends))
+        # turn marks that begin alike are different ones: what both share ends where a token of `last` does
+        pairs = enumerate(zip(last, followed, strict=False))
+        shared = next((place for place, (ours, theirs) in pairs if ours != theirs), len(followed))
+        encoded = self.tokenizer(last, add_special_tokens=False, return_offsets_mapping=True)
+        end = max((end for _, end in encoded["offset_mapping"] if end <= shared), default=0)
+        return (last[:end], last[end:]) if last[:end].strip() else (last, "")
 
     def _shown(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
         """The conversation as far as it goes, without what the template adds where nothing follows."""
