@@ -4,16 +4,14 @@
     {"turns": ["Name three rivers.", "Which is the longest?"]}
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
 
-Exactly one of ``prompt``, ``turns`` and ``messages`` per row; ``category`` may stand beside it, ``tools`` and
+Exactly one of ``prompt``, ``turns`` and ``messages`` per row. ``category`` may stand beside it. ``system``
+comes before it, and before a prompt the pairs of question and answer in ``history``. ``tools`` and
 ``chat_template_kwargs`` go to the chat template, and other keys are left alone. This module knows nothing of
 models; a tokenizer renders what it reads.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,13 +21,19 @@ import jinja2
 import torch
 from torch import Tensor
 
+from medusa.conversations import (
+    Message,
+    as_template,
+    check_keepable,
+    exchange,
+    opened,
+    parsed_json,
+    read_messages,
+    template_options,
+)
 from medusa.places import named_file
 
-Message = dict[str, Any]
 NO_CATEGORY = "uncategorised"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_NESTING = 64
-"""Levels of a value in a row; Python's JSON breaks at some hundreds."""
 CONTENT_KEYS = ("prompt", "turns", "messages")
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
@@ -53,39 +57,6 @@ class Prompt:
     """File and row, for messages to the user."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template gets beside the messages."""
-
-
-@functools.cache
-def reserved_names() -> frozenset[str]:
-    """Arguments of ``apply_chat_template`` and of the rendering behind it that no row may give."""
-    from transformers import PreTrainedTokenizerBase
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    given = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
-    names = {name for each in given for name in inspect.signature(each).parameters}
-    return frozenset(names | {"messages"}) - {"documents", "kwargs"}
-
-
-def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What a chat template gets beside the messages of ``row``: ``tools``, and its ``chat_template_kwargs``.
-
-    Raises:
-        ValueError: they are of another type, or would replace the model's template or how it is rendered.
-    """
-    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
-    for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", kwargs, dict)):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{origin}: {name} must be a {kind.__name__}, got {value!r:.80}")
-    for name, value in (("tools", tools), ("documents", (kwargs or {}).get("documents"))):
-        is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
-        if value is not None and not is_list:
-            raise ValueError(f"{origin}: {name} must be a list of objects, got {value!r:.80}")
-    if taken := sorted(reserved_names() & set(kwargs or ())):
-        raise ValueError(
-            f"{origin}: chat_template_kwargs are variables of the model's chat template, got {taken}, which "
-            "say how it is rendered; leave them out"
-        )
-    return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
 def check_told(told: Mapping[str, Any]) -> None:
@@ -141,45 +112,6 @@ def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int])
     return (thoughts.strip(), said.lstrip()) if thoughts.strip() else ("", text)
 
 
-def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
-    """Raise ValueError unless ``value``, of JSON, can be rendered and written again: ``most`` levels deep.
-
-    Half of a surrogate pair, which JSON can spell, is no text in UTF-8.
-    """
-    level = [value]
-    for _ in range(most):
-        try:
-            "".join(each for each in level if isinstance(each, str)).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{origin} holds text that is not Unicode, half of a surrogate pair "
-                f"({error.object[error.start]!r}); replace it"
-            ) from error
-        lists = [each for each in level if isinstance(each, list | tuple)]
-        objects = [each for each in level if isinstance(each, Mapping)]
-        level = [item for each in lists for item in each]
-        level += [item for each in objects for pair in each.items() for item in pair]
-        if not level:
-            return
-    raise ValueError(f"{origin} is nested deeper than {most} levels; flatten it")
-
-
-def parsed_json(raw: str | bytes, origin: str) -> Any:
-    """The JSON value in ``raw``.
-
-    Raises:
-        ValueError: it is none, or too deep to be read; the message names ``origin``.
-    """
-    try:
-        # json.loads would take UTF-16 too, of which files are not cut into lines rightly
-        value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
-        raise ValueError(f"{origin} is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{origin} is nested deeper than {MAX_NESTING} levels; flatten it") from error
-    return value
-
-
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """The first ``limit`` prompts of a file, or of those that ship under this name; all when it is None.
 
@@ -220,7 +152,7 @@ def encode_messages(
             )
         return encode_text(tokenizer, messages[0]["content"], device)
     encoded = tokenizer.apply_chat_template(
-        list(messages),
+        as_template(messages),
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
@@ -290,29 +222,23 @@ def _parsed(line: str, origin: str) -> Prompt:
         raise ValueError(f"{origin}: category must be text, got {category!r}")
     options = template_options(row, origin)
     if given == ["messages"]:
-        messages, answer = _checked_messages(row["messages"], origin)
+        messages, answer = _question_and_answer(row, origin)
         return Prompt(messages, (), answer, category, origin, options)
     turns = [row["prompt"]] if given == ["prompt"] else row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{origin}: turns must be a list of at least one text, got {turns!r}")
     for turn in turns:
         _check_text(turn, given[0], origin)
-    first: Message = {"role": "user", "content": turns[0]}
-    return Prompt((first,), tuple(turns[1:]), None, category, origin, options)
+    opening = exchange(row, turns[0], None, origin)
+    return Prompt(opening, tuple(turns[1:]), None, category, origin, options)
 
 
-def _checked_messages(messages: Any, origin: str) -> tuple[tuple[Message, ...], str | None]:
+def _question_and_answer(row: dict[str, Any], origin: str) -> tuple[tuple[Message, ...], str | None]:
     """The messages up to the last user turn, and the answer that follows it, if one does."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{origin}: messages must be a list of objects with role and content")
-    for message in messages:
-        if message.get("role") not in ROLES:
-            raise ValueError(
-                f"{origin}: the role of a message must be one of {ROLES}, got {message.get('role')!r}"
-            )
+    kept = list(opened(row, read_messages(row["messages"], origin), origin))
+    for message in kept:
         if not (message["role"] == "assistant" and message.get("tool_calls")):
-            _check_text(message.get("content"), "content", origin)
-    kept: list[Message] = [{**each, "content": each.get("content") or ""} for each in messages]
+            _check_text(message["content"], "content", origin)
     answer = kept.pop()["content"] or None if kept and kept[-1]["role"] == "assistant" else None
     if not kept or kept[-1]["role"] not in ("user", "tool"):
         raise ValueError(

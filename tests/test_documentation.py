@@ -46,6 +46,28 @@ def test_links_between_documents_lead_to_files_that_exist(path):
     assert [file for file in files if file not in made and not file.exists()] == []
 
 
+TODAY = [path for path in DOCUMENTS if path.name != "CHANGELOG.md" and "history" not in path.parts]
+
+
+@pytest.mark.parametrize("path", TODAY, ids=name_of)
+def test_files_of_the_project_that_a_document_names_exist(path):
+    named = re.findall(r"`([\w.]+(?:/[\w.]+)+\.(?:py|cpp|yaml|jsonl))`", path.read_text())
+    roots = (ROOT, ROOT / "medusa")
+    missing = [name for name in named if not any((root / name).exists() for root in roots)]
+    assert [name for name in missing if any((root / name).parent.exists() for root in roots)] == []
+
+
+@pytest.mark.parametrize("path", TODAY, ids=name_of)
+def test_a_number_that_links_to_the_measurements_stands_there(path):
+    for text, page, place in re.findall(
+        r"\[([^]]*\d[^]]*)\]\((\S+/MEASUREMENTS\.md)#(\S+)\)", path.read_text()
+    ):
+        sections = re.split(r"^#+ (.*)\n", (path.parent / page).read_text(), flags=re.MULTILINE)
+        titled = zip(sections[1::2], sections[2::2], strict=True)
+        (section,) = (rest for title, rest in titled if title.lower().replace(" ", "-") == place)
+        assert set(re.findall(r"[\d.]*\d", text)) <= set(re.findall(r"[\d.]*\d", section)), text
+
+
 def test_the_navigation_names_every_page_and_no_other():
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}

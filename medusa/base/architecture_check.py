@@ -316,7 +316,13 @@ def check_is_model(base: object) -> None:
     if hasattr(base, "_orig_mod"):
         advice = "pass the model that was compiled (its _orig_mod), and step='compiled' for compiled steps"
     elif hasattr(base, "get_base_model"):
-        advice = "pass its get_base_model(), which keeps the adapter"
+        if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", False):
+            advice = (
+                "its tuned prompt lies outside of the model's layers, and get_base_model() would lose it; "
+                "train an adapter of the layers, such as LoRA"
+            )
+        else:
+            advice = "pass its get_base_model(), which keeps the adapter"
     elif isinstance(getattr(base, "module", None), PreTrainedModel):
         advice = "pass the model inside (its module)"
     else:

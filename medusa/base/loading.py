@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
 )
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from medusa.base.causal_lm import CausalLM
 from medusa.hub import explained_hub_errors, looks_like_repository, split_revision
@@ -46,7 +47,7 @@ def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
 
     Raises:
         FileNotFoundError: there is no such model, or the hub cannot be reached and its cache has none.
-        ValueError: it is no causal language model, or its code is not trusted.
+        ValueError: it is no causal language model, or an adapter for one, or its code is not trusted.
     """
     name, kwargs = found(source, {"trust_remote_code": False, **kwargs})  # else transformers asks for it
     _check_is_causal(name, kwargs)
@@ -103,9 +104,12 @@ def found(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, An
 
     Raises:
         FileNotFoundError: as :func:`load_base`.
+        ValueError: it is an adapter, and no model.
     """
     name = base_named(str(source))
     if Path(name).is_dir():
+        if not kwargs.get("subfolder"):
+            _check_is_no_adapter(name, {path.name for path in Path(name).iterdir()})
         return name, kwargs
     what, advice = "base model", "give the directory of a model, or a hub id of the form owner/name"
     if not looks_like_repository(name):
@@ -133,7 +137,7 @@ def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> boo
             raise LocalEntryNotFoundError("no copy in the cache")
         return False
     try:
-        HfApi(token=kwargs.get("token")).model_info(
+        there = HfApi(token=kwargs.get("token")).model_info(
             repository, revision=revision, timeout=SECONDS_FOR_THE_HUB
         )
     except (HTTPError, OSError) as error:
@@ -141,4 +145,21 @@ def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> boo
         if is_refusal or not is_cached:
             raise
         return False
+    if not kwargs.get("subfolder"):
+        _check_is_no_adapter(repository, {each.rfilename for each in there.siblings or ()})
     return True
+
+
+def _check_is_no_adapter(name: str, files: set[str]) -> None:
+    """Raise ValueError where ``files`` are those of a PEFT adapter alone.
+
+    ``transformers`` would load its base with it, under the base's name; but heads for it are none for the
+    base.
+    """
+    if ADAPTER_CONFIG_NAME in files and CONFIG_NAME not in files:
+        raise ValueError(
+            f"base must be a whole model, got {name!r}, a PEFT adapter for one; write both into a directory "
+            f"and give that: peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"
+            ".save_pretrained(DIRECTORY), and the base's tokenizer.save_pretrained(DIRECTORY). A prompt that "
+            "was tuned cannot be merged: train an adapter of the layers, such as LoRA"
+        )

@@ -31,12 +31,13 @@ from medusa.cli.terminal import (
     utf8_lines,
 )
 from medusa.console import counted, log_console
+from medusa.conversations import Message
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
-from medusa.prompts import Message, Prompt, encode_messages, encode_text, read_prompts
+from medusa.prompts import Prompt, encode_messages, encode_text, read_prompts
 from medusa.text_stream import TextStream
 from medusa.trees.candidate_tree import CandidateTree
 

@@ -58,8 +58,11 @@ def _base_config(name: str) -> PreTrainedConfig | None:
         return None
     try:
         source, arguments = found(name, {"trust_remote_code": False})
+    except FileNotFoundError:  # the message of heads that are not there says more
+        return None
+    try:
         return AutoConfig.from_pretrained(source, **arguments)
-    except (FileNotFoundError, ValueError):  # the message of heads that are not there says more
+    except ValueError:
         return None
 
 

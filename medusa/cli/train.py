@@ -55,7 +55,11 @@ def next_steps(configuration: TrainOptions) -> list[str]:
     run = configuration.run
     if run.inspect or run.stop_after is not None:
         resume = run.resume if run.inspect else "auto"
-        again = replace(configuration, run=replace(run, inspect=False, stop_after=None, resume=resume))
+        optimisation = configuration.optimisation
+        if not optimisation.has_limit:  # nothing asked how long to train before the data was looked at
+            optimisation = replace(optimisation, num_epochs=1)
+        go_on = replace(run, inspect=False, stop_after=None, resume=resume)
+        again = replace(configuration, optimisation=optimisation, run=go_on)
         return [command("train", *words_of(again))]
     heads = Path(run.output_dir, "heads")
     use = ("--base", configuration.base.base, "--heads", heads)

@@ -29,7 +29,7 @@ from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
-from medusa.drafters.suffix import MAX_CHILDREN, ODDS, Continuations, continuations
+from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import packed_as
 from medusa.heads.ahead import AheadHead
@@ -187,7 +187,7 @@ class DynamicDrafter(LevelDrafter):
         """
         paths = context.root[:, None, None]  # (B, M, depth): the beam, tokens from the root on
         beam = paths.new_full(paths.shape[:2], -1)  # (B, M): which candidates they are
-        worth = torch.zeros(beam.shape, device=beam.device)
+        worth = torch.zeros(beam.shape, dtype=torch.float32, device=beam.device)
         at = torch.zeros_like(beam)  # (B, M): the node of `expected` that they are; -1 for none
         found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         first, parents = 0, None
@@ -247,7 +247,7 @@ class DynamicDrafter(LevelDrafter):
         places, infinity = columns.clamp(min=0), torch.inf
         log_q = (logits.float() * context.sharpness(self.beta)).log_softmax(-1)
         known = log_q.gather(2, places).nan_to_num(nan=WORST).masked_fill(~is_known, -infinity)
-        without = torch.where(is_known, -infinity, infinity)
+        without = torch.full_like(known, infinity).masked_fill(is_known, -infinity)
         log_q = log_q.scatter_reduce(2, places, without, "amin")
         others = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1)
         own = torch.logaddexp(known + others, weights.log())
@@ -296,7 +296,7 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
     """Medusa heads in dynamic trees."""
 
     def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
-        self.has_kernels, self.trust = isinstance(output_embedding, PackedLinear), torch.zeros(len(ODDS))
+        self.has_kernels, self.trust = isinstance(output_embedding, PackedLinear), no_trust()
         HeadsDrafter.__init__(self, heads, output_embedding, tree)
 
     @property
@@ -315,7 +315,7 @@ class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
     """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
 
     def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
-        self.has_kernels, self.trust = packed_as(base) is not None, torch.zeros(len(ODDS))
+        self.has_kernels, self.trust = packed_as(base) is not None, no_trust()
         AheadDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""

@@ -38,7 +38,9 @@ LEAST_OF_SEVERAL = 4
 """Tokens that agree at places of a corpus, and beside the best of the others, as ``kernels.cpp`` has it."""
 MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
 MATCH_ODDS = tuple(weight / (1 - weight) for weight in MATCH_WEIGHTS)
-ODDS = torch.tensor([MATCH_ODDS] * 3) * torch.tensor([[1.0], [1.0], [0.22]])
+ODDS = torch.tensor([1, 1, 0.22], dtype=torch.float32)[:, None] * torch.tensor(
+    MATCH_ODDS, dtype=torch.float32
+)
 """(sources, MAX_MATCH + 1): how much a place of the row itself, of its prediction and of its corpus counts
 beside the heads, whose guesses count 1, by the tokens that agree.
 
@@ -47,7 +49,9 @@ likeliest for the shipped heads: 3,532 tokens that followed a match in SmolLM2-1
 to 24 prompts of twelve kinds, MT-bench not among them. A prediction, the original of an edit, is right as
 often as the row itself after as long a match. Answers to other questions are right half as often."""
 _USUAL = [0.01, 0.29, 0.5, 0.57, *[0.82] * 6, *[0.88] * 6, 0.97]
-USUAL = torch.tensor([_USUAL, _USUAL, [*[0.01] * 4, 0.4, *[0.43] * 5, *[0.73] * 6, 0.95]]).logit()
+USUAL = torch.tensor(
+    [_USUAL, _USUAL, [*[0.01] * 4, 0.4, *[0.43] * 5, *[0.73] * 6, 0.95]], dtype=torch.float32
+).logit()
 """(sources, MAX_MATCH + 1): how often the best place is right about a step's first token, by the tokens that
 agree, as logarithms of odds; of 1,970 steps of such answers. A source that is right more often is believed
 more."""
@@ -85,6 +89,11 @@ class Continuations:
         return self.tokens.gather(1, nodes), self.shares.gather(1, nodes)
 
 
+def no_trust() -> Tensor:
+    """(sources,): what :func:`continuations` begins with."""
+    return torch.zeros(len(ODDS), dtype=torch.float32)  # as the kernel has it, whatever torch's default is
+
+
 def continuations(
     context: DraftContext, num_tokens: int, trust: Tensor | None = None, said: Tensor | None = None
 ) -> Continuations:
@@ -102,7 +111,7 @@ def continuations(
     with LOCK:
         indices = [part for each in corpora for part in (each.index if each else (_NOTHING, _NOTHING))]
         totals = torch.tensor([each.total if each else 0 for each in corpora], dtype=torch.long)
-        trust = torch.zeros(len(ODDS)) if trust is None else trust
+        trust = no_trust() if trust is None else trust
         given = context.tokens, context.lengths, predictions, indices, totals, ODDS, USUAL, trust, said
         found = torch.ops.medusa.continuations(*given, num_tokens, context.vocab_size)
     return Continuations(*found)
@@ -119,7 +128,7 @@ def _chains(context: DraftContext, num_tokens: int) -> Continuations:
     match = longest_match(tokens, lengths + width, num_tokens)
     matched, ahead = match.num_matched[:, None], torch.arange(num_tokens, device=tokens.device)
     length = (matched + ahead).clamp(max=MAX_MATCH)
-    counts = torch.zeros(length.shape, device=length.device)
+    counts = torch.zeros(length.shape, dtype=torch.float32, device=length.device)
     for least, count in enumerate(MATCH_ODDS):  # no table: it would have to be moved to the device
         counts = torch.where(length >= least, count, counts)
     is_output = (match.continuation >= 0) & (match.continuation < context.vocab_size)

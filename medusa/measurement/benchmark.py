@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.causal_lm import CausalLM, end_ids
 from medusa.console import counted
+from medusa.conversations import Message
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.bounds import best_expected_tokens, divergence, f_hw
@@ -52,7 +53,7 @@ from medusa.measurement.timing import (
     total_statistics,
 )
 from medusa.model import MedusaModel
-from medusa.prompts import Message, Prompt, encode_messages, encode_prompt, padded_batch
+from medusa.prompts import Prompt, encode_messages, encode_prompt, padded_batch
 from medusa.trees.rank_counts import RankCounts
 
 MOST_CALIBRATED = 24

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import medusa
-from medusa.prompts import check_keepable
+from medusa.conversations import check_keepable
 from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.replies import DONE, Replies, RequestError, usage_of
 from medusa.serving.requests import (

@@ -254,9 +254,15 @@ class OptimisationOptions:
         check_at_least(self, 0, "warmup_steps", "weight_decay")
         check_within(self, "[0, 1)", "adam_beta2")
         check_within(self, "[0, 1]", "final_learning_rate")
-        limits = ("num_epochs", "max_steps", "max_minutes")
-        if all(getattr(self, name) is None for name in limits):
-            raise ValueError(f"one of {', '.join(limits)} must say how long to train, got none")
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether a key says how long to train."""
+        return any(getattr(self, name) is not None for name in LIMITS)
+
+
+LIMITS = ("num_epochs", "max_steps", "max_minutes")
+"""Keys of which one must say how long to train."""
 
 
 @dataclass(frozen=True)
@@ -335,6 +341,8 @@ class TrainingConfiguration:
             self._medusa_heads(1, self.heads.token_map_size or 1)
         if not self.data.data:
             raise ValueError("data must name at least one file or hub id; pass --data FILE")
+        if not (self.run.inspect or self.optimisation.has_limit):
+            raise ValueError(f"one of {', '.join(LIMITS)} must say how long to train, got none")
         joint, base_placement = self.joint.joint, self.base.base_placement
         for is_wrong, message in (
             (
@@ -446,9 +454,7 @@ REMEDIES = (
 """Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
 _FREE_TO_CHANGE = frozenset(
     (
-        "num_epochs",
-        "max_steps",
-        "max_minutes",
+        *LIMITS,
         "block_elements",
         "cache_hidden_states",
         "gradient_accumulation_steps",  # the checkpoint says whether a step still takes the same batches

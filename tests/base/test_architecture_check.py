@@ -158,6 +158,16 @@ def test_a_wrapper_around_a_model_is_refused_with_what_to_pass_instead():
     base = tiny_model("llama")
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**GROUPED)), peft.LoraConfig(r=2))
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+    tuned = [
+        peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**GROUPED)), kind(**options))
+        for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig)
+    ]
+    for wrapper in tuned:
+        with pytest.raises(
+            TypeError, match=r"get_base_model\(\) would lose it; train an adapter of the layers"
+        ):
+            MedusaModel(wrapper)
     wrapped = {
         r"OptimizedModule; pass the model that was compiled \(its _orig_mod\)": torch.compile(base),
         r"PeftModel; pass its get_base_model\(\), which keeps the adapter": adapted,

@@ -99,6 +99,17 @@ def test_a_run_that_only_looked_goes_on_with_the_same_options():
     assert went_on == replace(look, run=replace(look.run, inspect=False, resume="auto"))
 
 
+def test_data_is_looked_at_before_anybody_says_how_long_to_train(capsys):
+    words = ["--base", "base", "--data", "rows.jsonl", "--output_dir", "out"]
+    look = parse(TrainOptions, [*words, "--inspect"])
+    (again,) = next_steps(look)
+    went_on = parse(TrainOptions, shlex.split(again)[2:])
+    assert went_on.optimisation == replace(look.optimisation, num_epochs=1)
+    with pytest.raises(SystemExit):
+        parse(TrainOptions, words)
+    assert "one of num_epochs, max_steps, max_minutes must" in capsys.readouterr().err
+
+
 def test_an_eagle3_head_goes_on_to_other_engines():
     options = parse(TrainOptions, ["--config", "smollm2_eagle3", "--output_dir", "runs/mine"])
     assert next_steps(options)[-1] == (

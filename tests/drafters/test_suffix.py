@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 import torch
 from conftest import counting_model, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_chat import chat_base, chat_heads, wide_tree
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
+from medusa.drafters import suffix
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.suffix import MAX_MATCH, SuffixDrafter, longest_match
 
@@ -127,3 +131,30 @@ def test_repeated_text_is_drafted_from_its_last_occurrence():
 def test_lengths_that_cannot_be_are_refused(length, min_match):
     with pytest.raises(ValueError, match=rf"min_match in \[1, {MAX_MATCH}\], got {length} and {min_match}"):
         SuffixDrafter(length, min_match)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def other_default(request):
+    """Another default type of torch's, as programs set it that load models in it."""
+    default = torch.get_default_dtype()
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(default)
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_the_default_drafter_computes_in_float32_whatever_the_default_type_is(
+    other_default, engine, sampling
+):
+    base, heads, ids = chat_base(), chat_heads(), torch.tensor([[1, 2, 3, 4, 5, 2, 3, 4, 5]])
+    expected = MedusaModel(base, engine=engine).generate(ids, max_new_tokens=24, drafter="plain", **sampling)
+    other_default()
+    model = MedusaModel(base, heads, wide_tree(), engine=engine)
+    assert torch.equal(model.generate(ids, max_new_tokens=24, **sampling), expected)
+
+
+def test_what_the_kernel_reads_is_float32_whatever_the_default_type_is(other_default):
+    """It reads memory as float32, and learns in it."""
+    other_default()
+    names = runpy.run_path(suffix.__file__)
+    assert {names["ODDS"].dtype, names["USUAL"].dtype, suffix.no_trust().dtype} == {torch.float32}

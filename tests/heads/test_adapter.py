@@ -27,6 +27,7 @@ from medusa import (
     load_heads,
     save_heads,
 )
+from medusa.base.loading import load_base, load_tokenizer
 from medusa.cli.main import main
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import missing_for_kernels
@@ -179,6 +180,41 @@ def test_a_loaded_base_that_carries_the_adapter_is_taken(saved):
     options = {"max_new_tokens": 16, "do_sample": False}
     assert model.generate(PROMPTS, **options).tolist() == by_peft(saved).generate(PROMPTS, **options).tolist()
     assert MedusaModel.from_pretrained(by_peft(saved), saved[1]).heads is not None  # peft's own loading too
+
+
+@pytest.fixture(scope="module")
+def lora(saved, tmp_path_factory) -> Path:
+    """An adapter as peft itself writes it."""
+    base = AutoModelForCausalLM.from_pretrained(saved[0], dtype=torch.float32)
+    options = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    path = tmp_path_factory.mktemp("lora")
+    peft.get_peft_model(base, options).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("load", [load_base, load_tokenizer, MedusaModel.from_pretrained])
+@pytest.mark.parametrize("is_on_the_hub", [False, True], ids=["directory", "hub"])
+def test_an_adapter_in_place_of_a_base_is_refused_with_what_to_do(lora, hub, load, is_on_the_hub):
+    name = str(lora)
+    if is_on_the_hub:
+        hub.put(name := "ada/adapter", {path.name: path.read_bytes() for path in lora.iterdir()})
+    with pytest.raises(ValueError, match=f"base must be a whole model, got '{name}', a PEFT adapter"):
+        load(name)
+
+
+def test_no_command_takes_an_adapter_for_a_base(lora, capsys):
+    inspect = ["train", "--data", "x.jsonl", "--output_dir", "out", "--inspect", "--base", str(lora)]
+    for command in (["info", str(lora)], ["generate", "Hi", "--base", str(lora)], inspect):
+        assert main(command) == 1
+        assert "a PEFT adapter for one; write both into a directory" in capsys.readouterr().err
+
+
+def test_an_adapter_that_is_merged_as_the_error_says_is_a_base(lora, tmp_path):
+    adapted = AutoModelForCausalLM.from_pretrained(lora, dtype=torch.float32).eval()
+    merged = peft.AutoPeftModelForCausalLM.from_pretrained(str(lora)).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    for each in (expected := adapted(PROMPTS).logits), load_base(tmp_path)(PROMPTS).logits:
+        torch.testing.assert_close(each, expected)
 
 
 def test_a_loaded_base_with_another_adapter_is_refused(saved):

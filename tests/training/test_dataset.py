@@ -53,6 +53,32 @@ def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path
     assert len(training) + len(held_out) == 40
 
 
+@pytest.mark.parametrize(
+    ("name", "damage", "complaint"),
+    [
+        ("training/is_label.bool", lambda raw: bytes(1 - each for each in raw), "has other bytes"),
+        ("training/tokens.int32", lambda raw: raw[4:] + raw[:4], "has other bytes"),
+        ("held-out/is_label.bool", lambda raw: raw[: len(raw) // 2], "has other bytes"),
+        ("training/starts.npy", lambda raw: b"", "has other bytes"),
+        ("counts.json", lambda raw: raw.replace(b"4", b"5"), "has other bytes"),
+        ("held-out/tokens.int32", None, "is missing"),
+        ("template.json", None, "is missing"),
+        ("checksums.json", None, "is missing"),
+        ("checksums.json", lambda raw: b"{", "is missing or damaged"),
+        ("checksums.json", lambda raw: b"[]", "is missing or damaged"),
+    ],
+)
+def test_documents_that_were_damaged_are_not_taken(options, tmp_path, name, damage, complaint):
+    directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
+    path = directory / name
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path}.* {complaint}.*delete {directory}"):
+        tokenised(options, chat_tokenizer(), tmp_path / "documents")
+
+
 def test_two_runs_may_tokenise_the_same_data_at_once(options, tmp_path, monkeypatch):
     others = []
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import DistributedType, InitProcessGroupKwargs
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.training.config import LossOptions
+from medusa.training.config import LossOptions, OptimisationOptions, RunOptions
 from medusa.training.recipes.frozen import HeadsLoss
 from medusa.training.run import processes
 
@@ -53,6 +53,24 @@ def test_what_can_be_launched_is_not_refused(launch_of, num_devices, environment
     processes.check_launch()
 
 
+@pytest.mark.parametrize("asked", ["1", "3"])
+def test_a_launch_divides_no_gradient_that_the_run_has_divided(monkeypatch, asked):
+    """accelerate divides every loss by what the launch asks for."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", asked)
+    options = OptimisationOptions(gradient_accumulation_steps=3, max_steps=1)
+    accelerator = processes.new_accelerator(options, RunOptions("out"))
+    weight = torch.ones((), requires_grad=True)
+    accelerator.backward(2 * weight)
+    assert weight.grad == 2
+
+
+def test_a_launch_that_accumulates_otherwise_than_the_run_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    message = "got 1 in the configuration and 4 in the launch .*pass --gradient_accumulation_steps 4"
+    with pytest.raises(ValueError, match=message):
+        processes.new_accelerator(OptimisationOptions(max_steps=1), RunOptions("out"))
+
+
 def test_a_launcher_that_starts_one_process_instead_of_several_is_found_out(launch_of):
     """`accelerate launch --cpu --num_processes 2` leaves an address to meet at, and starts one process."""
     launch_of(0, ACCELERATE_USE_CPU="True", MASTER_PORT="29500")
@@ -80,7 +98,12 @@ def test_processes_wait_for_each_other_as_long_as_the_run_says(launch_of, monkey
 
 def new_accelerator(monkeypatch) -> list[InitProcessGroupKwargs]:
     """Start a run where accelerate finds one process on a CPU; how it was to let processes meet."""
-    alone = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1, device=torch.device("cpu"))
+    alone = SimpleNamespace(
+        distributed_type=DistributedType.NO,
+        num_processes=1,
+        device=torch.device("cpu"),
+        gradient_accumulation_steps=1,
+    )
     given: list[InitProcessGroupKwargs] = []
 
     def accelerator(kwargs_handlers, **_):
@@ -89,7 +112,7 @@ def new_accelerator(monkeypatch) -> list[InitProcessGroupKwargs]:
 
     monkeypatch.setattr(processes, "Accelerator", accelerator)
     run = SimpleNamespace(tracker="none", output_dir="out", timeout_minutes=77)
-    options: Any = (SimpleNamespace(precision="fp32"), run)
+    options: Any = (OptimisationOptions(max_steps=1), run)
     processes.new_accelerator(*options)
     return given
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from tiny_training import CHAT_TEMPLATE, chat_tokenizer, conversation
@@ -18,6 +20,7 @@ TWO_TURNS = {
         {"role": "assistant", "content": "second answer"},
     ]
 }
+TURNS = TWO_TURNS["messages"]
 FORGETFUL = (  # keeps only the last question, as templates do that drop earlier reasoning
     "{% for message in messages %}{% if message['role'] == 'user' or loop.last %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -124,6 +127,23 @@ def test_a_continuation_cut_at_a_length_limit_has_no_end():
     assert written(documents_of(row, continuing_tokenizer())[0]) == [" a time"]
 
 
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"train": False}, "an answer that its row takes out"),
+        ({"content": ""}, "an empty answer"),
+        ({"reasoning_content": "Hm."}, "reasoning or tool calls without a template that shows them"),
+        ({"tool_calls": [{"name": "look"}]}, "reasoning or tool calls without a template that shows them"),
+    ],
+)
+def test_a_continuation_that_is_no_text_of_the_models_is_left_out_and_counted(beside, why):
+    row = conversation("Once upon", " a time")
+    row["messages"][1] |= beside
+    renderer = Renderer(continuing_tokenizer())
+    assert renderer.render(parse_row(row, "data row 1")) == []
+    assert renderer.skipped == {f"skipped: {why}": 1}
+
+
 def test_longer_conversations_need_a_chat_template():
     with pytest.raises(
         ValueError, match=r"data row 1 is a conversation and the tokenizer.*has no chat template"
@@ -148,6 +168,58 @@ def test_labels_of_the_embedded_model_end_with_its_end_of_turn(real_tokenizer):
     (document,) = documents_of(TWO_TURNS, real_tokenizer)
     assert written(document, real_tokenizer) == ["first answer<|im_end|>", "second answer<|im_end|>"]
     assert document.tokens[-1] == real_tokenizer.eos_token_id
+
+
+PHI_3 = (
+    "{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+PHI_4 = PHI_3.replace("\n", "")
+ONLY_AT_THE_END = PHI_3.replace("<|end|>", "")
+
+
+def phi_tokenizer(template):
+    tokenizer = chat_tokenizer(template)
+    marks = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"eos_token": marks[0], "additional_special_tokens": marks[1:]})
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [PHI_3, PHI_4], ids=["with newlines", "without"])
+@pytest.mark.parametrize(
+    ("beside", "before", "behind"),
+    [
+        ({}, "", ""),
+        ({"reasoning_content": "Hm."}, "<think>Hm.</think>", ""),
+        ({"tool_calls": [{"function": {"name": "look"}}]}, "", '{"name": "look", "arguments": {}}'),
+    ],
+    ids=["plain", "reasoning", "call"],
+)
+def test_what_a_template_adds_where_nothing_follows_is_no_label(template, beside, before, behind):
+    tokenizer = phi_tokenizer(template)
+    row = {"messages": [{**each, **beside} if each["role"] == "assistant" else each for each in TURNS]}
+    (document,) = documents_of(row, tokenizer)
+    answers = [f"{before}{each}{behind}<|end|>" for each in ("first answer", "second answer")]
+    assert written(document, tokenizer) == answers
+    assert "<|endoftext|>" not in tokenizer.decode(document.tokens)
+
+
+def test_turn_marks_that_are_no_tokens_are_kept_whole(real_tokenizer):
+    """Its tokenizer joins the end of one such mark with the beginning of the next."""
+    tokenizer = copy.deepcopy(real_tokenizer)
+    tokenizer.chat_template = PHI_4
+    (document,) = documents_of(TWO_TURNS, tokenizer)
+    assert tokenizer.decode(document.tokens).count("answer<|end|>") == 2
+
+
+def test_an_end_that_a_template_writes_behind_the_last_answer_alone_is_a_label():
+    tokenizer = phi_tokenizer(ONLY_AT_THE_END)
+    first, second = documents_of(TWO_TURNS, tokenizer)
+    assert written(first, tokenizer) == ["first answer<|endoftext|>"]
+    assert written(second, tokenizer) == ["second answer<|endoftext|>"]
 
 
 # Reasoning and tools, as the templates of Qwen3, DeepSeek-R1 and their like write them.

@@ -1,9 +1,11 @@
 """Many tokenised documents in flat arrays, so that millions of them cost their tokens and little more, in
 memory or on the disk: made once by one process, in little memory, and mapped by all.
 
-    counts.json   what became of the rows; written last
-    training/     tokens.int32 (T,) and is_label.bool (T,), raw; starts.npy (n + 1,) long
-    held-out/     the same
+    training/       tokens.int32 (T,) and is_label.bool (T,), raw; starts.npy (n + 1,) long
+    held-out/       the same
+    template.json   what the chat template was told
+    counts.json     what became of the rows
+    checksums.json  the SHA-256 of each of these files; written last
 
 The directory's name is a digest of what the documents depend on: the data files, how they are cut and
 filtered, the tokenizer and its chat template, and the version of medusa that made them.
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import medusa
-from medusa.files import read_json, replaced_directory, write_json
+from medusa.files import digest_of, read_json, replaced_directory, write_json
 from medusa.heads.calibration import AnsweredTokens
 from medusa.training.config import DataOptions
 from medusa.training.data.reading import expanded
@@ -122,6 +124,13 @@ def trained_on(training: Documents, options: DataOptions) -> Documents:
 ONLY_IN_TRAINING = ("train_on", "packing", "tokens_per_batch")
 """Data options that documents do not depend on."""
 TOKENS, LABELS, STARTS = "tokens.int32", "is_label.bool", "starts.npy"
+_PARTS = ("training", "held-out")
+_FILES = (
+    *(f"{part}/{name}" for part in _PARTS for name in (TOKENS, LABELS, STARTS)),
+    "template.json",
+    "counts.json",
+)
+CHECKSUMS = "checksums.json"
 
 
 def name_of(options: DataOptions, tokenizer: Any) -> str:
@@ -198,10 +207,30 @@ def write_dataset(
     A run that began at the same time may have written them: the same, since the data is in the name.
     """
     with replaced_directory(directory, overwrite=True) as partial:
-        for name, chosen in (("training", ~is_held_out), ("held-out", is_held_out)):
+        for name, chosen in zip(_PARTS, (~is_held_out, is_held_out), strict=True):
             write_documents(partial / name, (documents[int(index)] for index in chosen.nonzero()[0]))
         write_json(partial / "template.json", {"told": list(template_options)})
         write_json(partial / "counts.json", counts)
+        write_json(partial / CHECKSUMS, _checksums(partial))
+
+
+def _checksums(directory: Path) -> dict[str, str]:
+    return {name: digest_of(directory / name) for name in _FILES if (directory / name).is_file()}
+
+
+def check_dataset(directory: Path) -> None:
+    """Raise ValueError unless every file in ``directory`` is the one that :func:`write_dataset` wrote; all of
+    it is read."""
+    advice = f"delete {directory}, and the same command tokenises the data again"
+    try:
+        recorded = read_json(directory / CHECKSUMS)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{directory / CHECKSUMS} is missing or damaged; {advice}") from error
+    found = _checksums(directory)
+    for name in _FILES:
+        if name not in found or recorded.get(name) != found[name]:
+            what = "has other bytes than were written" if name in found else "is missing"
+            raise ValueError(f"{directory / name} {what}; {advice}")
 
 
 def read_dataset(directory: Path) -> Dataset:
@@ -215,6 +244,6 @@ def read_dataset(directory: Path) -> Dataset:
             f"{directory} is not on this machine: the tokenised documents lie in output_dir, which must be a "
             "directory that all machines of the launch see"
         )
-    training, held_out = (read_documents(directory / name) for name in ("training", "held-out"))
+    training, held_out = (read_documents(directory / name) for name in _PARTS)
     told = read_json(directory / "template.json")["told"]
     return Dataset(training, held_out, read_json(directory / "counts.json"), told)

@@ -31,6 +31,7 @@ import jinja2
 import numpy as np
 from rich.text import Text
 
+from medusa.conversations import Message, as_template
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
 from medusa.prompts import check_told, thoughts_of
@@ -40,13 +41,14 @@ from medusa.training.data.dataset import (
     Dataset,
     Document,
     Documents,
+    check_dataset,
     name_of,
     read_dataset,
     read_documents,
     write_dataset,
     write_documents,
 )
-from medusa.training.data.reading import Example, Message, read_examples
+from medusa.training.data.reading import Example, read_examples
 
 _MOST_REMEMBERED = 8
 """Different things that a chat template was told, which heads remember."""
@@ -88,6 +90,9 @@ class Renderer:
         documents: list[RenderedText] = []
         text, written = "", list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
+            if example.messages[index].get("train") is False:
+                self._skip("an answer that its row takes out")
+                continue
             is_cut = example.answer_was_cut and index == len(example.messages) - 1
             prompt, answer = self._answered(example, index, is_cut)
             if not answer:
@@ -115,9 +120,15 @@ class Renderer:
                 "its answer"
             )
         prompt, answer = (message["content"] for message in example.messages)
-        if not answer:
-            self._skip("an empty answer")
-            return []
+        said, unshown = example.messages[1], "reasoning or tool calls without a template that shows them"
+        for why, is_so in (
+            ("an answer that its row takes out", said.get("train") is False),
+            (unshown, said.get("reasoning_content") or said.get("tool_calls")),
+            ("an empty answer", not answer),
+        ):
+            if is_so:
+                self._skip(why)
+                return []
         text = prompt + answer + ("" if example.answer_was_cut else self.tokenizer.eos_token or "")
         return [RenderedText(text, ((len(prompt), len(text)),), True)]
 
@@ -127,7 +138,7 @@ class Renderer:
         message, before = example.messages[index], example.messages[:index]
         options = dict(example.template_options)
         prompt = self._templated(before, example.origin, add_generation_prompt=True, **options)
-        shown = self._templated([*before, message], example.origin, **options)
+        shown = self._shown([*before, message], example.origin, **options)
         content, reasoning = message["content"].strip(), str(message.get("reasoning_content") or "").strip()
         calls = message.get("tool_calls")
         if not (content or reasoning or calls):
@@ -144,7 +155,7 @@ class Renderer:
             return prompt, answer + ("" if is_cut else self._end_of_turn)
         if calls:
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
-            if shown == self._templated([*before, plain], example.origin, **options):
+            if shown == self._shown([*before, plain], example.origin, **options):
                 return self._skip("tool calls that the template does not show")
         between = shown[len(prompt) :].partition(content)[0] if content in shown and content else ""
         continues = shown.startswith(prompt)
@@ -167,23 +178,45 @@ class Renderer:
         tags = list(_TAG.finditer(prompt, max(0, len(prompt) - 200)))
         if not tags or tags[-1].group().startswith(("</", "[/")):
             return False
-        before = self._templated(example.messages[:index], example.origin, **example.template_options)
+        before = self._shown(example.messages[:index], example.origin, **example.template_options)
         return tags[-1].start() >= len(before)  # else a message speaks of such tags
 
     def _skip(self, why: str) -> tuple[str, str]:
         self.skipped[f"skipped: {why}"] += 1
         return "", ""
 
-    @cached_property
+    @property
     def _end_of_turn(self) -> str:
         """What the template writes after an answer, up to the whitespace: the end-of-turn token."""
-        answer = "an answer"
+        return self._behind_an_answer[0].rstrip()
+
+    @cached_property
+    def _behind_an_answer(self) -> tuple[str, str]:
+        """What the template writes after any answer, and what it adds where nothing is asked for after it.
+
+        The second is no word of the model's: Phi-3's template writes an end of text in place of the
+        generation prompt. Where it is all that ends an answer, it is the first.
+        """
+        answer, where = "an answer", "a question with its answer"
         messages = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": answer})
-        return self._templated(messages, "a question with its answer").rpartition(answer)[2].rstrip()
+        last = self._templated(messages, where).rpartition(answer)[2]
+        followed = self._templated(messages, where, add_generation_prompt=True).rpartition(answer)[2]
+        if followed.startswith(last):
+            return last, ""
+        # turn marks that begin alike are different ones: what both share ends where a token of `last` does
+        pairs = enumerate(zip(last, followed, strict=False))
+        shared = next((place for place, (ours, theirs) in pairs if ours != theirs), len(followed))
+        encoded = self.tokenizer(last, add_special_tokens=False, return_offsets_mapping=True)
+        end = max((end for _, end in encoded["offset_mapping"] if end <= shared), default=0)
+        return (last[:end], last[end:]) if last[:end].strip() else (last, "")
+
+    def _shown(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
+        """The conversation as far as it goes, without what the template adds where nothing follows."""
+        return self._templated(messages, origin, **kwargs).removesuffix(self._behind_an_answer[1])
 
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
+            return self.tokenizer.apply_chat_template(as_template(messages), tokenize=False, **kwargs)
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable is of another type
             raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
 
@@ -333,10 +366,11 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
     No more than a batch of rows is in memory at a time.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load_data`.
+        FileNotFoundError, ValueError: see :func:`load_data`; or what lies there has been damaged.
     """
     target = directory / name_of(options, tokenizer)
     if target.exists():
+        check_dataset(target)
         return target
     counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)

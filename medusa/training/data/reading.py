@@ -8,11 +8,13 @@ names, a directory of files or a hub data set id. A row is one of
     {"instruction": "...", "input": "...", "output": "..."}
     {"text": "..."}
 
-with other keys beside it left alone, but for ``finish_reason``, of which "length" says that the last answer
-was cut, so nothing may be learned from where it ends, and for ``tools`` and ``chat_template_kwargs``, which
-the chat template gets. Messages keep all their keys, ``reasoning_content`` and ``tool_calls`` among them;
-whose content is null may be left empty. A row that cannot be read is an error that names file and row; rows
-count from 1.
+with other keys beside it left alone, but for these: ``finish_reason``, of which "length" says that the last
+answer was cut, so nothing may be learned from where it ends; ``tools`` and ``chat_template_kwargs``, which
+the chat template gets; ``system``, which comes before the messages; and beside an instruction ``history``,
+pairs of a question and an answer, and the keys of a message. Messages are read by
+:mod:`medusa.conversations`: ``reasoning_content`` and ``tool_calls`` are the model's own words, ``train`` and
+``weight`` take a message out of what is trained on. A row that cannot be read is an error that names file and
+row; rows count from 1.
 """
 
 from __future__ import annotations
@@ -28,13 +30,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from medusa.prompts import check_keepable, parsed_json, template_options
+from medusa.conversations import (
+    Message,
+    check_keepable,
+    checked_text,
+    exchange,
+    opened,
+    parsed_json,
+    read_messages,
+    refuse_beside_messages,
+    refuse_beside_text,
+    template_options,
+)
 
-Message = dict[str, Any]
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_BESIDE_CONTENT = ("reasoning_content", "reasoning", "tool_calls")
-"""Keys of an assistant message that say something without content."""
+_CONVERSATIONS = ("messages", "conversations")
 _SHAPES = "messages, conversations, instruction with output, or text"
 
 
@@ -108,63 +118,29 @@ def parse_row(row: Any, origin: str) -> Example:
     check_keepable(row, origin)
     was_cut = row.get("finish_reason") == "length"
     given = template_options(row, origin)
-    if row.get("messages") is not None:
-        messages = _messages(row["messages"], "role", "content", origin)
-        return Example(origin, messages, answer_was_cut=was_cut, template_options=given)
-    if row.get("conversations") is not None:
-        turns = row["conversations"]
-        openai_names = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
-        names = ("role", "content") if openai_names else ("from", "value")
-        messages = _messages(turns, *names, origin)
+    if (named := next((key for key in _CONVERSATIONS if row.get(key) is not None), None)) is not None:
+        refuse_beside_messages(row, origin)
+        messages = opened(row, _messages(row[named], named, origin), origin)
         return Example(origin, messages, answer_was_cut=was_cut, template_options=given)
     if row.get("instruction") is not None and row.get("output") is not None:
-        return Example(origin, _alpaca(row, origin), answer_was_cut=was_cut)
+        return Example(origin, _alpaca(row, origin), answer_was_cut=was_cut, template_options=given)
     if row.get("text") is not None:
-        return Example(origin, text=_text(row["text"], "text", origin))
+        refuse_beside_text(row, origin)
+        return Example(origin, text=checked_text(row["text"], "text", origin))
     raise ValueError(f"{origin} must hold {_SHAPES}; it holds {sorted(map(str, row))}")
 
 
-def _messages(turns: Any, role_key: str, content_key: str, origin: str) -> tuple[Message, ...]:
-    if not isinstance(turns, list):
-        raise ValueError(f"{origin}: a conversation must be a list of messages, got {type(turns).__name__}")
-    messages: list[Message] = []
-    for number, turn in enumerate(turns, start=1):
-        where = f"{origin}, message {number}"
-        says_more = isinstance(turn, dict) and any(turn.get(key) for key in _BESIDE_CONTENT)
-        if not (isinstance(turn, dict) and role_key in turn and (content_key in turn or says_more)):
-            raise ValueError(
-                f"{where} must be an object with {role_key!r} and {content_key!r}, got {turn!r:.80}"
-            )
-        role = _text(turn[role_key], role_key, where)
-        beside = {key: value for key, value in turn.items() if value is not None}
-        beside = {key: value for key, value in beside.items() if key not in (role_key, content_key)}
-        if "reasoning" in beside:  # as some servers call it
-            beside.setdefault("reasoning_content", beside.pop("reasoning"))
-        may_be_empty = _ROLES.get(role, role) == "assistant" and turn.get(content_key) is None
-        content = "" if may_be_empty else _content(turn[content_key], where)
-        messages.append({"role": _ROLES.get(role, role), "content": content, **beside})
-    return tuple(messages)
-
-
-def _content(value: Any, where: str) -> str:
-    """Plain text, or the text of a list of text parts."""
-    if isinstance(value, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        return "".join(_text(part.get("text"), "text", where) for part in value)
-    return _text(value, "content", where)
+def _messages(turns: Any, named: str, origin: str) -> list[Message]:
+    have_roles = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
+    names = ("role", "content") if named == "messages" or have_roles else ("from", "value")
+    return read_messages(turns, origin, *names)
 
 
 def _alpaca(row: dict[str, Any], origin: str) -> tuple[Message, ...]:
-    question = _text(row["instruction"], "instruction", origin)
+    question = checked_text(row["instruction"], "instruction", origin)
     if row.get("input"):
-        question = f"{question}\n\n{_text(row['input'], 'input', origin)}"
-    answer = _text(row["output"], "output", origin)
-    return ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-
-
-def _text(value: Any, name: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {name} must be text, got {value!r:.80}")
-    return value
+        question = f"{question}\n\n{checked_text(row['input'], 'input', origin)}"
+    return exchange(row, question, checked_text(row["output"], "output", origin), origin)
 
 
 def _rows(source: str, split: str) -> Iterator[Any]:
@@ -198,7 +174,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(_as_written, batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
@@ -206,4 +182,27 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 def _hub_rows(source: str, split: str) -> Iterator[Any]:
     from datasets import load_dataset
 
-    return iter(load_dataset(source, split=split))
+    return map(_as_written, load_dataset(source, split=split))
+
+
+def _as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow's without the nulls that are Arrow's own: it gives every object the keys of all.
+
+    A null in a list stays, and so does that of a message, which says that it has no content.
+    """
+    kept = _without_nulls(row)
+    for name in _CONVERSATIONS:
+        if isinstance(turns := row.get(name), list):
+            kept[name] = [
+                {key: _without_nulls(value) for key, value in turn.items()}
+                if isinstance(turn, dict)
+                else turn
+                for turn in turns
+            ]
+    return kept
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -7,7 +7,6 @@ message, in the order they end.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -24,10 +23,11 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa.base.causal_lm import common_context, end_ids
+from medusa.conversations import ANSWER_KEYS, Message, as_openai, check_keepable, read_messages
 from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.model import MedusaModel
-from medusa.prompts import Message, check_keepable, encode_messages, split_thoughts
+from medusa.prompts import encode_messages, split_thoughts
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
@@ -111,7 +111,7 @@ class ChatEndpoint:
         options = dict(template_options or {})
         request = {
             "model": self.model,
-            "messages": list(messages),
+            "messages": as_openai(messages),
             "temperature": temperature,
             "max_tokens": max_new_tokens,
             "seed": seed,
@@ -167,28 +167,16 @@ def _reply(response: httpx.Response) -> Reply | None:
         body: dict[str, Any] = response.json()
         choice = body["choices"][0]
         given = choice["message"]
-        content = given.get("content") or ""
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content if part["type"] == "text")
-        message: Message = {"role": "assistant", "content": content + ""}
-        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
-            message["reasoning_content"] = reasoning + ""
-        if given.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in given["tool_calls"]]
+        said = {key: given.get(key) for key in ("content", *ANSWER_KEYS)}
+        (message,) = read_messages([{"role": "assistant", **said}], "the answer")
+        for call in message.get("tool_calls", ()):
+            call.pop("id", None)  # of this answer alone
         check_keepable(message, "the answer")
         counted = (body.get("usage") or {}).get("completion_tokens")
         num_tokens = counted if isinstance(counted, int) and 0 <= counted < 2**31 else 0
         return Reply(message, str(choice["finish_reason"]) not in _ENDED, num_tokens)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as chat templates take it: its arguments as an object, which servers send as text."""
-    function = call["function"]
-    arguments = function["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"type": "function", "function": {"name": function["name"], "arguments": parsed}}
 
 
 # ------------------------------------------------------------------ who answers

@@ -65,6 +65,14 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
             )
         ],
     )
+    ours, asked = optimisation.gradient_accumulation_steps, accelerator.gradient_accumulation_steps
+    if asked not in (1, ours):
+        raise ValueError(
+            f"gradient_accumulation_steps must be the same everywhere, got {ours} in the configuration and "
+            f"{asked} in the launch (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); pass "
+            f"--gradient_accumulation_steps {asked} to medusa train, or leave it out of the launch"
+        )
+    accelerator.gradient_accumulation_steps = 1  # a step's sum is weighed here; it would divide it again
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # accelerate tells transformers, which under ZeRO-3 would load the frozen base in shards; its weights
         # are read outside of its forward pass too, and without gradients there is little to shard.

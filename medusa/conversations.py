@@ -1,0 +1,314 @@
+"""Conversations as data files hold them, in the one form that everything here works with.
+
+A message has ``role``, one of system, user, assistant and tool, and ``content``, text. An assistant's message
+may have ``reasoning_content`` and ``tool_calls``, whose arguments are objects; other keys are kept.
+:func:`read_messages` makes this of what other programs write, :func:`as_template` and :func:`as_openai` hand
+it on: chat templates want arguments as objects, OpenAI's protocol wants them as JSON text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+"""What other programs call the four roles, in small letters."""
+MAX_NESTING = 64
+"""Levels of a value in a row; Python's JSON breaks at some hundreds."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What servers and templates call it; the first is ours."""
+ANSWER_KEYS = (*_REASONING, "tool_calls", "function_call")
+"""Keys of an assistant message that say something without content."""
+_IS_TRAINED = ("train", "loss", "weight")
+"""Keys of a message that say whether it is trained on: axolotl's, ms-swift's, and OpenAI's, a number."""
+_OF_THE_ANSWER = ("reasoning_content", "thinking", *_IS_TRAINED)
+"""Keys of a row with one answer that belong to it."""
+_SYSTEM = ("system", "system_prompt")
+"""Keys of a row for its system message."""
+_FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
+_OF_OPENAI = ("role", "content", "name", "tool_call_id", "reasoning_content")
+"""Keys that servers take in a message, beside its calls."""
+
+
+def read_messages(
+    turns: Any, origin: str, role_key: str = "role", content_key: str = "content"
+) -> list[Message]:
+    """The messages in ``turns``, a list of objects with ``role_key`` and ``content_key``.
+
+    An answer that shall not be trained on has ``train``, False; no other message has.
+
+    Raises:
+        ValueError: they cannot be read; the message begins with ``origin``.
+    """
+    if not isinstance(turns, list):
+        raise ValueError(f"{origin}: a conversation must be a list of messages, got {type(turns).__name__}")
+    numbered = enumerate(turns, start=1)
+    return [_message(turn, role_key, content_key, f"{origin}, message {number}") for number, turn in numbered]
+
+
+def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
+    says_more = isinstance(turn, dict) and any(turn.get(key) for key in ANSWER_KEYS)
+    if not (isinstance(turn, dict) and role_key in turn and (content_key in turn or says_more)):
+        raise ValueError(f"{where} must be an object with {role_key!r} and {content_key!r}, got {turn!r:.80}")
+    called = checked_text(turn[role_key], role_key, where).lower()
+    if called not in ROLES:
+        raise ValueError(
+            f"{where}: the role of a message must be one of {', '.join(ROLES)}, got {turn[role_key]!r:.80}; "
+            "call it as one of these, or leave the message out"
+        )
+    role, content = ROLES[called], turn.get(content_key)
+    read = {role_key, content_key, *ANSWER_KEYS, *_IS_TRAINED}
+    beside = {key: value for key, value in turn.items() if value is not None and key not in read}
+    calls = turn.get("tool_calls") or [each for each in [turn.get("function_call")] if each]
+    if called == "function_call":  # its content is the call, as JSON text
+        found = parsed_json(checked_text(content, content_key, where), f"{where}: {content_key}")
+        calls, content = found if isinstance(found, list) else [found], None
+    said = "" if role == "assistant" and content is None else _content(content, where)
+    message: Message = {"role": role, "content": said, **beside}
+    for key in _REASONING:
+        if turn.get(key):
+            message.setdefault("reasoning_content", checked_text(turn[key], key, where))
+    if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"{where}: tool_calls must be a list, got {calls!r:.80}")
+        message["tool_calls"] = [_call(call, where) for call in calls]
+    if not _is_trained(turn, role, where) and role == "assistant":
+        message["train"] = False
+    return message
+
+
+def _content(value: Any, where: str) -> str:
+    """Plain text, or the text of a list of text parts."""
+    if isinstance(value, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        return "".join(checked_text(part.get("text"), "text", where) for part in value)
+    return checked_text(value, "content", where)
+
+
+def checked_text(value: Any, name: str, where: str) -> str:
+    """``value``, which must be text; ValueError where it is not."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {name} must be text, got {value!r:.80}")
+    return value
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call as chat templates take it, given with or without ``function`` around."""
+    function = call.get("function") or call if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"{where}: a tool call must be an object with function, and that one with name, got {call!r:.80}"
+        )
+    given = arguments = function.get("arguments") or {}
+    if isinstance(given, str):
+        arguments = parsed_json(given, f"{where}: arguments of a tool call") if given.strip() else {}
+        check_keepable(arguments, f"{where}: arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where}: arguments of a tool call must be a JSON object, got {given!r:.80}")
+    told = {"id": call["id"]} if call.get("id") else {}
+    return {**told, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
+    given = {key: turn[key] for key in _IS_TRAINED if turn.get(key) is not None}
+    for key, value in given.items():
+        if value not in (0, 1):
+            raise ValueError(
+                f"{where}: {key} must be {'0 or 1' if key == 'weight' else 'true or false'}, since a message "
+                f"is trained on or not, got {value!r:.80}"
+            )
+        if value and role != "assistant":
+            raise ValueError(
+                f"{where}: {key} must not be {value!r} in a message of the {role}, which is context; leave "
+                f"{key} out"
+            )
+    return all(given.values())
+
+
+def opened(row: Mapping[str, Any], messages: Iterable[Message], origin: str) -> tuple[Message, ...]:
+    """``messages`` behind the system message that ``row`` may have beside them.
+
+    Raises:
+        ValueError: it has another one than they have, or a ``history``, which they have in them.
+    """
+    found = list(messages)
+    if row.get("history"):
+        raise ValueError(
+            f"{origin}: history goes with one question and its answer, got it beside whole messages; put its "
+            "turns among them, or leave it out"
+        )
+    own = found[0]["content"] if found and found[0]["role"] == "system" else None
+    system = _system(row, origin)
+    if system and own is not None and own.strip() != system.strip():
+        raise ValueError(
+            f"{origin} has two system messages, {system!r:.40} beside the messages and {own!r:.40} among "
+            "them; leave one out"
+        )
+    return tuple(found if own is not None or not system else [{"role": "system", "content": system}, *found])
+
+
+def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: str) -> tuple[Message, ...]:
+    """One question, and its answer unless that is None, behind the ``system`` message and the ``history`` of
+    ``row``: pairs of a question and an answer.
+
+    Raises:
+        ValueError: these cannot be read.
+    """
+    system, history = _system(row, origin), row.get("history") or []
+    are_pairs = isinstance(history, list) and all(isinstance(pair, list | tuple) for pair in history)
+    if not are_pairs or any(len(pair) != 2 for pair in history):
+        raise ValueError(
+            f"{origin}: history must be a list of pairs, a question and its answer, got {history!r:.80}"
+        )
+    turns: list[Message] = [{"role": "system", "content": system}] if system else []
+    for asked, answered in history:
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    turns.append({"role": "user", "content": question})
+    if answer is not None:
+        beside = {key: row[key] for key in _OF_THE_ANSWER if row.get(key) is not None}
+        turns.append({"role": "assistant", "content": answer, **beside})
+    return tuple(read_messages(turns, origin))
+
+
+def as_template(messages: Iterable[Message]) -> list[Message]:
+    """``messages`` as chat templates read them, under every name that one may have for the reasoning."""
+    return [
+        {**each, "thinking": each["reasoning_content"]} if each.get("reasoning_content") else each
+        for each in messages
+    ]
+
+
+def as_openai(messages: Iterable[Message]) -> list[Message]:
+    """``messages`` as OpenAI's protocol writes them, without keys that it does not know."""
+    return [_message_as_openai(each) for each in messages]
+
+
+def _message_as_openai(message: Message) -> Message:
+    kept = {key: message[key] for key in _OF_OPENAI if key in message}
+    calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or []]
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**kept, "tool_calls": calls} if calls else kept
+
+
+def _system(row: Mapping[str, Any], origin: str) -> str:
+    given = {name: checked_text(row[name], name, origin) for name in _SYSTEM if row.get(name)}
+    if len({*given.values()}) > 1:
+        raise ValueError(f"{origin} has two system messages, {' and '.join(given)}; leave one out")
+    return next(iter(given.values()), "")
+
+
+def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
+    """Raise ValueError where ``row`` says something of one message beside all of them."""
+    said = [key for key in _OF_THE_ANSWER if row.get(key) and key not in _IS_TRAINED]
+    said += [key for key in _IS_TRAINED if row.get(key) not in (None, 1)]
+    if said:
+        raise ValueError(
+            f"{origin}: {said[0]} belongs to one message, got it beside all of them; put it into that "
+            "message, or leave it out"
+        )
+
+
+def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
+    """Raise ValueError where ``row`` says something of a conversation beside a text, which is none."""
+    refuse_beside_messages(row, origin)
+    if said := [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]:
+        raise ValueError(
+            f"{origin}: {said[0]} belongs to a conversation, got it beside text, which is trained on as it "
+            "is; give messages in place of text, or leave it out"
+        )
+
+
+@functools.cache
+def reserved_names() -> frozenset[str]:
+    """Arguments of ``apply_chat_template`` and of the rendering behind it that no row may give."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    names = {name for each in given for name in inspect.signature(each).parameters}
+    return frozenset(names | {"messages"}) - {"documents", "kwargs"}
+
+
+def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """What a chat template gets beside the messages of ``row``: ``tools``, and its ``chat_template_kwargs``.
+
+    Raises:
+        ValueError: they are of another type, or would replace the model's template or how it is rendered.
+    """
+    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
+    if isinstance(tools, str):  # as data sets keep it whose rows must all be alike
+        tools = parsed_json(tools, f"{origin}: tools") if tools.strip() else None
+    if row.get("functions"):
+        raise ValueError(f"{origin}: functions is the older form of tools; give tools in its place")
+    for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", kwargs, dict)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{origin}: {name} must be a {kind.__name__}, got {value!r:.80}")
+    for name, value in (("tools", tools), ("documents", (kwargs or {}).get("documents"))):
+        is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        if value is not None and not is_list:
+            raise ValueError(f"{origin}: {name} must be a list of objects, got {value!r:.80}")
+    if taken := sorted(reserved_names() & set(kwargs or ())):
+        raise ValueError(
+            f"{origin}: chat_template_kwargs are variables of the model's chat template, got {taken}, which "
+            "say how it is rendered; leave them out"
+        )
+    return {**({"tools": tools} if tools else {}), **(kwargs or {})}
+
+
+def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
+    """Raise ValueError unless ``value``, of JSON, can be rendered and written again: ``most`` levels deep.
+
+    Half of a surrogate pair, which JSON can spell, is no text in UTF-8.
+    """
+    level = [value]
+    for _ in range(most):
+        try:
+            "".join(each for each in level if isinstance(each, str)).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{origin} holds text that is not Unicode, half of a surrogate pair "
+                f"({error.object[error.start]!r}); replace it"
+            ) from error
+        lists = [each for each in level if isinstance(each, list | tuple)]
+        objects = [each for each in level if isinstance(each, Mapping)]
+        level = [item for each in lists for item in each]
+        level += [item for each in objects for pair in each.items() for item in pair]
+        if not level:
+            return
+    raise ValueError(f"{origin} is nested deeper than {most} levels; flatten it")
+
+
+def parsed_json(raw: str | bytes, origin: str) -> Any:
+    """The JSON value in ``raw``.
+
+    Raises:
+        ValueError: it is none, or too deep to be read; the message names ``origin``.
+    """
+    try:
+        # json.loads would take UTF-16 too, of which files are not cut into lines rightly
+        value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise ValueError(f"{origin} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{origin} is nested deeper than {MAX_NESTING} levels; flatten it") from error
+    return value
