@@ -3,7 +3,7 @@
 A message has ``role``, one of system, user, assistant and tool, and ``content``, text. An assistant's message
 may have ``reasoning_content`` and ``tool_calls``, whose arguments are objects; other keys are kept.
 :func:`read_messages` makes this of what other programs write, :func:`as_template` and :func:`as_openai` hand
-it on: chat templates want arguments as objects, OpenAI's protocol wants them as JSON text.
+it on: most chat templates want arguments as objects, OpenAI's protocol wants them as JSON text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import jinja2
 
 Message = dict[str, Any]
 ROLES = {
@@ -189,25 +191,50 @@ def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: 
     return tuple(read_messages(turns, origin))
 
 
-def as_template(messages: Iterable[Message]) -> list[Message]:
-    """``messages`` as chat templates read them, under every name that one may have for the reasoning."""
-    return [
+def as_template(messages: Iterable[Message], tokenizer: Any) -> list[Message]:
+    """``messages`` as the chat template of ``tokenizer`` reads them, with the reasoning under every name that
+    templates have for it."""
+    found = [
         {**each, "thinking": each["reasoning_content"]} if each.get("reasoning_content") else each
         for each in messages
     ]
+    calls = any(each.get("tool_calls") for each in found)
+    return [*map(_with_text, found)] if calls and _joins(tokenizer, str(tokenizer.chat_template)) else found
 
 
 def as_openai(messages: Iterable[Message]) -> list[Message]:
     """``messages`` as OpenAI's protocol writes them, without keys that it does not know."""
-    return [_message_as_openai(each) for each in messages]
+    known = (*_OF_OPENAI, "tool_calls")
+    return [_with_text({key: each[key] for key in known if key in each}) for each in messages]
 
 
-def _message_as_openai(message: Message) -> Message:
-    kept = {key: message[key] for key in _OF_OPENAI if key in message}
-    calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or []]
+def _with_text(message: Message) -> Message:
+    """``message`` with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
     for call in calls:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**kept, "tool_calls": calls} if calls else kept
+    return {**message, "tool_calls": calls}
+
+
+@functools.lru_cache(maxsize=8)
+def _joins(tokenizer: Any, template: str) -> bool:
+    """Whether ``template``, the tokenizer's own, writes arguments as they are, as DeepSeek's does.
+    It must get text, where others write an object as JSON."""
+    arguments = {"name": "value"}
+
+    def shown(given: Any) -> str:
+        call = {"type": "function", "function": {"name": "function", "arguments": given}}
+        asked = {"role": "user", "content": "a question"}
+        try:
+            messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            return tokenizer.apply_chat_template(messages, tokenize=False)
+        except (jinja2.TemplateError, TypeError):
+            return ""
+
+    of_text, of_object = shown(text := json.dumps(arguments)), shown(arguments)
+    return text in of_text and (not of_object or repr(arguments) in of_object)
 
 
 def _system(row: Mapping[str, Any], origin: str) -> str:

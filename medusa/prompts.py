@@ -152,7 +152,7 @@ def encode_messages(
             )
         return encode_text(tokenizer, messages[0]["content"], device)
     encoded = tokenizer.apply_chat_template(
-        as_template(messages),
+        as_template(messages, tokenizer),
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,

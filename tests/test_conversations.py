@@ -72,6 +72,29 @@ def test_arguments_as_an_object_and_as_text_are_the_same_call_at_every_door(give
     assert ChatMessage.model_validate(call).as_template["tool_calls"][0]["function"]["arguments"]["no"] == 1
 
 
+ARGUMENTS = (
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }},{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("writes", "shown"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"city": "Oslo"}'),
+        ("{{ '' + call.function.arguments }}", '{"city": "Oslo"}'),
+        ("{{ call.function.arguments }}", '{"city": "Oslo"}'),
+        ("{{ '' if call.function.arguments is mapping else call.function.arguments }}", ""),
+    ],
+    ids=["as JSON", "joined to text", "as they are", "by their type"],
+)
+@pytest.mark.parametrize("given", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=type)
+def test_a_template_gets_arguments_as_it_writes_them(writes, shown, given, tmp_path):
+    assert ARGUMENTS in TEMPLATE
+    template = TEMPLATE.replace(ARGUMENTS, writes)
+    row = {"messages": [ASKED, called(given)]}
+    assert trained_on(row, template)[1] == [f"look({shown})<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     "turn",
     [

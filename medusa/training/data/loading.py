@@ -216,7 +216,8 @@ class Renderer:
 
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(as_template(messages), tokenize=False, **kwargs)
+            messages = as_template(messages, self.tokenizer)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable is of another type
             raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
 
