@@ -75,9 +75,11 @@ def _openmp_release() -> Callable[[int], int] | None:
     return getattr(library, "omp_pause_resource_all", None) if is_gnu else None
 
 
-def available_memory() -> int | None:
-    """Bytes of memory that this process may still take: what the system has left, or its control group's
-    limit where that is less; None where the system does not say."""
+def available_memory(device: torch.device | None = None) -> int | None:
+    """Bytes of memory that this process may still take, of a CUDA ``device`` or of the system's own: what is
+    left there, or what the control group's limit leaves; None where the system does not say."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     listing = Path("/proc/meminfo")
     if not listing.exists():
         return None

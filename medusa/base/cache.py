@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -41,6 +42,8 @@ class PassSlots:
     """The first of the slots, where it is that of every row; None: ``slots`` says where."""
     longest: int = 0
     """Committed tokens of the longest row."""
+    expected: int = 0
+    """Slots of a row that are to be filled before long; buffers that grow have room for so many."""
 
 
 class TreeCache(Cache):
@@ -102,6 +105,16 @@ class TreeCache(Cache):
     def num_bytes(self) -> int:
         """Memory held by keys, values and features, room for further rows included."""
         return sum(buffer.nbytes for layer in self._kept_layers for buffer in layer.buffers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that keys, values and features of one token of one row take."""
+        entries = [each for layer in self._kept_layers for each in layer.entries]
+        return sum(each.shape[1] * each.shape[3] * each.element_size() for each in entries)
+
+    def expect(self, num_slots: int) -> None:
+        """Have buffers that grow get room for ``num_slots`` tokens of a row at once: for a long prompt."""
+        self.under_way.expected = num_slots
 
     @property
     def features(self) -> Tensor | None:
@@ -182,7 +195,7 @@ class TreeCache(Cache):
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
         """Take in the rows of ``other``, of the same base, behind one's own.
 
-        Where buffers must grow, they get room for ``most_rows`` rows, so that others can join without.
+        Where buffers must grow, they get room for twice as many rows, but not for more than ``most_rows``.
         """
         longest = max(self.longest, other.longest)
         for layer, theirs in zip(self._kept_layers, other._kept_layers, strict=True):
@@ -303,7 +316,9 @@ class TreeCacheLayer(CacheLayerMixin):
     def reserve(self, num_slots: int) -> None:
         """Make room for ``num_slots`` slots, keeping what is stored. Growing gives up room for more rows."""
         if self.entries and num_slots > self.capacity:
-            self.set_buffers([_grown(entries, num_slots) for entries in self.entries])
+            wanted = max(num_slots, self.under_way.expected)
+            used = min(self.capacity, max(self.under_way.num_slots, self.under_way.longest))
+            self.set_buffers([_grown(entries, wanted, used) for entries in self.entries])
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
@@ -330,7 +345,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.reserve(num_slots)
         ours, theirs = len(self.entries[0]), len(other.entries[0])
         if len(self.buffers[0]) < ours + theirs:
-            wanted = max(most_rows, ours + theirs)
+            wanted = max(min(most_rows, 2 * ours), ours + theirs)
             self.buffers = [_with_rows(entries, wanted) for entries in self.entries]
         for buffer, entries in zip(self.buffers, other.entries, strict=True):
             buffer[ours : ours + theirs, :, :their_slots] = entries[:, :, :their_slots]
@@ -354,15 +369,24 @@ def _along_entries(slots: Tensor, entries: Tensor) -> Tensor:
 
 def _with_rows(entries: Tensor, num_rows: int) -> Tensor:
     """``entries`` (B, heads, capacity, width) at the head of a buffer of ``num_rows`` rows."""
-    buffer = entries.new_zeros(num_rows, *entries.shape[1:])
+    buffer = _zeros(entries, (num_rows, *entries.shape[1:]))
     buffer[: len(entries)] = entries
     return buffer
 
 
-def _grown(entries: Tensor, num_slots: int) -> Tensor:
-    """``entries`` (B, heads, capacity, width) with room for ``num_slots`` slots, in whole steps."""
-    batch, heads, capacity, width = entries.shape
-    if num_slots <= capacity:
-        return entries
-    missing = -(-num_slots // GROWTH_STEP) * GROWTH_STEP - capacity
-    return torch.cat([entries, entries.new_zeros(batch, heads, missing, width)], dim=2)
+def _grown(entries: Tensor, num_slots: int, num_used: int) -> Tensor:
+    """The first ``num_used`` slots of ``entries`` (B, heads, capacity, width), with room for ``num_slots`` in
+    whole steps."""
+    batch, heads, _, width = entries.shape
+    room = -(-num_slots // GROWTH_STEP) * GROWTH_STEP
+    grown = _zeros(entries, (batch, heads, room, width))
+    grown[:, :, :num_used] = entries[:, :, :num_used]
+    return grown
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros of the type and place of ``like``. On a CPU they take memory once they are written to."""
+    if like.device.type != "cpu" or not shape[-1]:
+        return like.new_zeros(shape)
+    bits = np.zeros((*shape[:-1], shape[-1] * like.element_size()), dtype=np.uint8)  # calloc: not written to
+    return torch.from_numpy(bits).view(like.dtype)

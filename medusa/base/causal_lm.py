@@ -176,6 +176,14 @@ def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     return TreeCache(num_rows, config.num_hidden_layers, home_device(base))
 
 
+@torch.no_grad()
+def cache_bytes_per_token(base: CausalLM) -> int:
+    """Memory that keys and values of one token of one row take: one is read to find out."""
+    cache, one = new_cache(base, 1), torch.ones(1, dtype=torch.long, device=home_device(base))
+    prefill(base, one[None] * 0, one, cache)
+    return cache.bytes_per_token
+
+
 def hidden_states(
     base: CausalLM,
     input_ids: Tensor,
@@ -320,19 +328,20 @@ def prefill(
     chunk: int = 512,
     layers: Sequence[int] = (),
     run: Callable[..., tuple[Tensor, Tensor]] = verify,
+    keeps_features: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Commit the tokens that ``cache`` lacks; hidden states (B, T', D) and logits (B, V) after the last.
+    """Commit the tokens that ``cache`` lacks; hidden states (B, D) and logits (B, V) of the last.
 
     tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
-    than the cache. Hidden states start at the first token that was missing; T' is the most that were. A
-    prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound
-    memory; with LongRoPE (see the top of this file) the first chunk of a long prompt is as long
-    as it takes to switch the factors.
+    than the cache. A prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time
+    to bound memory; with LongRoPE (see the top of this file) the first chunk of a long prompt is as long
+    as it takes to switch the factors. ``keeps_features`` has the cache keep the states of all tokens, for
+    drafters that read them.
     """
     if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding
-        return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run)
-    hidden: list[Tensor] = []
-    logits = torch.empty(0)
+        return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run, keeps_features)
+    hidden = logits = None
+    cache.expect(tokens.shape[1])
     missing = lengths - cache.lengths
     switch = switch_length(base)
     if switch is not None and int(lengths.max()) <= switch:
@@ -346,16 +355,19 @@ def prefill(
         num_new = missing.clamp(max=width)
         last = (num_new - 1).clamp(min=0)[:, None]
         chain = TreeTopology.chain(width, tokens.device)
-        part_hidden, part_logits = run(base, part, chain, cache, select=last, layers=layers)
+        states, part_logits = run(base, part, chain, cache, select=last, layers=layers)
+        if keeps_features:
+            cache.keep_features(states, cache.lengths, cache.longest)
         cache.commit_prefix(num_new)
-        logits = (
-            torch.where((num_new > 0)[:, None], part_logits[:, 0], logits) if hidden else part_logits[:, 0]
-        )
-        hidden.append(part_hidden)
+        newest = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
+        has_new = (num_new > 0)[:, None]
+        hidden = newest if hidden is None else torch.where(has_new, newest, hidden)
+        logits = part_logits[:, 0] if logits is None else torch.where(has_new, part_logits[:, 0], logits)
         missing = missing - num_new
     if isinstance(cache, StatefulCache):
         cache.take_as_plain()
-    return torch.cat(hidden, dim=1), logits
+    assert hidden is not None and logits is not None, "a token is missing at least"
+    return hidden, logits
 
 
 def _prefill_alone(
@@ -368,7 +380,7 @@ def _prefill_alone(
         found.append(prefill(base, tokens[mine], lengths[mine], alone, *options))
     cache.count()
     hidden, logits = zip(*found, strict=True)
-    return nn.utils.rnn.pad_sequence([each[0] for each in hidden], batch_first=True), torch.cat(logits)
+    return torch.cat(hidden), torch.cat(logits)
 
 
 class SeenHidden:

@@ -73,6 +73,7 @@ def sizes_of(source: str | Path, **kwargs: Any) -> tuple[int | None, int | None]
         FileNotFoundError: as :func:`load_base`.
     """
     name, kwargs = found(source, {"trust_remote_code": False, **source_arguments(kwargs)})
+    _check_is_causal(name, kwargs)
     config = AutoConfig.from_pretrained(name, **kwargs).get_text_config(decoder=True)
     projected = getattr(config, "word_embed_proj_dim", None)
     return projected or getattr(config, "hidden_size", None), getattr(config, "vocab_size", None)

@@ -209,6 +209,12 @@ class StatefulCache(TreeCache):
         return super().num_bytes + sum(row.num_bytes for row in self.stateful_rows)
 
     @property
+    def bytes_per_token(self) -> int:
+        """Memory that a row takes for each token of its text, its states shared out among these."""
+        rows = (row.num_bytes // max(1, row.num_kept) for row in self.stateful_rows)
+        return super().bytes_per_token + max(rows, default=0)
+
+    @property
     def capacity(self) -> int:
         return max((row.capacity for row in self.stateful_rows), default=0)
 

@@ -42,6 +42,7 @@ from medusa.measurement.contenders import (
     EXACT,
     HEADS,
     PLAIN,
+    THEIRS,
     TYPICAL,
     Contender,
     check_names,
@@ -136,7 +137,7 @@ class BenchmarkOptions(ProgramOptions):
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all contenders in all settings, print tables, draw, and report."""
-    model = load_model(options.model, _wants_heads(options), options.prompts)
+    model = load_model(options.model, _wants_heads(options), options.prompts, _holds_weights(options))
     settings = list(_make_settings(model, options))
     names = options.contenders or default_names(model)
     contenders, skipped = make_contenders(
@@ -187,6 +188,13 @@ def _wants_heads(options: BenchmarkOptions) -> bool:
     if needs_heads(options.contenders):
         return True
     return options.model.named_heads is not None and ALL_DRAFTERS in (options.contenders or ())
+
+
+def _holds_weights(options: BenchmarkOptions) -> bool:
+    """Whether the base's own weights are wanted: ``transformers`` takes part, or answers of a quantised model
+    are held against them."""
+    has_theirs = options.contenders is None or any(name in THEIRS for name in options.contenders)
+    return has_theirs or (options.model.engine in QUANTISED and options.answers.temperature == 0)
 
 
 def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:

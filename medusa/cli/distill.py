@@ -164,7 +164,7 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
         endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     device = chosen_device(options.device)
-    base = load_base_on(device, options.base, options.dtype, options.trust_remote_code)
+    base = load_base_on(device, options.base, options.dtype, options.trust_remote_code, options.engine)
     tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
     model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine)
     set_step(model, options.step)

@@ -297,7 +297,7 @@ def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 
 def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     """Hold what the engine computes, and llama.cpp, against float32."""
-    model = load_model(replace(options.model, dtype=options.model.dtype or "float32"))
+    model = load_model(replace(options.model, dtype=options.model.dtype or "float32"), holds_weights=True)
     if model.base.dtype != torch.float32:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
     others = _readers(model, options.engines)

@@ -58,13 +58,17 @@ from medusa.prompts import (
 
 
 def load_model(
-    options: ModelOptions, with_heads: bool = True, template: TemplateOptions | None = None
+    options: ModelOptions,
+    with_heads: bool = True,
+    template: TemplateOptions | None = None,
+    holds_weights: bool = False,
 ) -> MedusaModel:
     """The base and its heads, on the device asked for; says first which medusa is running.
 
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
     heads too, so that the text is the same. Warns where heads were trained on conversations that tell the
-    chat template otherwise than ``template``.
+    chat template otherwise than ``template``. ``holds_weights`` wants the base's own weights beside what an
+    engine makes of them, as measuring ``transformers`` does.
     """
     log = log_version()
     check_told({} if template is None else template.told)
@@ -76,7 +80,7 @@ def load_model(
         check_heads_fit_named(checkpoint.heads, name, options.trust_remote_code)
     has_adapter = checkpoint is not None and checkpoint.adapter is not None
     # an adapter changes the weights, so they are held as they are
-    engine: Engine = "eager" if has_adapter else options.engine
+    engine: Engine = "eager" if has_adapter or holds_weights else options.engine
     base = load_base_on(device, name, options.dtype, options.trust_remote_code, engine)
     if named == OWN_HEADS:
         checkpoint = own_heads(base)

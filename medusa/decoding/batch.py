@@ -24,7 +24,14 @@ import torch
 
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.base.cache import GROWTH_STEP, TreeCache
-from medusa.base.causal_lm import common_context, new_cache, vocab_size
+from medusa.base.causal_lm import (
+    CausalLM,
+    cache_bytes_per_token,
+    common_context,
+    home_device,
+    new_cache,
+    vocab_size,
+)
 from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, num_shared
 from medusa.decoding.static import StaticRows
@@ -32,8 +39,13 @@ from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import Advance, Forward, RowsFailed, advanced, begin, sampled_kind
 from medusa.drafters.protocol import Drafter, DraftValidator
 from medusa.drafters.references import References
+from medusa.hardware import available_memory
 from medusa.options import check_at_least
 
+PREFIX_TOKENS = 32768
+"""Tokens of ended texts that are worth their memory."""
+UNKNOWN_MEMORY = 4 * 2**30
+"""What is taken to be left where the system does not say."""
 MAX_PASSED = 16
 """Shorter rows that may begin before one that has no room yet."""
 
@@ -49,7 +61,8 @@ class BatchLimits:
     max_rows: int = 16
     """Requests that decode together."""
     max_slots: int = 32768
-    """Cache slots of all rows together. Every row takes as many as the longest, in steps of 256."""
+    """Cache slots of all rows together. Every row takes as many as the longest, in steps of 256. See
+    :meth:`in_memory` for what a base's take."""
     max_waiting: int = 64
     """Requests that wait."""
     chunk: int = 256
@@ -60,6 +73,17 @@ class BatchLimits:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "max_slots", "chunk")
         check_at_least(self, 0, "max_waiting", "prefix_bytes")
+
+    def in_memory(
+        self, base: CausalLM, cache_bytes: int | None = None, prefix_bytes: int | None = None
+    ) -> BatchLimits:
+        """These limits, but for the memory of rows and of texts that have ended: by default half of what is
+        left on the device of ``base``, and an eighth of it or :data:`PREFIX_TOKENS`."""
+        free = available_memory(home_device(base)) or UNKNOWN_MEMORY
+        per_token = max(1, cache_bytes_per_token(base))
+        slots = max(GROWTH_STEP, (free // 2 if cache_bytes is None else cache_bytes) // per_token)
+        kept = min(free // 8, PREFIX_TOKENS * per_token) if prefix_bytes is None else prefix_bytes
+        return replace(self, max_slots=slots, prefix_bytes=kept)
 
 
 ALONE = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, prefix_bytes=0)
@@ -572,8 +596,10 @@ class Batch:
 
     def _keep_prefix(self, row: Row, state: DecodeState, index: int) -> None:
         ids = (row.prompt + row.tokens)[:-1]
-        if self.limits.prefix_bytes and not self.prefixes.is_known(ids, row.owner):
-            self.prefixes.keep(ids, state.cache.copy_of_row(index, len(ids)), row.owner)
+        length = self.prefixes.num_that_fit(state.cache, len(ids))
+        if length and not self.prefixes.is_known(ids[:length], row.owner):
+            prefix = state.cache.copy_of_row(index, length)
+            self.prefixes.keep(ids[: prefix.longest], prefix, row.owner)
 
 
 def _cause(error: Exception) -> Exception:

@@ -285,6 +285,8 @@ class PrefixCache:
         if max_bytes < 0:
             raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
         self.max_bytes = max_bytes
+        self.num_cut = 0
+        """Texts of which the leading part alone was kept, or nothing, as they take more than the bound."""
         self._kept: list[_Kept] = []  # the least recently used first
 
     def __len__(self) -> int:
@@ -309,6 +311,14 @@ class PrefixCache:
     def is_known(self, ids: Sequence[int], owner: Hashable = None) -> bool:
         """Whether something that is kept for this owner begins with ``ids``."""
         return any(each.owner == owner and num_shared(each.ids, ids) == len(ids) for each in self._kept)
+
+    def num_that_fit(self, cache: TreeCache, length: int) -> int:
+        """How many first tokens of a row of ``length`` in ``cache`` can be kept; fewer are counted."""
+        if not self.max_bytes:
+            return 0
+        kept = min(length, self.max_bytes // max(1, cache.bytes_per_token))
+        self.num_cut += kept < length
+        return kept
 
     def keep(self, ids: Sequence[int], prefix: TreeCache, owner: Hashable = None) -> None:
         """Keep ``prefix``, which has read exactly ``ids``; what it continues is not kept beside it."""

@@ -55,11 +55,8 @@ class Forward:
         self, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
-        before = cache.lengths, cache.longest
-        hidden, logits = prefill(self.base, tokens, lengths, cache, chunk, self.layers, self.run)
-        if self.keeps_features:
-            cache.keep_features(hidden, *before)
-        return hidden, logits
+        given = tokens, lengths, cache, chunk, self.layers, self.run, self.keeps_features
+        return prefill(self.base, *given)
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
@@ -203,16 +200,14 @@ def begin(
     ``prefix`` holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt
     are of the answer, which then goes on. ``refuses_nan`` is of the state.
     """
-    num_read = prefix.lengths
     hidden, logits = forward.prefill(request.tokens, request.lengths, prefix)
     last = request.lengths[:, None] - 1
-    newest = (last - num_read[:, None])[..., None].expand(-1, -1, hidden.shape[2])
     num_rows = len(request.lengths)
     state = DecodeState(
         rows=list(range(num_rows)),
         tokens=request.tokens,
         lengths=request.lengths,
-        hidden=hidden.gather(1, newest).squeeze(1),
+        hidden=hidden,
         cache=prefix,
         requests=[request] * num_rows,
         seeds=request.seeds,

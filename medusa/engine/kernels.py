@@ -276,7 +276,10 @@ def packed(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tenso
             dtype = torch.float32  # what bfloat16 holds, float16 may not
         per_lane = 2 if dtype == torch.bfloat16 else 1
     shape = (-(-num_outputs // lanes()), -(-num_inputs // per_lane), lanes(), per_lane)
-    panels, scales = _weights.empty(shape, dtype), torch.empty(num_outputs) if int8 else None
+    panels, scales = (
+        _weights.empty(shape, dtype),
+        torch.empty(num_outputs, dtype=torch.float32) if int8 else None,
+    )
     panels[-1].zero_()
     row = 0
     for weight in weights:

@@ -281,7 +281,7 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def placeholder(weight: Tensor) -> Tensor:
     """A tensor of the shape and place of ``weight`` that takes no memory: each number of it is none."""
-    return torch.full((), float("nan")).expand(weight.shape)
+    return torch.full((), float("nan"), dtype=torch.float32).expand(weight.shape)
 
 
 # ------------------------------------------------------------------ pages of files

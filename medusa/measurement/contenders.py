@@ -32,7 +32,7 @@ from medusa.drafters.registry import (
     part_names,
 )
 from medusa.engine.quick_heads import quick_heads
-from medusa.heads.ahead import Heads
+from medusa.heads.ahead import Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, missing_llama_cpp
 from medusa.model import MedusaModel
@@ -219,8 +219,9 @@ def other_heads(name: str, model: MedusaModel) -> Contender:
     """
     label, _, source = name.partition("=")
     checkpoint = heads_without_adapter(source)
-    fitted = MedusaModel(model.base, checkpoint.heads, checkpoint.tree)  # refuses heads of another base
-    drafter = heads_drafter(model, checkpoint.heads, fitted.tree)
+    check_heads_fit(checkpoint.heads, model.base)
+    tree = checkpoint.tree or CandidateTree.chain(checkpoint.heads.num_heads)
+    drafter = heads_drafter(model, checkpoint.heads, tree)
     return Contender(label, lambda **call: model.generate(drafter=drafter, **call))
 
 

@@ -34,6 +34,10 @@ class _BatchCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, text, value=float(value))
         histogram = list(drafted.statistics.accepted_histogram)
         counters = {
+            "prefix_cache_cut": (
+                "Texts of which the leading part alone was kept, or nothing, for want of memory",
+                sum(batch.prefixes.num_cut for batch in batches),
+            ),
             "spec_decode_num_drafts": (
                 "Steps of rows that guessed",
                 _reached(histogram, 0) - drafted.statistics.num_paused,

@@ -85,6 +85,12 @@ def run_server(
         OSError: another listens there since it was bound.
     """
     with log_to_standard_error():
+        limits = service.limits
+        log.info(
+            "key-value cache: room for %s tokens, and %s MiB for texts that have ended",
+            f"{limits.max_slots:,}",
+            f"{limits.prefix_bytes / 2**20:,.0f}",
+        )
         service.start()
         try:
             config = uvicorn.Config(

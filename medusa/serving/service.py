@@ -76,6 +76,10 @@ def shutting_down() -> RequestError:
     return RequestError(text, 503, code="shutting_down", retry_after=RETRY_AFTER)
 
 
+def _bytes(mib: int | None) -> int | None:
+    return None if mib is None else mib * 2**20
+
+
 class Service:
     """Answers requests with one model. What cannot be had is told by a :class:`RequestError`.
 
@@ -102,11 +106,9 @@ class Service:
         """Under which clients may ask; the first is what the model is called."""
         self.limits = BatchLimits(
             max_rows=options.max_rows,
-            max_slots=options.max_slots,
             max_waiting=options.max_waiting,
             chunk=options.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
-            prefix_bytes=options.prefix_mib * 2**20,
-        )
+        ).in_memory(model.runner, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
         if options.race:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)

@@ -40,10 +40,12 @@ class ServiceOptions:
     """Answers that decode together."""
     max_waiting: int = 64
     """Requests that wait."""
-    max_slots: int = 32768
-    """Key-value cache of the running answers, in tokens: answers times the longest of them."""
-    prefix_mib: int = 256
-    """Key-value cache of texts that have ended: a conversation's next turn does not read them again."""
+    cache_mib: int | None = None
+    """Key-value cache of the running answers, in MiB: every one takes as much as the longest. None is half of
+    the memory that is left once the model is loaded."""
+    prefix_mib: int | None = None
+    """Key-value cache of texts that have ended, in MiB: a conversation's next turn does not read them again.
+    None is an eighth of that memory, or 32,768 tokens where these take less."""
     chunk: int | None = None
     """Prompt tokens that are read between two steps of the running answers; none: 64 on a CPU, else 256."""
     max_new_tokens: int = 4096
@@ -52,7 +54,7 @@ class ServiceOptions:
     """Longest time for an answer, waiting included, in seconds."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_rows", "max_slots", "chunk", "max_new_tokens")
+        check_at_least(self, 1, "max_rows", "cache_mib", "chunk", "max_new_tokens")
         check_at_least(self, 0, "remember", "max_waiting", "prefix_mib")
         check_above(self, 0, "timeout")
         if self.remember_together and not self.remember:

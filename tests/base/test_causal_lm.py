@@ -169,7 +169,7 @@ def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(architecture, chunk)
     for row, length in enumerate(lengths):
         own_hidden, own_logits = alone(base, prompts[row, :length].tolist())
         torch.testing.assert_close(logits[row], own_logits[-1], **TOLERANCE)
-        torch.testing.assert_close(hidden[row, :length], own_hidden, **TOLERANCE)
+        torch.testing.assert_close(hidden[row], own_hidden[-1], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -177,11 +177,12 @@ def test_what_the_cache_has_is_not_read_again():
     base, prompts = tiny_model("qwen3"), random_prompts(2, 20)
     cache = new_cache(base, 2)
     prefill(base, prompts, torch.tensor([12, 5]), cache)
-    hidden, logits = prefill(base, prompts, torch.tensor([20, 7]), cache, chunk=3)
+    hidden, logits = prefill(base, prompts, torch.tensor([20, 7]), cache, chunk=3, keeps_features=True)
     for row, (start, length) in enumerate([(12, 20), (5, 7)]):
         own_hidden, own_logits = alone(base, prompts[row, :length].tolist())
         torch.testing.assert_close(logits[row], own_logits[-1], **TOLERANCE)
-        torch.testing.assert_close(hidden[row, : length - start], own_hidden[start:], **TOLERANCE)
+        torch.testing.assert_close(hidden[row], own_hidden[-1], **TOLERANCE)
+        torch.testing.assert_close(cache.features[row, start:length], own_hidden[start:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -214,9 +215,10 @@ def test_states_of_layers_stand_behind_the_last_one(architecture):
     both = hidden_states(base, ids, layers=(1, 2))
     torch.testing.assert_close(layers_of(both, (1, 2), (2,)), torch.cat([last, second], -1), **TOLERANCE)
     cache, lengths = new_cache(base, 2), torch.tensor([40, 17])
-    decoded, _ = prefill(base, ids, lengths, cache, chunk=9, layers=(1,))
+    last, _ = prefill(base, ids, lengths, cache, chunk=9, layers=(1,), keeps_features=True)
     for row, length in enumerate(lengths):
-        torch.testing.assert_close(decoded[row, :length], with_layer[row, :length], **TOLERANCE)
+        torch.testing.assert_close(last[row], with_layer[row, length - 1], **TOLERANCE)
+        torch.testing.assert_close(cache.features[row, :length], with_layer[row, :length], **TOLERANCE)
 
 
 def test_layers_that_the_base_has_not_are_refused():

@@ -10,9 +10,9 @@ from tiny_training import chat_tokenizer, counting_rows, write_rows
 import medusa
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.main import main
-from medusa.cli.options import EMBEDDED_HEADS
 from medusa.engine.kernels import missing_kernels
 from medusa.heads.checkpoint import weights_digest
+from medusa.places import DEFAULT_HEADS
 from medusa.training.config import DataOptions
 from medusa.training.data.loading import held_out_answers, load_data
 
@@ -152,7 +152,7 @@ def test_without_rounds_nothing_is_timed_and_sizes_ask_one_set_too(setting, caps
         (["--fidelity", "--sizes", "4"], "sizes goes with other questions than --fidelity"),
         (["--tokens-per-pass", "1"], "tokens_per_pass goes with other questions than one set of heads"),
         (["other"], "named one after the other, or one set with --heads, not both"),
-        (["--fidelity", "--heads", EMBEDDED_HEADS, "one"], "fidelity is an engine's, and sets of heads are"),
+        (["--fidelity", "--heads", DEFAULT_HEADS, "one"], "fidelity is an engine's, and sets of heads are"),
         (["--tree-nodes", "7"], "tree_nodes and calibrate_on go together"),
         (["--fidelity", "--temperature", "0.5"], "temperature must be 0"),
     ],

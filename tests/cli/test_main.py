@@ -373,7 +373,7 @@ def test_ctrl_c_while_the_model_loads_says_stopped(saved, capsys, monkeypatch):
     def pressed(*given, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("medusa.cli.loading.load_base", pressed)
+    monkeypatch.setattr("medusa.cli.loading.load_for_engine", pressed)
     assert main(["chat", *saved]) == 130
     printed = capsys.readouterr().err
     assert printed.endswith("stopped\n")

@@ -146,7 +146,7 @@ def test_available_drafters_are_those_that_lack_nothing():
         ("heads+lookup", "drafter 'lookup' is unknown"),
         ("suffix+suffix", r"a union names each drafter once, .* got 'suffix\+suffix'"),
         ("plain+suffix", r"not 'plain', which proposes nothing; got 'plain\+suffix'"),
-        ("heads", "drafter 'heads' needs heads, and the model was loaded without; give --heads"),
+        ("heads", r"drafter 'heads' needs heads, and the model was loaded without; give heads \(--heads\)"),
         ("early-exit", "'early-exit' needs a number of layers, 1 to 1 for this base; give --exit-layer"),
         ("draft-model", "'draft-model' needs a smaller model of the same family; give --draft-model"),
     ],

@@ -46,7 +46,7 @@ def test_servers_take_turns_and_what_comes_in_the_time_is_counted(load, tmp_path
 
 
 def test_an_answer_under_way_counts_as_far_as_it_has_come(load):
-    with running(chat_model(context=2**16), max_new_tokens=60_000, max_slots=2**17) as server:
+    with running(chat_model(context=2**16), max_new_tokens=60_000, cache_mib=512) as server:
         words = ["--seconds", "0.5", "--max-new-tokens", "50000", "50000", "--temperature", "1"]
         waits = asyncio.run(load.run(parse(load.LoadTestOptions, words), server.url, 1, MESSAGES, "tiny"))
     assert waits.num_answers == 0 and waits.as_dict(0.5, chat_tokenizer())["num_tokens"] > 0

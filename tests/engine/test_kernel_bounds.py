@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.engine.kernels import in_panels, missing_kernels
+from medusa.engine.kernels import missing_kernels, packed
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
 SEEN = torch.tensor([[[[0, 4, 1, 0], [0, 4, 1, 2]]]], dtype=torch.int32)
@@ -115,7 +115,7 @@ BEYOND = {
 def test_what_lies_beyond_a_tensor_is_refused(operator, name, wrong):
     call, given = getattr(torch.ops.medusa, operator), {**GIVEN[operator]}
     if operator == "packed_product":
-        given["panels"] = in_panels(torch.zeros(24, 40))
+        given["panels"] = packed([torch.zeros(24, 40)])[0]
     call(*given.values())
     with pytest.raises(RuntimeError, match=r"must|are wanted"):
         call(*{**given, name: wrong}.values())
