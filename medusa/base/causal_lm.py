@@ -374,11 +374,15 @@ def _prefill_alone(
     base: CausalLM, tokens: Tensor, lengths: Tensor, cache: StatefulCache, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """As :func:`prefill`, row after row."""
-    found = []
+    found, features, before = [], [], cache.lengths
     for row, alone in enumerate(cache.rows_alone()):
-        mine = slice(row, row + 1)
+        mine, num_before = slice(row, row + 1), alone.longest
         found.append(prefill(base, tokens[mine], lengths[mine], alone, *options))
+        if alone.features is not None:
+            features.append(alone.features[0, num_before:])
     cache.count()
+    if features:
+        cache.keep_features(nn.utils.rnn.pad_sequence(features, batch_first=True), before, int(before.max()))
     hidden, logits = zip(*found, strict=True)
     return torch.cat(hidden), torch.cat(logits)
 
