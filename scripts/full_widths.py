@@ -259,7 +259,10 @@ def try_commands(directory: Path, tried: Tried) -> None:
     data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
     training = ["--data", str(data), "--num_heads", "2", "--max_steps", "3", "--tokens_per_batch", "128"]
     training += ["--unembedding", "token_map", "--token_map_size", "64", "--max_length", "64"]
-    for kind, more in {"live": [], "stored": ["--cache_hidden_states", "true"]}.items():
+    for kind, more in {
+        "live": ["--reads_path", "false"],
+        "stored": ["--cache_hidden_states", "true"],
+    }.items():
         output = directory / f"run-{kind}"
         words = ["train", *base, *training, "--output_dir", str(output), *more]
         tried.note("commands", f"train, {kind}", _ran(words))
@@ -309,15 +312,15 @@ ABOUT = """\
 # Sizes that were tried
 
 Each line is a random model as wide as the family that it is called after, with two layers: hidden and inner \
-width, vocabulary, heads and their width are the family's own. A few channels are ten to thirty times as large \
-as the others, as in trained models. Every text with guesses must be, token for token, the text of plain \
-decoding on the same engine. With `engine="packed"` it must also be what `transformers`' `generate` writes in \
-float32."""
+width, vocabulary, heads and their width are the family's own. A few channels are ten to thirty times as \
+large as the others, as in trained models. Every text with guesses must be, token for token, the text of \
+plain decoding on the same engine. With `engine="packed"` it must also be what `transformers`' `generate` \
+writes in float32."""
 LEGEND = """\
 A number is how many attempts were right, of how many. Decoding: Medusa heads in a tree, dynamic heads with \
 suffix match, the default with a right prediction, an EAGLE-3 head; greedy and sampled; one row and three \
-ragged ones. Commands: `medusa train` for three steps, live and from stored states, `export`, `info` of heads \
-and of the base, `generate` with heads and without.
+ragged ones. Commands: `medusa train` for three steps, live and from stored states, `export`, `info` of \
+heads and of the base, `generate` with heads and without.
 
 Written by `python scripts/full_widths.py` on {device}. A family of your own is a line of `FAMILIES` there.
 """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,6 +213,34 @@ def test_with_room_a_row_joins_and_leaves_without_a_copy_of_the_others():
     before = cache.num_bytes
     cache.trim()
     assert cache.num_bytes < before and cache.capacity == 14
+
+
+def test_room_for_rows_doubles_and_never_exceeds_what_may_be():
+    cache, _ = filled("llama", [5])
+    rooms = []
+    for seed in range(1, 6):
+        cache.join(filled("llama", [5], seed)[0], most_rows=5)
+        rooms.append(len(cache.tree_layers[0].buffers[0]))
+    assert rooms == [2, 4, 4, 5, 6], "a row that joins all the same finds room"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_room_that_nobody_has_written_to_takes_no_memory():
+    def resident():
+        return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+    cache, before = filled("llama", [5])[0], resident()
+    cache.expect(2**20)
+    for layer in cache.tree_layers:
+        layer.reserve(6 * GROWTH_STEP)
+    assert cache.num_bytes == 2 * 2 * 16 * 4 * 2**20, "keys and values of two layers"
+    assert resident() - before < cache.num_bytes / 10
+    assert not cache.tree_layers[0].entries[0][0, :, -3:].any()
+
+
+def test_what_a_token_takes_is_known_before_there_is_room_for_it():
+    cache, _ = filled("llama", [5])
+    assert cache.bytes_per_token * cache.capacity == cache.num_bytes
 
 
 def test_the_last_token_can_be_made_the_root_of_the_tree_to_come():

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import cache_bytes_per_token
 from medusa.decoding.batch import MAX_PASSED, Batch, BatchLimits, QueueFull, Row
 from medusa.decoding.state import PrefixCache
 from medusa.decoding.step import Forward
@@ -207,6 +208,32 @@ def test_the_prefixes_of_all_owners_share_one_bound():
         store.keep(prompt, prefix, owner)
     assert [store.is_known(prompt, owner) for owner in range(4)] == [False, True, True, True]
     assert store.num_bytes == store.max_bytes
+
+
+def test_of_a_text_that_is_longer_than_the_bound_the_leading_part_is_kept_and_it_is_counted():
+    model, options = model_of("llama"), {"max_new_tokens": 2, "do_sample": False}
+    per_token = cache_bytes_per_token(model.runner)
+    batch = model.continuous_batch(BatchLimits(prefix_bytes=30 * per_token))
+    prompt = random_prompts(1, 50)[0].tolist()
+    first, second = (row_of(model, prompt, **options) for _ in range(2))
+    answer_all(batch, [first])
+    assert batch.prefixes.num_cut == 1
+    answer_all(batch, [second])
+    assert second.num_reused == 30 and second.tokens == first.tokens
+    nothing = model.continuous_batch(BatchLimits(prefix_bytes=per_token - 1))
+    answer_all(nothing, [row_of(model, prompt, **options)])
+    assert nothing.prefixes.num_cut == 1 and not len(nothing.prefixes)
+
+
+def test_limits_follow_what_is_left_of_the_memory_and_what_a_token_takes(monkeypatch):
+    base = tiny_model("llama")
+    per_token = cache_bytes_per_token(base)
+    monkeypatch.setattr("medusa.decoding.batch.available_memory", lambda device: 8000 * per_token)
+    limits = BatchLimits(max_rows=3).in_memory(base)
+    assert (limits.max_rows, limits.max_slots, limits.prefix_bytes) == (3, 4000, 1000 * per_token)
+    given = BatchLimits().in_memory(base, 600 * per_token, 70)
+    assert (given.max_slots, given.prefix_bytes) == (600, 70)
+    assert BatchLimits().in_memory(base, 1).max_slots == 256, "room for one row at least"
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_the_others():

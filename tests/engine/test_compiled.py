@@ -18,6 +18,7 @@ from medusa.engine import compiled as compiled_passes
 from medusa.engine import prepared_base
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.kernels import missing_kernels
+from medusa.engine.programs import Part, Program
 from medusa.engine.views import missing_for_kernels
 from medusa.places import cache_home
 
@@ -184,6 +185,43 @@ def test_a_library_is_named_for_all_that_it_depends_on_but_weights(monkeypatch):
         monkeypatch.setattr(compiled_passes, "MOST_TOGETHER", together)
         two_kinds = library_paths(prepared_base(tiny_model("gemma3"), "packed"))
         assert len(two_kinds) == libraries, "layers of two kinds in one library, or in one each"
+
+
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("error", [0.0, 1e-2])
+def test_programs_that_compute_something_else_are_refused_and_not_made_again(
+    monkeypatch, tmp_path, engine, error
+):
+    """What is within rounding passes: the same code, where each number is moved by its last bit."""
+    made = []
+
+    def written(part, count=""):
+        made.append(part.name)
+        part.path.parent.mkdir(parents=True, exist_ok=True)
+        part.path.write_bytes(b"a library")
+
+    class Uncompiled(Program):
+        def __init__(self, module, part):
+            super().__init__(module, None)
+
+        def __call__(self, inputs):
+            moved = 1 + (error or torch.finfo(torch.float32).eps)
+            return [each * moved if each.is_floating_point() else each for each in super().__call__(inputs)]
+
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    monkeypatch.setattr(Part, "compile", written)
+    monkeypatch.setattr(compiled_passes, "Program", Uncompiled)
+    view = prepared_base(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine)
+    if not error:
+        CompiledPass(view)
+        return
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"other logits than the model: they differ by .* rounding explai"
+        ):
+            CompiledPass(view)
+    assert made == ["llama-before", "llama-after", "llama-layers"], "once"
+    assert not any(path.exists() for path in library_paths(view))
 
 
 def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):

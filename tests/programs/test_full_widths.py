@@ -1,0 +1,49 @@
+"""What holds for tiny models holds at the widths that people have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import CHECKOUT, program
+
+from medusa.engine.kernels import missing_kernels
+
+full_widths = program("scripts/full_widths.py")
+pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+WIDE = full_widths._family("llama", 512, 2304, 4, 2, 102400, True, head_dim=128, rms_norm_eps=1e-5)
+"""Wider than a loop of torch takes at once, over many tokens, in heads that share keys; small otherwise."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wide")
+    full_widths.write_model(WIDE, directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("engines", "steps"),
+    [(("packed",), ("compiled",)), (("packed", "int8"), ("general",))],
+    ids=["compiled", "general"],
+)
+def test_every_draft_writes_the_plain_text_at_full_width(wide, engines, steps):
+    tried = full_widths.Tried()
+    full_widths.try_decoding(wide, tried, engines, steps)
+    assert not tried.failed
+    assert sum(tried.passed.values()) == sum(22 if engine == "packed" else 16 for engine in engines)
+
+
+def test_every_command_runs_at_full_width(wide):
+    tried = full_widths.Tried()
+    full_widths.try_commands(wide, tried)
+    assert not tried.failed and tried.passed == {"commands": 7}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", full_widths.FAMILIES)
+def test_everything_runs_at_the_widths_of_a_family(family):
+    command = [sys.executable, str(CHECKOUT / "scripts" / "full_widths.py"), "--only", family]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
