@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.serving.answer_reader import AnswerReader, Part
 from medusa.serving.requests import ChatRequest, CompletionRequest
@@ -220,12 +222,14 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
 def common_subsequence_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens of ``first`` that stand in ``second`` in the same order, as many as can be: bit-parallel, with a
     row of the table in a whole number (Hyyrö, 2004)."""
-    places: dict[int, int] = {}
-    for place, token in enumerate(first):
-        places[token] = places.get(token, 0) | 1 << place
+    tokens = np.asarray(first)
+    places = {
+        token: int.from_bytes(np.packbits(tokens == token, bitorder="little").tobytes(), "little")
+        for token in {*second}
+    }
     every = unmatched = (1 << len(first)) - 1
     for token in second if first else ():
-        matched = unmatched & places.get(token, 0)
+        matched = unmatched & places[token]
         unmatched = (unmatched + matched | unmatched - matched) & every
     return len(first) - unmatched.bit_count()
 

@@ -30,6 +30,8 @@ MAX_CHOICES = 16
 MAX_TOOLS = 128
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
+MAX_FIELDS, MAX_NAME = 512, 64
+"""Fields of an object, known or not, and characters of a name that are told."""
 MAX_TOKENS = 2**20
 MAX_PROMPTS = 64
 TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
@@ -50,6 +52,18 @@ def _as_whole(given: Any) -> Any:
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
+def told(name: str) -> str:
+    """A name that a client has written, as it is told and logged: not at any length."""
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
+
+
+def _few(given: Any) -> Any:
+    """Not more fields than anybody has, before any of them is looked at."""
+    if isinstance(given, dict) and len(given) > MAX_FIELDS:
+        raise ValueError(f"at most {MAX_FIELDS} fields, got {len(given)}; leave out what nobody reads")
+    return given
+
+
 def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
     if taken := TEMPLATE_PARAMETERS.intersection(given):
         raise ValueError(f"must leave {min(taken)} out, which is the server's to say")
@@ -67,7 +81,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 """The schema of what a function is given."""
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_few), AfterValidator(_for_the_template)]
 """What a client tells the chat template by its own names."""
 Token = Annotated[int, Field(strict=True)]
 Whole = Annotated[int, BeforeValidator(_as_whole), Field(strict=True)]
@@ -85,7 +99,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+        if not isinstance(_few(given), dict):
             return given
         return {name: value for name, value in given.items() if value is not None or not cls._has_value(name)}
 
@@ -98,7 +112,7 @@ class Body(BaseModel):
     def unread(self, place: str = "") -> dict[str, None]:
         """The fields that came and are not read, as a client writes them, each once: ``messages[].audio``."""
         given = {} if self.hands_on else self.model_extra or {}
-        found = {f"{place}{name}": None for name, value in given.items() if value is not None}
+        found = {f"{place}{told(name)}": None for name, value in given.items() if value is not None}
         for name in self.model_fields_set & self.__class__.model_fields.keys():
             value = getattr(self, name)
             inner = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
@@ -581,7 +595,7 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
 def field_of(location: tuple[Any, ...]) -> str:
     """The field that a validation error is about, as a client writes it: ``messages[0].content``."""
     parts = [part for part in location if not (isinstance(part, str) and TYPE_NAME.fullmatch(part))]
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{told(part)}" for part in parts)
     return text.removeprefix(".")
 
 

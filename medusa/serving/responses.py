@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
 from medusa.serving.answer_reader import AnswerReader, Part
 from medusa.serving.replies import RequestError, read
@@ -126,6 +126,17 @@ class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=40)] | None = None
 
 
+MAX_PAIRS = 16
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+def _few_pairs(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_PAIRS:
+        raise ValueError(f"at most {MAX_PAIRS} pairs, got {len(given)}")
+    return given
+
+
 class ResponsesRequest(SharedFields):
     """``POST /v1/responses``. ``input`` is a conversation, or what the user says."""
 
@@ -138,7 +149,7 @@ class ResponsesRequest(SharedFields):
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], BeforeValidator(_few_pairs)] | None = None
     """Given back as it came."""
     previous_response_id: Any = None
     conversation: Any = None

@@ -42,6 +42,7 @@ from medusa.serving.requests import (
     TokenizeRequest,
     sampling_arguments,
     text_of,
+    told,
 )
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnded
@@ -154,8 +155,8 @@ class Service:
             )
         messages = [message.as_template for message in asked.messages]
         try:
-            told = {**self.template_options, **asked.template_arguments}
-            text = self._marked(messages, asked.offered, told)
+            arguments = {**self.template_options, **asked.template_arguments}
+            text = self._marked(messages, asked.offered, arguments)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order, or what "
@@ -275,12 +276,12 @@ class Service:
         found = [*asked.unread()]
         if isinstance(asked, ChatRequest):
             names = ("reasoning_effort", "enable_thinking")
-            told = {name: name for name in names if getattr(asked, name) is not None}
-            told |= {name: f"chat_template_kwargs.{name}" for name in asked.chat_template_kwargs or {}}
+            given = {name: name for name in names if getattr(asked, name) is not None}
+            given |= {name: f"chat_template_kwargs.{told(name)}" for name in asked.chat_template_kwargs or {}}
             if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
-                told.pop("reasoning_effort")
+                given.pop("reasoning_effort")
             known = set(re.findall(r"\w+", self._template))
-            found += [field for name, field in told.items() if name not in known]
+            found += [field for name, field in given.items() if name not in known]
         return found
 
     def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
@@ -343,7 +344,7 @@ class Service:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
         if name and not self.options.any_model_name and name not in self.names:
             there = ", ".join(map(repr, self.names))
-            text = f"the model {name!r} is not here; there is {there}"
+            text = f"the model {told(name)!r} is not here; there is {there}"
             raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
@@ -362,16 +363,22 @@ class Service:
             text = text_of(asked.prediction.content)
             self._check_length(text, "prediction")
             expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(expected) > (most := min(self.limits.max_slots, self.context or self.limits.max_slots)):
+                raise RequestError(
+                    f"prediction has {len(expected)} tokens, and an answer at most {most}; shorten it",
+                    param="prediction",
+                    code="context_length_exceeded",
+                )
         marks = self._marks if isinstance(asked, ChatRequest) else None
-        told: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
-        told |= {"owner": owner, "prediction": expected}
+        known: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
+        known |= {"owner": owner, "prediction": expected}
         requests = [
             request
             for prompt in prompts
             for request in self._requests(asked, prompt, expected, grammar, owner)
         ]
         return [
-            Answer(request, AnswerText(self.tokenizer, asked.stops, marks), listener_of(number), **told)
+            Answer(request, AnswerText(self.tokenizer, asked.stops, marks), listener_of(number), **known)
             for number, request in enumerate(requests)
         ]
 

@@ -44,6 +44,40 @@ def ask(server: Running, **more) -> httpx.Response:
     return post(server, "/v1/chat/completions", {**ASKED, **more})
 
 
+LONG_NAME = "k" * 5000
+
+
+@pytest.mark.parametrize(
+    "path, body, status",
+    [
+        ("chat/completions", {**ASKED, LONG_NAME: 1}, 200),
+        ("chat/completions", {**ASKED, "chat_template_kwargs": {LONG_NAME: 1}}, 200),
+        ("chat/completions", {**ASKED, "messages": [{**HELLO[0], LONG_NAME: 1}]}, 200),
+        ("chat/completions", {**ASKED, "model": LONG_NAME}, 404),
+        ("chat/completions", {**ASKED, "logit_bias": {LONG_NAME: 1}}, 400),
+        ("responses", {"input": "a", "metadata": {LONG_NAME: "a"}}, 400),
+        ("responses", {"input": "a", "metadata": {"a": LONG_NAME}}, 400),
+    ],
+)
+def test_what_a_client_has_named_is_told_and_logged_in_a_few_characters(server, caplog, path, body, status):
+    caplog.set_level(logging.INFO, "medusa.serving")
+    reply = post(server, f"/v1/{path}", body)
+    wait_until(lambda: caplog.messages)
+    told = [*reply.headers.values(), *caplog.messages, *([reply.text] if status != 200 else [])]
+    assert reply.status_code == status and max(map(len, told)) < 1000
+
+
+def test_more_fields_or_pairs_than_anybody_has_are_refused(server):
+    many = {f"k{number}": "a" for number in range(600)}
+    for path, body, says in (
+        ("chat/completions", {**ASKED, **many}, "the body: at most 512 fields, got 604"),
+        ("chat/completions", {**ASKED, "chat_template_kwargs": many}, "chat_template_kwargs: at most 512"),
+        ("responses", {"input": "a", "metadata": many}, "metadata: at most 16 pairs, got 600"),
+    ):
+        reply = post(server, f"/v1/{path}", body)
+        assert reply.status_code == 400 and says in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_fields_that_are_not_read_are_told_in_the_header_and_in_the_log(server, caplog, stream):
     messages = [{"role": "user", "content": "Hello", "audio": {}, "refusal": None}] * 2
