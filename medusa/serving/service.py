@@ -411,7 +411,7 @@ class Service:
             arguments["logits_processor"] = LogitsProcessorList([*processors, *kept])
             try:
                 request = self.model.request(
-                    ids, attention_mask=torch.ones_like(ids), seed=first + choice, **arguments
+                    ids, attention_mask=torch.ones_like(ids), seed=(first + choice) % SEEDS, **arguments
                 )
                 request = replace(request, references=references)
                 if asked.ignore_eos:

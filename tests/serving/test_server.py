@@ -170,6 +170,17 @@ def num_ended(server: Running) -> float:
     return sum(float(value) for value in re.findall(r"medusa:request_success_total{.*} (.*)", text))
 
 
+@pytest.mark.parametrize("seed", [-1, 2**62 - 1, -(2**63), 2**63 - 2])
+def test_a_choice_is_what_its_own_seed_gives_alone_wherever_seeds_begin_again(server, seed):
+    client, asked = (
+        client_of(server),
+        {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 1},
+    )
+    together = client.chat.completions.create(**asked, n=2, seed=seed).choices
+    alone = [client.chat.completions.create(**asked, seed=seed + index).choices[0] for index in range(2)]
+    assert [each.message.content for each in together] == [each.message.content for each in alone]
+
+
 def test_a_stop_string_in_the_first_token_ends_its_own_choice_alone(server, tiny_chat_model, caplog):
     options = {**ALONE, "max_new_tokens": 8}
     texts = [expected(tiny_chat_model, HELLO, **options, seed=7 + index)[1] for index in range(4)]
