@@ -195,8 +195,8 @@ class Service:
 
     @functools.cached_property
     def _controls(self) -> re.Pattern[str]:
-        tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        spelt = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+        names = self._control_names.values()
+        spelt = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spelt)) or "(?!)")
 
     def _cut(self, given: Any) -> Any:
@@ -257,8 +257,12 @@ class Service:
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
         """The control tokens that tell the parts of an answer apart, which are no text otherwise."""
+        return {id: name for id, name in self._control_names.items() if name in self.form.marks}
+
+    @functools.cached_property
+    def _control_names(self) -> dict[int, str]:
         added = self.tokenizer.added_tokens_decoder.items()
-        return {id: each.content for id, each in added if each.special and each.content in self.form.marks}
+        return {id: each.content for id, each in added if each.special}
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
         """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
@@ -377,8 +381,9 @@ class Service:
             for prompt in prompts
             for request in self._requests(asked, prompt, expected, grammar, owner)
         ]
+        spelling = asked.stops, marks, self._control_names if asked.stops else None
         return [
-            Answer(request, AnswerText(self.tokenizer, asked.stops, marks), listener_of(number), **known)
+            Answer(request, AnswerText(self.tokenizer, *spelling), listener_of(number), **known)
             for number, request in enumerate(requests)
         ]
 

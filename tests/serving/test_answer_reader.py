@@ -4,10 +4,12 @@ import functools
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import chat_tokenizer
 from transformers import AddedToken
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from medusa.serving.answer_forms import AnswerForm, form_of
 from medusa.serving.answer_reader import AnswerReader
@@ -329,3 +331,32 @@ def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
         answer = AnswerText(TOKENIZER, marks=marks)
         pieces = answer.feed(tokens, [0] * len(tokens))[1] + answer.finish()
         assert "".join(piece.text for piece in pieces) == text
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+@pytest.mark.parametrize(
+    "stop, num_tokens, text",
+    [
+        ("<|user|>", 3, "ab"),  # a token,
+        ("b<|user|>", 3, "a"),  # with text before it,
+        ("<|user|>c", 4, "ab"),  # behind it
+        ("b<|user|>c", 4, "a"),  # and on both sides;
+        ("ser|><|system|>", 7, "abcd"),  # a part of two
+        ("abcd", 5, ""),  # text that a token parts
+        ("de", 8, "abc"),
+        ("x<|user|>", 8, "abcde"),
+    ],
+)
+def test_a_stop_string_may_hold_control_tokens_which_are_no_text(stop, num_tokens, text, step):
+    controls = {token: each.content for token, each in TOKENIZER.added_tokens_decoder.items() if each.special}
+    tokens = TOKENIZER("ab<|user|>cd<|user|><|system|>e")["input_ids"]
+    answer, pieces, num_fed = AnswerText(TOKENIZER, [stop], controls=controls), [], 0
+    for at in range(0, len(tokens), step):
+        part = tokens[at : at + step]
+        num_new, new = answer.feed(part, [0] * len(part))
+        num_fed, pieces = num_fed + num_new, pieces + new
+    assert answer.is_stopped == (text != "abcde") and num_fed == num_tokens
+    assert "".join(piece.text for piece in [*pieces, *answer.finish()]) == text
+    criterion = StopStringCriteria(TOKENIZER, [stop])  # of `generate`, which looks for what stands there
+    read = [end for end in range(1, 9) if "<" in stop and criterion(torch.tensor([tokens[:end]]), None)]
+    assert not read or read[0] == num_tokens

@@ -181,6 +181,14 @@ def test_a_choice_is_what_its_own_seed_gives_alone_wherever_seeds_begin_again(se
     assert [each.message.content for each in together] == [each.message.content for each in alone]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_control_token_stops_an_answer(server, path):
+    token = TOKENIZER.convert_tokens_to_ids("<|user|>")
+    body = {"messages": HELLO, "prompt": "a", "max_tokens": 8, "logit_bias": {str(token): 100}}
+    reply = httpx.post(f"{server.url}/v1/{path}", json={**body, "stop": "<|user|>"}, timeout=60).json()
+    assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] == 1
+
+
 def test_a_stop_string_in_the_first_token_ends_its_own_choice_alone(server, tiny_chat_model, caplog):
     options = {**ALONE, "max_new_tokens": 8}
     texts = [expected(tiny_chat_model, HELLO, **options, seed=7 + index)[1] for index in range(4)]
