@@ -38,8 +38,10 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    NotFinite,
     TokenizeRequest,
     field_of,
+    json_value,
     message_of,
     telling,
 )
@@ -188,7 +190,9 @@ async def _body(request: Request) -> bytes:
 def _checked(raw: bytes, kind: Any) -> Any:
     """The body as ``kind``."""
     try:
-        body = json.loads(raw, parse_constant=_no_number)
+        body = json_value(raw)
+    except NotFinite as error:
+        raise RequestError(f"the body must be JSON: {error}", code="invalid_json") from error
     except (ValueError, RecursionError) as error:
         raise RequestError("the body must be JSON", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -205,10 +209,6 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(f"{name or 'the body'}: {message_of(wrong)}", param=name or None) from error
     except ValueError as error:
         raise RequestError(str(error), code="invalid_json") from error
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 class _Endpoints:

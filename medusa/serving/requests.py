@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,27 @@ FIRST_ALONE = Field(fail_fast=True)
 
 def _as_whole(given: Any) -> Any:
     return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+class NotFinite(ValueError):
+    """A number that JSON cannot hold."""
+
+
+def json_value(text: str | bytes) -> Any:
+    """What ``text`` is as JSON, whose numbers are finite: 1e400 would be written as ``Infinity`` again.
+
+    Raises:
+        ValueError: it is no JSON; :class:`NotFinite` for such a number.
+        RecursionError: it is too deep.
+    """
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise NotFinite(f"numbers must be finite, got {told(number)}; JSON has no other")
+    return value
 
 
 def told(name: str) -> str:
@@ -331,7 +353,9 @@ class CalledFunction(Body):
     @classmethod
     def _object(cls, given: str) -> str:
         try:
-            is_object = isinstance(json.loads(given), dict)
+            is_object = isinstance(json_value(given), dict)
+        except NotFinite:
+            raise
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
@@ -376,7 +400,7 @@ class ChatMessage(Body):
         if self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
             for call in calls:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json_value(call["function"]["arguments"])
             message["tool_calls"] = calls
         if self.role == "tool":
             message |= {"name": self.name, "tool_call_id": self.tool_call_id}

@@ -78,6 +78,8 @@ WRITTEN = [
     (HERMES, f"<tool_call>{CALL}", "", [OSLO]),
     (HERMES, f"<tool_call>[{OTHER}, {CALL}]</tool_call>", "", [TIME, OSLO]),
     (HERMES, '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', "", [OSLO]),
+    (HERMES, '<tool_call>{"arguments": {"days": 1e999}, "name": "weather"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"arguments": {"days": NaN}, "name": "weather"}</tool_call>', None, []),
     (HERMES, '<tool_call>{"arguments": {}, "name": "rm"}</tool_call>', None, []),
     (HERMES, "<tool_call>{broken</tool_call>", None, []),
     (HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
@@ -100,6 +102,10 @@ WRITTEN = [
     (XML, xml("weather", days="many"), "", [("weather", {"days": "many"})]),
     (XML, xml("weather", place="5", hour="5"), "", [("weather", {"place": "5", "hour": 5})]),
     (XML, xml("weather", place="null", hour="[5]"), "", [("weather", {"place": None, "hour": "[5]"})]),
+    *(
+        (XML, xml("weather", days=text), "", [("weather", {"days": text})])
+        for text in ("1e999", "-1e999", "1, z=2", "1, **{}", "1)(value=2")
+    ),
     (XML, xml("weather", city="Oslo").removeprefix("<tool_call>\n"), "", [OSLO]),
     (XML, xml("rm", path="/"), None, []),
     (XML, f"<tool_call>{CALL}</tool_call>", "", [OSLO]),
@@ -112,6 +118,7 @@ WRITTEN = [
     ),
     (PYTHON, "[link](https://a.example) and [rm(a=1)]", None, []),
     (PYTHON, "[weather(city=city)]", None, []),
+    (PYTHON, "[weather(days=1e999)]", None, []),
     (PYTHON, '[weather("Oslo")]', None, []),
 ]
 

@@ -641,6 +641,31 @@ def test_other_refusals_are_in_the_same_form(server):
     assert reply.status_code == 200 and reply.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "x": "HERE"}}]}),
+        ("chat/completions", {"response_format": {"json_schema": {"schema": {"maximum": "HERE"}}}}),
+        ("responses", {"tools": [{"type": "function", "name": "f", "parameters": {"default": "HERE"}}]}),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": {"maximum": "HERE"}}}}),
+        ("completions", {"prompt": "a", "unknown": ["HERE"]}),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(server, path, body, number):
+    content = json.dumps(body).replace('"HERE"', number)
+    reply = httpx.post(f"{server.url}/v1/{path}", content=content)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
+    assert f"numbers must be finite, got {number}" in reply.json()["error"]["message"]
+
+
+def test_numbers_that_are_not_finite_are_refused_in_the_arguments_of_a_call(server):
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": 1e400}'}}
+    body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and "numbers must be finite, got 1e400" in reply.text
+
+
 def test_a_client_that_leaves_frees_its_row(server):
     stream = client_of(server).chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=480, stream=True, extra_body={"ignore_eos": True}
