@@ -190,6 +190,7 @@ class Worker:
         self._cancelled: list[Answer] = []
         self._active: set[Answer] = set()
         self._is_closing = False
+        metrics.num_submitted = lambda: len(self._added)
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
 
     def start(self) -> None:
@@ -332,13 +333,13 @@ class Worker:
         tokens = progress.tokens
         num_text = len(tokens) - (reason == "stop" and tokens[-1] in row.request.eos_ids)
         now, num_prompt = time.monotonic(), int(row.request.lengths[0])
-        if answer.num_steps == 0:
-            self.metrics.began(now - answer.arrived, len(tokens), num_prompt, row.num_reused)
-        else:
-            self.metrics.went_on(now - answer.last, len(tokens))
-        answer.last = now
         num_fed, pieces = text.feed(tokens[:num_text], progress.depths[:num_text])
         num_new = num_fed if text.is_stopped else len(tokens)
+        if answer.num_steps == 0:
+            self.metrics.began(now - answer.arrived, num_new, num_prompt, row.num_reused)
+        else:
+            self.metrics.went_on(now - answer.last, num_new)
+        answer.last = now
         answer.num_steps += 1
         answer.num_tokens += num_new
         answer.drafted.update(progress.drafted)

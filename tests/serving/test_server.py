@@ -685,19 +685,46 @@ def test_a_client_that_leaves_frees_its_row(server):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def metrics_of(server: Running) -> dict[str, float]:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    parts = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name.removeprefix("medusa:"): float(value) for name, _, value in parts}
+
+
+def test_a_request_runs_or_waits_in_the_metrics_while_its_prompt_is_read(server, monkeypatch):
+    server.slowed(monkeypatch, 0.01)
+    body, seen = {"prompt": "a" * 400, "max_tokens": 1}, []
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        wait_until(lambda: server.num_active == 1)
+        while server.num_active:
+            values = metrics_of(server)
+            if server.num_active:
+                seen.append(values["num_requests_running"] + values["num_requests_waiting"])
+        asked.result().raise_for_status()
+    assert len(seen) > 2 and set(seen[:-1]) == {1.0}  # the last may be of one that has just ended
+
+
+def test_tokens_behind_a_stop_string_are_not_counted_in_the_metrics(server):
+    def asked(**more) -> dict:
+        body = {"prompt": "Hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True, **more}
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+
+    text, before, num_told = asked()["choices"][0]["text"], metrics_of(server)["generation_tokens_total"], 0
+    for stop in {*text}:  # several tokens a step, so that some stand behind it
+        reply = asked(stop=stop, prediction={"type": "content", "content": text})
+        num_told += reply["usage"]["completion_tokens"]
+    assert metrics_of(server)["generation_tokens_total"] - before == num_told
+
+
 def test_metrics_count_what_was_done(server):
     client_of(server).completions.create(model="tiny", prompt="Hello", max_tokens=20, temperature=0)
-    text = httpx.get(f"{server.url}/metrics").text
-    values = {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if not line.startswith("#")
-    }
-    assert values["medusa:generation_tokens_total"] > 10
-    assert values["medusa:spec_decode_num_draft_tokens_total"] > 0
-    assert values["medusa:time_to_first_token_seconds_count"] > 0
-    assert 'medusa:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in values
-    assert values["medusa:num_requests_running"] == 0
+    values = metrics_of(server)
+    assert values["generation_tokens_total"] > 10
+    assert values["spec_decode_num_draft_tokens_total"] > 0
+    assert values["time_to_first_token_seconds_count"] > 0
+    assert 'spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in values
+    assert values["num_requests_running"] == 0
 
 
 def test_a_server_with_a_key_wants_it_and_large_bodies_are_refused():
