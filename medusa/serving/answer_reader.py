@@ -314,8 +314,10 @@ class AnswerReader:
                 self._argue('"')
         elif (yield from self._until(ends, value.append)):
             text = "".join(value)
-            found = _python(f"(value={text})") or {}
-            given = found["value"] if [*found] == ["value"] else text
+            given = _json(text)
+            if given is None:
+                found = _python(f"(value={text})") or {}
+                given = found["value"] if [*found] == ["value"] else text
             fits = "string" not in types or types & TYPES.get(type(given), set())
             self._argue(_quoted(given if fits else text))
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -285,6 +286,66 @@ def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema
         for right, wrong in (("f", "g"), ("x y", "y x")):  # another function, and none of the values
             other = tokenizer(text.replace(right, wrong), add_special_tokens=False)["input_ids"]
             assert right not in text or not grammar.processor(0)._moved_to(other)
+
+
+def text(**more) -> dict:
+    """The parameters of a function that takes a text."""
+    return {"properties": {"a": {"type": "string", **more}}}
+
+
+ANY = {"type": "string"}
+NOT_KEPT = [  # forms, name, parameters, what is said of them
+    *((XML, "f", text(**{key: value}), f"'{key}' of the parameter 'a' of 'f'") for key, value in (
+        ("pattern", "x"), ("format", "date"), ("minLength", 2), ("maxLength", 3), ("not", {"const": "x"}))),
+    (XML, "f", text(enum=["a", "b"], maxLength=1), "'maxLength' of the parameter 'a'"),
+    (XML, "f", {"properties": {"a": {"anyOf": [ANY, {"type": "number", "minimum": 3}]}}}, "'minimum' of"),
+    (XML, "f", {"properties": {"a": {"anyOf": [ANY], "enum": ["x"]}}}, "'enum' of the parameter"),
+    (XML, "f", text(enum=["</parameter>"]), "none that ends a parameter"),
+    (XML, "f", {"properties": {"a": False}}, "may be nothing"),
+    *((form, "f", {"properties": {"a": ANY}, **more}, says) for form in (XML, PYTHON) for more, says in (
+        ({"anyOf": [{"required": ["a"]}]}, "'anyOf' of the parameters of 'f'"),
+        ({"minProperties": 1}, "'minProperties' of the parameters of 'f'"),
+        ({"required": ["b"]}, "require 'b', which is not among"),
+        ({"type": "string"}, "must be an object, got 'string'"))),
+    *((PYTHON, "f", {"properties": {key: {}}}, f"parameter {key!r} of 'f'") for key in ("a b", "class", "é")),
+    *((XML, "f", {"properties": {key: {}}}, f"the parameter {key!r} of 'f'") for key in ("a>b", "a\n", " a")),
+    *((form, "f g", None, "name of the function 'f g'") for form in (XML, PYTHON, HARMONY)),
+    (PYTHON, "1f", None, "name of the function '1f'"),
+    (HERMES, "f<|user|>", None, "name of the function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, name, parameters, says", NOT_KEPT)
+def test_what_a_forced_call_could_not_keep_or_be_read_with_is_refused(form, name, parameters, says):
+    pytest.importorskip("llguidance")
+    _, compiler = tokenizer_and_compiler(form, False)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        form.call_rules([{"name": name, "parameters": parameters}], compiler.spelt)
+
+
+CONST = {"properties": {"a": {"type": "string", "const": "x y"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "form, parameters, call, is_allowed",
+    [
+        (XML, CONST, xml("f", a="x y"), True),
+        (XML, CONST, xml("f", a="x"), False),
+        (XML, text(), xml("f", a="x</parameter>y"), False),  # which would be read as x
+        *((form, None, written(form, "f", {"a": 1}), False) for form in FORMS),
+        *((form, None, written(form, "f", {}), True) for form in FORMS),
+        *((form, {}, written(form, "f", {"a": 1}), True) for form in (HERMES, HARMONY)),
+    ],
+)
+def test_a_forced_call_is_held_to_its_parameters_and_has_none_where_none_are_said(
+    form, parameters, call, is_allowed
+):
+    pytest.importorskip("llguidance")
+    tokenizer, compiler = tokenizer_and_compiler(form, False)
+    rules = form.call_rules([{"name": "f", "parameters": parameters}], compiler.spelt)
+    processor = compiler.compile(["answer: call", *rules]).processor(0)
+    ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    assert (processor._moved_to(ids) and processor._matcher.is_accepting()) == is_allowed
 
 
 # ------------------------------------------------------------------ from tokens to text
