@@ -66,7 +66,7 @@ NUM_PREPARING = 4
 
 def create_application(service: Service, access: AccessOptions) -> FastAPI:
     """The application; ``service`` must have been started."""
-    app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Gate, access=access)
     if access.cors_origin:
         app.add_middleware(
@@ -117,6 +117,8 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
+        if not name:
+            raise HTTPException(404)
         service.check_name(name)
         return service.model_card(name)
 

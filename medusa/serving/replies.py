@@ -163,11 +163,16 @@ class Replies:
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._name(token): _finite(logprob) for token, logprob in entry.top} for entry in entries
-            ],
+            "top_logprobs": [self._by_name(entry) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _by_name(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that was chosen; of tokens of one name the likelier."""
+        found: dict[str, float] = {}
+        for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
+            found.setdefault(self._name(token), _finite(logprob))
+        return found
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)

@@ -352,6 +352,7 @@ class CalledFunction(Body):
     @field_validator("arguments")
     @classmethod
     def _object(cls, given: str) -> str:
+        given = given if given.strip() else "{}"  # so clients write a call without arguments
         try:
             is_object = isinstance(json_value(given), dict)
         except NotFinite:
@@ -477,7 +478,7 @@ class ChatRequest(SharedFields, Rendering):
 
     @model_validator(mode="after")
     def _logprobs_go_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 

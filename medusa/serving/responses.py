@@ -76,7 +76,7 @@ class InputItem(Body):
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type!r} needs {name}")
         if self.arguments is not None:
-            CalledFunction(name=self.name or "", arguments=self.arguments)
+            self.arguments = CalledFunction(name=self.name or "", arguments=self.arguments).arguments
         return self
 
 
@@ -111,7 +111,7 @@ class TextFormat(JsonSchema):
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "json_schema": {"schema": self.schema_} if self.schema_ else None}
+        return {"type": self.type, "json_schema": None if self.schema_ is None else {"schema": self.schema_}}
 
 
 class TextOptions(Body):

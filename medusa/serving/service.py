@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -143,6 +144,17 @@ class Service:
         except TEMPLATE_ERRORS:
             return False
 
+    @functools.cached_property
+    def takes_several_systems(self) -> bool:
+        """Whether the chat template shows more than one system message to the model."""
+        texts = "first", "second"
+        told = [{"role": "system", "content": text} for text in texts]
+        try:
+            shown = self._rendered([*told, {"role": "user", "content": "a"}])
+        except TEMPLATE_ERRORS:
+            return False
+        return all(text in shown for text in texts)
+
     def chat_prompt(self, asked: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
         if self.tokenizer.chat_template is None:
@@ -154,6 +166,8 @@ class Service:
                 param="tools" if asked.offered else "messages",
             )
         messages = [message.as_template for message in asked.messages]
+        if not self.takes_several_systems:
+            messages = _with_one_system(messages)
         try:
             arguments = {**self.template_options, **asked.template_arguments}
             text = self._marked(messages, asked.offered, arguments)
@@ -514,3 +528,12 @@ class Service:
             "max_model_len": self.context,
             "context_length": self.context,
         }
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with the system messages at their head as one, a blank line between."""
+    first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    if len(first) < 2:
+        return messages
+    together = "\n\n".join(message["content"] for message in first)
+    return [{**first[0], "content": together}, *messages[len(first) :]]
