@@ -31,6 +31,8 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON on one line: where any white space may come, a small model may write nothing else."""
 MAX_SCHEMA_LENGTH = 2**18
 """Characters of a schema, as JSON, or of another grammar."""
+MAX_TOLD = 300
+"""Characters of what is wrong with a grammar."""
 MAX_SCHEMA_DEPTH = 256
 """Levels of a schema, of definitions inside of definitions too."""
 TRIAL_SECONDS = 5.0
@@ -112,9 +114,20 @@ class GrammarCompiler:
     def _compile(self, rules: str, before: str, of_before: str) -> Grammar:
         source = self._matcher_of.grammar_from_lark
         if problem := self._trial.problem_of(source(f"start: answer\n{rules}")):
-            raise ValueError(problem)
+            raise ValueError(_told(problem))
         whole = source(f"start: {before} answer\n{rules}\n{of_before}")
         return Grammar(self._matcher_of(self._tokens, whole, log_level=0), self._eos_ids, self._vocab_size)
+
+
+LISTED = re.compile(r"\s*(\d+ \|.*|\^+\s*)")
+"""A line of a grammar as llguidance lists it, or what marks a place in it."""
+
+
+def _told(problem: str) -> str:
+    """What llguidance says is wrong, without the grammar that was made of what a client gave."""
+    lines = [line.strip() for line in problem.splitlines() if not LISTED.fullmatch(line)]
+    said = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: | \(in regex\)", "", " ".join(lines))
+    return " ".join(said.split())[:MAX_TOLD]
 
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:
@@ -127,6 +140,10 @@ def json_rule(name: str, schema: Mapping[str, Any]) -> str:
     return f"{name}: %json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
+SPELT = {"\n": r"\n", "\\\n": r"\n", "/": r"\/"}
+"""How a rule spells parts of a pattern, which stands between slashes on one line."""
+
+
 def pattern_rule(name: str, pattern: str) -> str:
     """A rule for what a regular expression matches as a whole.
 
@@ -134,8 +151,8 @@ def pattern_rule(name: str, pattern: str) -> str:
         ValueError: it is too long.
     """
     _check_length("a regular expression", pattern)
-    spelt = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
-    return f"{name}: /{spelt.replace(chr(10), chr(92) + 'n')}/"
+    spelt = re.sub(r"\\?\n|\\.|/", lambda found: SPELT.get(found[0], found[0]), pattern)
+    return f"{name}: /{spelt}/"
 
 
 def lark_rule(name: str, grammar: str) -> str:
@@ -144,12 +161,12 @@ def lark_rule(name: str, grammar: str) -> str:
     Raises:
         ValueError: it is too long, or in neither.
     """
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     _check_length("a grammar", grammar)
     try:
         return f"{name}: %lark {{\n{any_to_lark(grammar)}\n}}"
-    except (GbnfToLarkError, RecursionError) as error:
+    except Exception as error:  # of no type of its own where a rule is missing
         raise ValueError(f"it is neither in Lark's syntax nor GBNF ({str(error)[:200]})") from error
 
 

@@ -226,6 +226,11 @@ class Batch:
         return len(self._rows)
 
     @property
+    def num_reading(self) -> int:
+        """Rows whose prompts are being read."""
+        return sum(len(reading.rows) for reading in self._readings)
+
+    @property
     def is_busy(self) -> bool:
         """Whether there is anything to do in a step."""
         return bool(self._rows or self.waiting or self._readings)

@@ -8,6 +8,8 @@ the rules of a grammar (Lark, as llguidance reads it) by which a call is written
 from __future__ import annotations
 
 import json
+import keyword
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +19,23 @@ from medusa.prompts import thoughts_of
 
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 """What stands around and in the messages of gpt-oss; a final answer is one on the channel ``final``."""
+NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+"""Of a function that says nothing of them."""
+NAMES = {
+    "xml": re.compile(r"[\w.-]+"),
+    "python": re.compile(r"[A-Za-z_][\w.-]*"),
+    "harmony": re.compile(r"[\w.-]+"),
+}
+"""Names of functions that the forms can hold in which they are no JSON."""
+ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$comment", "$schema", "$id"),
+}
+"""Keys of a schema that ask nothing of a value."""
+OF_PARAMETERS = {
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS),
+}
+"""Keys of the schema of all parameters that are kept where these stand one by one."""
 Spelt = Callable[[str], str]
 """A text as a part of a grammar: its control tokens as tokens."""
 
@@ -74,10 +93,16 @@ class AnswerForm:
         return r'call ("\n" call)*' if self.call in ("hermes", "xml") else "call"
 
     def call_rules(self, functions: Sequence[Mapping[str, Any]], spelt: Spelt) -> list[str]:
-        """``call``, which is one call of one of ``functions``, and the rules below it."""
+        """``call``, which is one call of one of ``functions``, and the rules below it.
+
+        Raises:
+            ValueError: this form cannot hold a call of one of them, or not what its parameters must be.
+        """
         rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
         for index, function in enumerate(functions):
-            schema = {"type": "object", **(function.get("parameters") or {})}
+            given = function.get("parameters")
+            schema = {"type": "object", **(NO_PARAMETERS if given is None else given)}
+            self._check_name(function["name"], spelt)
             if self.call in ("xml", "python"):
                 rules += _by_parameter(self.call, index, function["name"], schema, spelt)
                 continue
@@ -88,6 +113,14 @@ class AnswerForm:
                 json_rule(f"given_{index}", schema),
             ]
         return rules
+
+    def _check_name(self, name: str, spelt: Spelt) -> None:
+        is_read = NAMES[self.call].fullmatch(name) if self.call in NAMES else spelt(name) == json.dumps(name)
+        if not is_read:
+            raise ValueError(
+                f"the name of the function {name!r} could not be read again in the form in which this model "
+                "calls; use letters, digits and _"
+            )
 
     def _around_arguments(self, name: str) -> tuple[str, str]:
         if self.is_harmony:
@@ -127,11 +160,69 @@ def _alternatives(schema: Any) -> list[Mapping[str, Any]]:
 
 def _may_be_any_text(schema: Any) -> bool:
     found = [each for each in _alternatives(schema) if "string" in types_of(each)]
-    return not schema or any("enum" not in each for each in found)
+    return not schema or any("enum" not in each and "const" not in each for each in found)
+
+
+def _check_parameters(kind: str, name: str, schema: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all that ``schema`` says of the parameters of ``name`` can be kept, where these
+    stand one by one, and read again."""
+    of = f"the parameters of {name!r}"
+    properties, types = schema.get("properties") or {}, schema["type"]
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise ValueError(f"{of} must be an object, got {types!r:.40}")
+    if unkept := sorted({*schema} - OF_PARAMETERS):
+        raise ValueError(
+            f"{unkept[0]!r:.60} of {of} cannot be kept in the form in which this model calls; leave it out"
+        )
+    for key in schema.get("required") or ():
+        if key not in properties:
+            raise ValueError(f"{of} require {key!r:.60}, which is not among their properties; describe it")
+    for key, value in properties.items():
+        is_named = key.isidentifier() and key.isascii() and not keyword.iskeyword(key)
+        if not (is_named if kind == "python" else key == key.strip() and not {*key} & {*">\n"}):
+            raise ValueError(
+                f"the parameter {key!r:.60} of {name!r} could not be read again in the form in which this "
+                "model calls; use letters, digits and _"
+            )
+        if kind == "xml":
+            _check_text(f"the parameter {key!r:.60} of {name!r}", value)
+
+
+def _check_text(of: str, schema: Any) -> None:
+    """Raise ValueError where a parameter that may be a text, which stands there as it is, must be more."""
+    if schema is False:
+        raise ValueError(f"{of} may be nothing; leave it out")
+    is_any = _may_be_any_text(schema)
+    if is_any or types_of(schema) == {"string"}:
+        kept = {"type"} if is_any else {"type", "enum", "const"}
+        if unkept := sorted(_keys_of(schema, kept)):
+            raise ValueError(
+                f"{unkept[0]!r:.60} of {of}, a text, cannot be kept in the form in which this model calls; "
+                "leave it out, or list the texts under enum"
+            )
+
+
+def _keys_of(schema: Any, kept: set[str]) -> set[str]:
+    """The keys that ask something of a value, of a schema and its alternatives, where no ``kept`` ones."""
+    if not isinstance(schema, Mapping):
+        return set()
+    inner = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    asked = {*schema} - ANNOTATIONS - ({"type", "anyOf", "oneOf"} if inner else kept)
+    return asked.union(*(_keys_of(each, kept) for each in inner))
+
+
+def _texts_of(schema: Mapping[str, Any]) -> list[str]:
+    """The texts one of which a parameter must be that is a text and not any."""
+    named = [each["enum"] if "enum" in each else [each["const"]] for each in _alternatives(schema)]
+    texts = [text for each in named for text in each if isinstance(text, str) and "</parameter>" not in text]
+    if not texts:
+        raise ValueError("enum and const of a text must name texts, and none that ends a parameter")
+    return texts
 
 
 def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], spelt: Spelt) -> list[str]:
     """A call whose parameters stand one by one, in the order of the schema: required ones first."""
+    _check_parameters(kind, name, schema)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties = schema.get("properties") or {}
     required = [key for key in schema.get("required") or () if key in properties]
@@ -140,11 +231,12 @@ def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], s
     for number, key in enumerate(keys):
         value, place = properties[key], f"{index}_{number}"
         begin = f"<parameter={key}>\n" if kind == "xml" else f"{key}="
-        rules.append(f"given_{place}: {json.dumps(begin)} value_{place}")
-        if kind == "xml" and _may_be_any_text(value):  # as it stands
-            rules.append(f"value_{place}[suffix={end}]: /(?s:.*)/")
-        elif kind == "xml" and types_of(value) == {"string"} and isinstance(value.get("enum"), list):
-            rules.append(f"value_{place}: ({' | '.join(map(json.dumps, value['enum']))}) {end}")
+        is_any = kind == "xml" and _may_be_any_text(value)  # as it stands, up to the first mark
+        rules.append(f"given_{place}: {json.dumps(begin)} value_{place}" + (' "\\n"' if is_any else ""))
+        if is_any:
+            rules.append(f'value_{place}[suffix="</parameter>"]: /(?s:.*)/')
+        elif kind == "xml" and types_of(value) == {"string"}:
+            rules.append(f"value_{place}: ({' | '.join(map(json.dumps, _texts_of(value)))}) {end}")
         else:
             schema_of_value = {**definitions, **value} if isinstance(value, Mapping) else {"not": {}}
             rules += [f"value_{place}: json_{place} {end}", json_rule(f"json_{place}", schema_of_value)]

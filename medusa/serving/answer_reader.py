@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from medusa.serving.answer_forms import AnswerForm, types_of
+from medusa.serving.requests import json_value
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")
@@ -313,7 +314,10 @@ class AnswerReader:
                 self._argue('"')
         elif (yield from self._until(ends, value.append)):
             text = "".join(value)
-            given = (_python(f"(value={text})") or {}).get("value", text)
+            given = _json(text)
+            if given is None:
+                found = _python(f"(value={text})") or {}
+                given = found["value"] if [*found] == ["value"] else text
             fits = "string" not in types or types & TYPES.get(type(given), set())
             self._argue(_quoted(given if fits else text))
 
@@ -382,7 +386,7 @@ def overlap(text: str, mark: str) -> int:
 def _json(text: str) -> Any:
     """What ``text`` is as JSON; None where it is none."""
     try:
-        return json.loads(text)
+        return json_value(text)
     except TOO_MUCH:
         return None
 
@@ -404,10 +408,10 @@ def _python(arguments: str) -> dict[str, Any] | None:
     """The arguments of a call, ``(key=value, ...)``, by name; None where they are not whole or no values."""
     try:
         call = _Names().visit(ast.parse(f"f{arguments}", mode="eval")).body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             return None
         given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        json.dumps(given)
+        json.dumps(given, allow_nan=False)
     except (*TOO_MUCH, TypeError):
         return None
     return given

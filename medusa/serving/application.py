@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -37,8 +38,10 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    NotFinite,
     TokenizeRequest,
     field_of,
+    json_value,
     message_of,
     telling,
 )
@@ -63,7 +66,7 @@ NUM_PREPARING = 4
 
 def create_application(service: Service, access: AccessOptions) -> FastAPI:
     """The application; ``service`` must have been started."""
-    app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Gate, access=access)
     if access.cors_origin:
         app.add_middleware(
@@ -114,6 +117,8 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
+        if not name:
+            raise HTTPException(404)
         service.check_name(name)
         return service.model_card(name)
 
@@ -187,7 +192,9 @@ async def _body(request: Request) -> bytes:
 def _checked(raw: bytes, kind: Any) -> Any:
     """The body as ``kind``."""
     try:
-        body = json.loads(raw, parse_constant=_no_number)
+        body = json_value(raw)
+    except NotFinite as error:
+        raise RequestError(f"the body must be JSON: {error}", code="invalid_json") from error
     except (ValueError, RecursionError) as error:
         raise RequestError("the body must be JSON", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -204,10 +211,6 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(f"{name or 'the body'}: {message_of(wrong)}", param=name or None) from error
     except ValueError as error:
         raise RequestError(str(error), code="invalid_json") from error
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 class _Endpoints:
@@ -238,8 +241,12 @@ class _Endpoints:
         self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
         """What ``work`` makes of a body of this kind."""
-        asked = await self._run(self.preparing, _checked, await _body(request), kind)
-        request.scope["state"]["unread"] = [*asked.unread()]
+
+        def read(raw: bytes) -> tuple[Body, list[str]]:
+            asked = _checked(raw, kind)
+            return asked, [*asked.unread()]
+
+        asked, request.scope["state"]["unread"] = await self._run(self.preparing, read, await _body(request))
         return await self._run(self.preparing, work, asked)
 
     async def answered(
@@ -247,11 +254,7 @@ class _Endpoints:
     ) -> Response:
         """The answers to a request of this kind, whole or as a stream."""
         service = self.service
-        given = await self._run(self.preparing, _checked, await _body(request), kind)
-        asked = given.chat if isinstance(given, ResponsesRequest) else given
-        unread = service.unread(asked)
-        if isinstance(given, ResponsesRequest):
-            unread = [*dict.fromkeys([*given.unread(), *map(named, unread)])]
+        given, asked, unread = await self._run(self.preparing, self._read, await _body(request), kind)
         request.scope["state"]["unread"] = unread
         service.check(asked)
         loop = asyncio.get_running_loop()
@@ -269,27 +272,71 @@ class _Endpoints:
         if asked.is_formed:
             grammar = await self._run(self.compiling, service.grammar, asked, prompts[0])
         owner = request.scope["state"].get("owner")
+        replies = await run_in_threadpool(_replies, service, given, asked, prompts)
         answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
         service.submit(answers)
         record = _Record(request, asked, answers, sum(map(len, prompts)), self.access.log_prompts)
 
         def end() -> None:
             service.worker.cancel(answers)
-            record.write()
+            record.state["is_logged"] = True
+            if not record.is_written:  # the client has left, or the server failed: nobody waits for it
+                loop.run_in_executor(None, record.write)
 
-        replies = _replies(service, given, asked, prompts)
         if asked.stream:
             return _EventStream(_events(asked, answers, queue, replies, record), end)
         try:
             updates = await _unless_disconnected(request, _collected(queue, len(answers)))
+            if updates is None:
+                return Response(status_code=499)
+            return await run_in_threadpool(_whole, updates, replies, record)
         finally:
             end()
-        if updates is None:
-            return Response(status_code=499)
-        for of_choice in updates:
-            if (failure := _failure(of_choice[-1].finish_reason)) is not None:
-                raise failure
-        return JSONResponse(replies.whole(updates, record.usage))
+
+    def _read(
+        self, raw: bytes, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+    ) -> tuple[Any, ChatRequest | CompletionRequest, list[str]]:
+        """A body of this kind, the same as a chat or a completion, and the fields that nobody reads."""
+        given = _checked(raw, kind)
+        asked = given.chat if isinstance(given, ResponsesRequest) else given
+        unread = self.service.unread(asked)
+        if isinstance(given, ResponsesRequest):
+            unread = [*dict.fromkeys([*given.unread(), *map(named, unread)])]
+        return given, asked, unread
+
+
+def _whole(
+    updates: Sequence[Sequence[Update]], replies: Replies | ResponseReplies, record: _Record
+) -> JSONResponse:
+    """The reply that is not streamed, once all updates of each answer are there.
+
+    Raises:
+        RequestError: an answer has failed.
+    """
+    record.write()
+    for of_choice in updates:
+        if (failure := _failure(of_choice[-1].finish_reason)) is not None:
+            raise failure
+    return _PatientResponse(replies.whole(updates, record.usage))
+
+
+class _PatientResponse(JSONResponse):
+    """JSON that is written a part at a time: one call for all of a long answer's log-probabilities would keep
+    the event loop waiting for the interpreter."""
+
+    def render(self, content: Any) -> bytes:
+        return "".join(self._parts(content, levels=5)).encode()  # down to the entry of a token
+
+    def _parts(self, content: Any, levels: int) -> Iterator[str]:
+        if not levels or not isinstance(content, dict | list):
+            yield json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            return
+        named = isinstance(content, dict)
+        yield "{" if named else "["
+        for number, each in enumerate(content):
+            yield ("," if number else "") + (f"{json.dumps(each, ensure_ascii=False)}:" if named else "")
+            yield from self._parts(content[each] if named else each, levels - 1)
+        yield "}" if named else "]"
 
 
 def _replies(
@@ -335,8 +382,8 @@ async def _events(
 ) -> AsyncIterator[str]:
     """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
     shows = asked.stream_options is not None and asked.stream_options.include_depths
-    for body in replies.begin(len(answers)):
-        yield _event(body)
+    for event in await run_in_threadpool(lambda: [*map(_event, replies.begin(len(answers)))]):
+        yield event
     left = len(answers)
     while left:
         try:
@@ -346,13 +393,18 @@ async def _events(
             yield f": read {sum(answer.row.num_read for answer in answers)} of {record.num_to_read}\n\n"
             continue
         failure = _failure(update.finish_reason)
-        for body in replies.part(index, update) if failure is None else replies.failed(failure):
+        for body in replies.part(index, update) if failure is None else ():
             yield _event(body)
         if failure is not None:
-            return
+            break
         left -= update.finish_reason is not None
-    for body in replies.end(record.usage):
-        yield _event(body)
+
+    def last_events() -> list[str]:
+        record.write()
+        return [*map(_event, replies.end(record.usage) if failure is None else replies.failed(failure))]
+
+    for event in await run_in_threadpool(last_events):
+        yield event
 
 
 def _event(body: Any) -> str:
@@ -418,6 +470,7 @@ class _Record:
         log_prompts: bool,
     ):
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
+        self.is_written = False
         self.state = request.scope["state"]
         self.said = {"request_id": self.state["request_id"], "path": request.url.path}
         self.said |= {"stream": asked.stream, "n": asked.n}
@@ -429,16 +482,17 @@ class _Record:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
             self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 
-    @property
+    @functools.cached_property
     def usage(self) -> dict[str, Any]:
+        """Once the answers have ended; not to be asked for on the event loop."""
         reused = sum(answer.row.num_reused for answer in self.answers[:: self.num_choices])
         return usage_of(self.num_prompt, reused, self.answers)
 
     def write(self) -> None:
         ended = [answer.finish_reason or "cancelled" for answer in self.answers]
         counted = {**self.usage, "seconds": round(time.monotonic() - self.began, 4), "ended": ended}
+        self.is_written = True
         log.info(json.dumps({**self.said, **counted}, default=str))
-        self.state["is_logged"] = True
 
 
 def _as_json(part: Any) -> Any:

@@ -27,6 +27,7 @@ log = logging.getLogger("medusa.serving")
 HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?")
 PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
 """Libraries of the chat page, in ``vendor/``."""
+ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """What needs no key: it tells nothing."""
 MAX_REQUESTS = 704
@@ -47,6 +48,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if (absolute := ABSOLUTE.match(scope["path"])) is not None:  # the target of a request to a proxy
+            path = scope["path"][absolute.end() :] or "/"
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
         has_begun = False
 
@@ -61,6 +65,8 @@ class Gate:
             await send(message)
 
         headers = dict(scope["headers"])
+        if absolute is not None:
+            headers[b"host"] = absolute[1].encode()  # which RFC 9112, section 3.2.2, has count instead
         refusal = self._refusal_of_place(scope, headers) or self._refusal(scope, headers)
         if refusal is None:
             self.num_under_way += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,16 +17,22 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5,
 class _BatchCollector(Collector):
     """What the batches know by themselves, read when it is asked for."""
 
-    def __init__(self, batches: Mapping[bool, Batch]):
-        self.batches = batches
+    def __init__(self, batches: Mapping[bool, Batch], num_submitted: Callable[[], int]):
+        self.batches, self.num_submitted = batches, num_submitted
 
     def collect(self) -> Iterable[Metric]:
         batches = [*self.batches.values()]
         drafted = self.batches[False]
         used = sum(batch.num_slots for batch in batches) / sum(batch.limits.max_slots for batch in batches)
         gauges = {
-            "num_requests_running": ("Requests that decode", sum(batch.num_rows for batch in batches)),
-            "num_requests_waiting": ("Requests that wait", sum(len(batch.waiting) for batch in batches)),
+            "num_requests_running": (
+                "Requests that decode, or whose prompts are being read",
+                sum(batch.num_rows + batch.num_reading for batch in batches),
+            ),
+            "num_requests_waiting": (
+                "Requests that wait",
+                sum(len(batch.waiting) for batch in batches) + self.num_submitted(),
+            ),
             "kv_cache_usage_perc": ("Part of the cache slots that is allocated", used),
             "prefix_cache_bytes": ("Kept prefixes", sum(batch.prefixes.num_bytes for batch in batches)),
         }
@@ -65,8 +71,10 @@ class ServerMetrics:
     """The counters of one server."""
 
     def __init__(self, batches: Mapping[bool, Batch]):
+        self.num_submitted: Callable[[], int] = lambda: 0
+        """Requests that the batches do not know of yet."""
         self.registry = CollectorRegistry()
-        self.registry.register(_BatchCollector(batches))
+        self.registry.register(_BatchCollector(batches, lambda: self.num_submitted()))
         self._first = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From a request's arrival to its first token",

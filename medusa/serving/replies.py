@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.serving.answer_reader import AnswerReader, Part
 from medusa.serving.requests import ChatRequest, CompletionRequest
@@ -161,11 +163,16 @@ class Replies:
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._name(token): _finite(logprob) for token, logprob in entry.top} for entry in entries
-            ],
+            "top_logprobs": [self._by_name(entry) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _by_name(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that was chosen; of tokens of one name the likelier."""
+        found: dict[str, float] = {}
+        for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
+            found.setdefault(self._name(token), _finite(logprob))
+        return found
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
@@ -220,12 +227,14 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
 def common_subsequence_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens of ``first`` that stand in ``second`` in the same order, as many as can be: bit-parallel, with a
     row of the table in a whole number (Hyyrö, 2004)."""
-    places: dict[int, int] = {}
-    for place, token in enumerate(first):
-        places[token] = places.get(token, 0) | 1 << place
+    tokens = np.asarray(first)
+    places = {
+        token: int.from_bytes(np.packbits(tokens == token, bitorder="little").tobytes(), "little")
+        for token in {*second}
+    }
     every = unmatched = (1 << len(first)) - 1
     for token in second if first else ():
-        matched = unmatched & places.get(token, 0)
+        matched = unmatched & places[token]
         unmatched = (unmatched + matched | unmatched - matched) & every
     return len(first) - unmatched.bit_count()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ MAX_CHOICES = 16
 MAX_TOOLS = 128
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
+MAX_FIELDS, MAX_NAME = 512, 64
+"""Fields of an object, known or not, and characters of a name that are told."""
 MAX_TOKENS = 2**20
 MAX_PROMPTS = 64
 TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
@@ -50,6 +53,39 @@ def _as_whole(given: Any) -> Any:
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
+class NotFinite(ValueError):
+    """A number that JSON cannot hold."""
+
+
+def json_value(text: str | bytes) -> Any:
+    """What ``text`` is as JSON, whose numbers are finite: 1e400 would be written as ``Infinity`` again.
+
+    Raises:
+        ValueError: it is no JSON; :class:`NotFinite` for such a number.
+        RecursionError: it is too deep.
+    """
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise NotFinite(f"numbers must be finite, got {told(number)}; JSON has no other")
+    return value
+
+
+def told(name: str) -> str:
+    """A name that a client has written, as it is told and logged: not at any length."""
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
+
+
+def _few(given: Any) -> Any:
+    """Not more fields than anybody has, before any of them is looked at."""
+    if isinstance(given, dict) and len(given) > MAX_FIELDS:
+        raise ValueError(f"at most {MAX_FIELDS} fields, got {len(given)}; leave out what nobody reads")
+    return given
+
+
 def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
     if taken := TEMPLATE_PARAMETERS.intersection(given):
         raise ValueError(f"must leave {min(taken)} out, which is the server's to say")
@@ -67,7 +103,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 """The schema of what a function is given."""
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_few), AfterValidator(_for_the_template)]
 """What a client tells the chat template by its own names."""
 Token = Annotated[int, Field(strict=True)]
 Whole = Annotated[int, BeforeValidator(_as_whole), Field(strict=True)]
@@ -85,7 +121,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+        if not isinstance(_few(given), dict):
             return given
         return {name: value for name, value in given.items() if value is not None or not cls._has_value(name)}
 
@@ -98,7 +134,7 @@ class Body(BaseModel):
     def unread(self, place: str = "") -> dict[str, None]:
         """The fields that came and are not read, as a client writes them, each once: ``messages[].audio``."""
         given = {} if self.hands_on else self.model_extra or {}
-        found = {f"{place}{name}": None for name, value in given.items() if value is not None}
+        found = {f"{place}{told(name)}": None for name, value in given.items() if value is not None}
         for name in self.model_fields_set & self.__class__.model_fields.keys():
             value = getattr(self, name)
             inner = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
@@ -316,8 +352,11 @@ class CalledFunction(Body):
     @field_validator("arguments")
     @classmethod
     def _object(cls, given: str) -> str:
+        given = given if given.strip() else "{}"  # so clients write a call without arguments
         try:
-            is_object = isinstance(json.loads(given), dict)
+            is_object = isinstance(json_value(given), dict)
+        except NotFinite:
+            raise
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
@@ -362,7 +401,7 @@ class ChatMessage(Body):
         if self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
             for call in calls:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json_value(call["function"]["arguments"])
             message["tool_calls"] = calls
         if self.role == "tool":
             message |= {"name": self.name, "tool_call_id": self.tool_call_id}
@@ -439,7 +478,7 @@ class ChatRequest(SharedFields, Rendering):
 
     @model_validator(mode="after")
     def _logprobs_go_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 
@@ -581,7 +620,7 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
 def field_of(location: tuple[Any, ...]) -> str:
     """The field that a validation error is about, as a client writes it: ``messages[0].content``."""
     parts = [part for part in location if not (isinstance(part, str) and TYPE_NAME.fullmatch(part))]
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{told(part)}" for part in parts)
     return text.removeprefix(".")
 
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
 from medusa.serving.answer_reader import AnswerReader, Part
 from medusa.serving.replies import RequestError, read
@@ -76,7 +76,7 @@ class InputItem(Body):
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type!r} needs {name}")
         if self.arguments is not None:
-            CalledFunction(name=self.name or "", arguments=self.arguments)
+            self.arguments = CalledFunction(name=self.name or "", arguments=self.arguments).arguments
         return self
 
 
@@ -111,7 +111,7 @@ class TextFormat(JsonSchema):
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "json_schema": {"schema": self.schema_} if self.schema_ else None}
+        return {"type": self.type, "json_schema": None if self.schema_ is None else {"schema": self.schema_}}
 
 
 class TextOptions(Body):
@@ -126,6 +126,17 @@ class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=40)] | None = None
 
 
+MAX_PAIRS = 16
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+def _few_pairs(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_PAIRS:
+        raise ValueError(f"at most {MAX_PAIRS} pairs, got {len(given)}")
+    return given
+
+
 class ResponsesRequest(SharedFields):
     """``POST /v1/responses``. ``input`` is a conversation, or what the user says."""
 
@@ -138,7 +149,7 @@ class ResponsesRequest(SharedFields):
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], BeforeValidator(_few_pairs)] | None = None
     """Given back as it came."""
     previous_response_id: Any = None
     conversation: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import ssl
@@ -106,6 +107,8 @@ def run_server(
             with _address_errors(where):
                 bound.listen()  # a client that connects before uvicorn accepts waits
             scheme = "https://" if address.tls_certificate else "http://"
+            gc.collect()
+            gc.freeze()  # a full collection need not look at model and libraries, with all clients waiting
             log.info("ready: %s%s", "" if where.startswith("unix:") else scheme, where)
             SignalledServer(config, service, address.grace).run(sockets=[bound])
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from medusa.serving.requests import (
     TokenizeRequest,
     sampling_arguments,
     text_of,
+    told,
 )
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnded
@@ -144,6 +146,17 @@ class Service:
         except TEMPLATE_ERRORS:
             return False
 
+    @functools.cached_property
+    def takes_several_systems(self) -> bool:
+        """Whether the chat template shows more than one system message to the model."""
+        texts = "first", "second"
+        told = [{"role": "system", "content": text} for text in texts]
+        try:
+            shown = self._rendered([*told, {"role": "user", "content": "a"}])
+        except TEMPLATE_ERRORS:
+            return False
+        return all(text in shown for text in texts)
+
     def chat_prompt(self, asked: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
         if self.tokenizer.chat_template is None:
@@ -155,9 +168,11 @@ class Service:
                 param="tools" if asked.offered else "messages",
             )
         messages = [message.as_template for message in asked.messages]
+        if not self.takes_several_systems:
+            messages = _with_one_system(messages)
         try:
-            told = {**self.template_options, **asked.template_arguments}
-            text = self._marked(messages, asked.offered, told)
+            arguments = {**self.template_options, **asked.template_arguments}
+            text = self._marked(messages, asked.offered, arguments)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order, or what "
@@ -196,8 +211,8 @@ class Service:
 
     @functools.cached_property
     def _controls(self) -> re.Pattern[str]:
-        tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        spelt = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+        names = self._control_names.values()
+        spelt = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spelt)) or "(?!)")
 
     def _cut(self, given: Any) -> Any:
@@ -258,8 +273,12 @@ class Service:
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
         """The control tokens that tell the parts of an answer apart, which are no text otherwise."""
+        return {id: name for id, name in self._control_names.items() if name in self.form.marks}
+
+    @functools.cached_property
+    def _control_names(self) -> dict[int, str]:
         added = self.tokenizer.added_tokens_decoder.items()
-        return {id: each.content for id, each in added if each.special and each.content in self.form.marks}
+        return {id: each.content for id, each in added if each.special}
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
         """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
@@ -277,12 +296,12 @@ class Service:
         found = [*asked.unread()]
         if isinstance(asked, ChatRequest):
             names = ("reasoning_effort", "enable_thinking")
-            told = {name: name for name in names if getattr(asked, name) is not None}
-            told |= {name: f"chat_template_kwargs.{name}" for name in asked.chat_template_kwargs or {}}
+            given = {name: name for name in names if getattr(asked, name) is not None}
+            given |= {name: f"chat_template_kwargs.{told(name)}" for name in asked.chat_template_kwargs or {}}
             if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
-                told.pop("reasoning_effort")
+                given.pop("reasoning_effort")
             known = set(re.findall(r"\w+", self._template))
-            found += [field for name, field in told.items() if name not in known]
+            found += [field for name, field in given.items() if name not in known]
         return found
 
     def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
@@ -345,7 +364,7 @@ class Service:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
         if name and not self.options.any_model_name and name not in self.names:
             there = ", ".join(map(repr, self.names))
-            text = f"the model {name!r} is not here; there is {there}"
+            text = f"the model {told(name)!r} is not here; there is {there}"
             raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
@@ -364,16 +383,23 @@ class Service:
             text = text_of(asked.prediction.content)
             self._check_length(text, "prediction")
             expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(expected) > (most := min(self.limits.max_slots, self.context or self.limits.max_slots)):
+                raise RequestError(
+                    f"prediction has {len(expected)} tokens, and an answer at most {most}; shorten it",
+                    param="prediction",
+                    code="context_length_exceeded",
+                )
         marks = self._marks if isinstance(asked, ChatRequest) else None
-        told: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
-        told |= {"owner": owner, "prediction": expected}
+        known: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
+        known |= {"owner": owner, "prediction": expected}
         requests = [
             request
             for prompt in prompts
             for request in self._requests(asked, prompt, expected, grammar, owner)
         ]
+        spelling = asked.stops, marks, self._control_names if asked.stops else None
         return [
-            Answer(request, AnswerText(self.tokenizer, asked.stops, marks), listener_of(number), **told)
+            Answer(request, AnswerText(self.tokenizer, *spelling), listener_of(number), **known)
             for number, request in enumerate(requests)
         ]
 
@@ -406,7 +432,7 @@ class Service:
             arguments["logits_processor"] = LogitsProcessorList([*processors, *kept])
             try:
                 request = self.model.request(
-                    ids, attention_mask=torch.ones_like(ids), seed=first + choice, **arguments
+                    ids, attention_mask=torch.ones_like(ids), seed=(first + choice) % SEEDS, **arguments
                 )
                 request = replace(request, references=references)
                 if asked.ignore_eos:
@@ -504,3 +530,12 @@ class Service:
             "max_model_len": self.context,
             "context_length": self.context,
         }
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with the system messages at their head as one, a blank line between."""
+    first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    if len(first) < 2:
+        return messages
+    together = "\n\n".join(message["content"] for message in first)
+    return [{**first[0], "content": together}, *messages[len(first) :]]

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from medusa.acceptance.grammar import GrammarFailed
@@ -35,17 +35,27 @@ class Piece:
     text: str
     depth: int
     """The depth of the guess behind it; 0 for the base model's own."""
+    is_shown: bool = True
+    """Control tokens are not, and a stop string may hold them."""
 
 
 class AnswerText:
     """The text of an answer under way, tokens in, pieces out: whole characters, and nothing of a stop string.
 
     What could still become a stop string is held back until it cannot, whichever tokens and steps it spans.
-    ``marks`` are control tokens, by id, that are text; others are not.
+    ``marks`` are control tokens, by id, that are text; ``controls`` are all of them, which stop strings may
+    spell.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), marks: Mapping[int, str] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        marks: Mapping[int, str] | None = None,
+        controls: Mapping[int, str] | None = None,
+    ):
         self._stream, self._stops, self._marks = TextStream(tokenizer), tuple(stops), marks or {}
+        self._controls = controls or {}
         self._held: list[Piece] = []
         self.is_stopped = False
         """A stop string has come; nothing follows."""
@@ -65,6 +75,8 @@ class AnswerText:
             if mark is not None:
                 self._stream = TextStream(self._stream.tokenizer)
             pieces += self._passed(Piece(text, depth))
+            if mark is None and (control := self._controls.get(token)) is not None:
+                pieces += self._passed(Piece(control, depth, is_shown=False))
         return len(tokens), pieces
 
     def finish(self) -> list[Piece]:
@@ -73,21 +85,40 @@ class AnswerText:
             return []
         pieces = self._passed(Piece(self._stream.finish(), 0))
         held, self._held = self._held, []
-        return pieces if self.is_stopped else pieces + held
+        return pieces if self.is_stopped else pieces + _shown(held)
 
     def _passed(self, new: Piece) -> list[Piece]:
         """What may go out of all that is held and ``new``; the rest is held."""
         if self.is_stopped:
             return []
         pieces = [piece for piece in [*self._held, new] if piece.text]
-        text = "".join(piece.text for piece in pieces)
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        whole = "".join(piece.text for piece in pieces)
+        shown = "".join(piece.text for piece in _shown(pieces))
+        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
+        found += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
         if found:
             self.is_stopped, self._held = True, []
-            return _cut(pieces, min(found))[0]
-        num_held = max((overlap(text, stop) for stop in self._stops), default=0)
-        passed, self._held = _cut(pieces, len(text) - num_held)
-        return passed
+            return _shown(_cut(pieces, min(found))[0])
+        open_at = [len(whole) - overlap(whole, stop) for stop in self._stops]
+        open_at += [_place(pieces, len(shown) - overlap(shown, stop)) for stop in self._stops]
+        passed, self._held = _cut(pieces, min(open_at, default=len(whole)))
+        return _shown(passed)
+
+
+def _shown(pieces: list[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.is_shown]
+
+
+def _place(pieces: list[Piece], num_shown: int) -> int:
+    """Characters up to and with so many that are shown."""
+    length = 0
+    for piece in pieces:
+        if piece.is_shown:
+            if len(piece.text) >= num_shown:
+                return length + num_shown
+            num_shown -= len(piece.text)
+        length += len(piece.text)
+    return length
 
 
 def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
@@ -95,8 +126,8 @@ def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
     before: list[Piece] = []
     for index, piece in enumerate(pieces):
         if len(piece.text) > length:
-            head = [Piece(piece.text[:length], piece.depth)] if length else []
-            rest = [Piece(piece.text[length:], piece.depth), *pieces[index + 1 :]]
+            head = [replace(piece, text=piece.text[:length])] if length else []
+            rest = [replace(piece, text=piece.text[length:]), *pieces[index + 1 :]]
             return before + head, rest
         before.append(piece)
         length -= len(piece.text)
@@ -159,6 +190,7 @@ class Worker:
         self._cancelled: list[Answer] = []
         self._active: set[Answer] = set()
         self._is_closing = False
+        metrics.num_submitted = lambda: len(self._added)
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
 
     def start(self) -> None:
@@ -301,13 +333,13 @@ class Worker:
         tokens = progress.tokens
         num_text = len(tokens) - (reason == "stop" and tokens[-1] in row.request.eos_ids)
         now, num_prompt = time.monotonic(), int(row.request.lengths[0])
-        if answer.num_steps == 0:
-            self.metrics.began(now - answer.arrived, len(tokens), num_prompt, row.num_reused)
-        else:
-            self.metrics.went_on(now - answer.last, len(tokens))
-        answer.last = now
         num_fed, pieces = text.feed(tokens[:num_text], progress.depths[:num_text])
         num_new = num_fed if text.is_stopped else len(tokens)
+        if answer.num_steps == 0:
+            self.metrics.began(now - answer.arrived, num_new, num_prompt, row.num_reused)
+        else:
+            self.metrics.went_on(now - answer.last, num_new)
+        answer.last = now
         answer.num_steps += 1
         answer.num_tokens += num_new
         answer.drafted.update(progress.drafted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny_chat import chat_base, chat_model, chat_tokenizer
 from transformers import LogitsProcessorList
 
 from medusa.acceptance import grammar
-from medusa.acceptance.grammar import GrammarCompiler, json_rule
+from medusa.acceptance.grammar import GrammarCompiler, json_rule, lark_rule, pattern_rule
 from medusa.base.causal_lm import vocab_size
 from medusa.decoding.batch import BatchLimits, Row
 
@@ -122,3 +123,31 @@ def test_the_trial_ends_with_its_compiler():
     del own
     gc.collect()
     assert process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    "pattern, text", [("a\\\nb", "a\nb"), ("a\\\\\nb", "a\\\nb"), ("a\nb", "a\nb"), ("a/\\/b", "a//b")]
+)
+def test_a_pattern_means_in_a_rule_what_it_means_alone(compiler, pattern, text):
+    assert re.fullmatch(pattern, text)
+    processor = compiler.compile([pattern_rule("answer", pattern)]).processor(0)
+    ids = chat_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    assert processor._moved_to(ids) and processor._matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "rule, says",
+    [
+        (lambda: json_rule("answer", {"type": "strin"}), r"Invalid type: strin"),
+        (lambda: pattern_rule("answer", "a[b"), r'invalid regex "a\[b": .*unclosed character class'),
+        (lambda: lark_rule("answer", "start: x"), r'unknown name: "x"'),
+        (
+            lambda: lark_rule("answer", 'root ::= "a" b'),
+            r"neither in Lark's .* nor GBNF \(Rule 'b' not found\)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_said_without_what_was_made_of_it(compiler, rule, says):
+    with pytest.raises(ValueError, match=says) as refused:
+        compiler.compile([rule()])
+    assert "x-guidance" not in str(refused.value) and "\n" not in str(refused.value)

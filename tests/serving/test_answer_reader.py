@@ -2,12 +2,15 @@
 
 import functools
 import json
+import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import chat_tokenizer
 from transformers import AddedToken
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from medusa.serving.answer_forms import AnswerForm, form_of
 from medusa.serving.answer_reader import AnswerReader
@@ -76,6 +79,8 @@ WRITTEN = [
     (HERMES, f"<tool_call>{CALL}", "", [OSLO]),
     (HERMES, f"<tool_call>[{OTHER}, {CALL}]</tool_call>", "", [TIME, OSLO]),
     (HERMES, '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', "", [OSLO]),
+    (HERMES, '<tool_call>{"arguments": {"days": 1e999}, "name": "weather"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"arguments": {"days": NaN}, "name": "weather"}</tool_call>', None, []),
     (HERMES, '<tool_call>{"arguments": {}, "name": "rm"}</tool_call>', None, []),
     (HERMES, "<tool_call>{broken</tool_call>", None, []),
     (HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
@@ -98,6 +103,10 @@ WRITTEN = [
     (XML, xml("weather", days="many"), "", [("weather", {"days": "many"})]),
     (XML, xml("weather", place="5", hour="5"), "", [("weather", {"place": "5", "hour": 5})]),
     (XML, xml("weather", place="null", hour="[5]"), "", [("weather", {"place": None, "hour": "[5]"})]),
+    *(
+        (XML, xml("weather", days=text), "", [("weather", {"days": text})])
+        for text in ("1e999", "-1e999", "1, z=2", "1, **{}", "1)(value=2")
+    ),
     (XML, xml("weather", city="Oslo").removeprefix("<tool_call>\n"), "", [OSLO]),
     (XML, xml("rm", path="/"), None, []),
     (XML, f"<tool_call>{CALL}</tool_call>", "", [OSLO]),
@@ -110,6 +119,7 @@ WRITTEN = [
     ),
     (PYTHON, "[link](https://a.example) and [rm(a=1)]", None, []),
     (PYTHON, "[weather(city=city)]", None, []),
+    (PYTHON, "[weather(days=1e999)]", None, []),
     (PYTHON, '[weather("Oslo")]', None, []),
 ]
 
@@ -278,6 +288,66 @@ def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema
             assert right not in text or not grammar.processor(0)._moved_to(other)
 
 
+def text(**more) -> dict:
+    """The parameters of a function that takes a text."""
+    return {"properties": {"a": {"type": "string", **more}}}
+
+
+ANY = {"type": "string"}
+NOT_KEPT = [  # forms, name, parameters, what is said of them
+    *((XML, "f", text(**{key: value}), f"'{key}' of the parameter 'a' of 'f'") for key, value in (
+        ("pattern", "x"), ("format", "date"), ("minLength", 2), ("maxLength", 3), ("not", {"const": "x"}))),
+    (XML, "f", text(enum=["a", "b"], maxLength=1), "'maxLength' of the parameter 'a'"),
+    (XML, "f", {"properties": {"a": {"anyOf": [ANY, {"type": "number", "minimum": 3}]}}}, "'minimum' of"),
+    (XML, "f", {"properties": {"a": {"anyOf": [ANY], "enum": ["x"]}}}, "'enum' of the parameter"),
+    (XML, "f", text(enum=["</parameter>"]), "none that ends a parameter"),
+    (XML, "f", {"properties": {"a": False}}, "may be nothing"),
+    *((form, "f", {"properties": {"a": ANY}, **more}, says) for form in (XML, PYTHON) for more, says in (
+        ({"anyOf": [{"required": ["a"]}]}, "'anyOf' of the parameters of 'f'"),
+        ({"minProperties": 1}, "'minProperties' of the parameters of 'f'"),
+        ({"required": ["b"]}, "require 'b', which is not among"),
+        ({"type": "string"}, "must be an object, got 'string'"))),
+    *((PYTHON, "f", {"properties": {key: {}}}, f"parameter {key!r} of 'f'") for key in ("a b", "class", "é")),
+    *((XML, "f", {"properties": {key: {}}}, f"the parameter {key!r} of 'f'") for key in ("a>b", "a\n", " a")),
+    *((form, "f g", None, "name of the function 'f g'") for form in (XML, PYTHON, HARMONY)),
+    (PYTHON, "1f", None, "name of the function '1f'"),
+    (HERMES, "f<|user|>", None, "name of the function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, name, parameters, says", NOT_KEPT)
+def test_what_a_forced_call_could_not_keep_or_be_read_with_is_refused(form, name, parameters, says):
+    pytest.importorskip("llguidance")
+    _, compiler = tokenizer_and_compiler(form, False)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        form.call_rules([{"name": name, "parameters": parameters}], compiler.spelt)
+
+
+CONST = {"properties": {"a": {"type": "string", "const": "x y"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "form, parameters, call, is_allowed",
+    [
+        (XML, CONST, xml("f", a="x y"), True),
+        (XML, CONST, xml("f", a="x"), False),
+        (XML, text(), xml("f", a="x</parameter>y"), False),  # which would be read as x
+        *((form, None, written(form, "f", {"a": 1}), False) for form in FORMS),
+        *((form, None, written(form, "f", {}), True) for form in FORMS),
+        *((form, {}, written(form, "f", {"a": 1}), True) for form in (HERMES, HARMONY)),
+    ],
+)
+def test_a_forced_call_is_held_to_its_parameters_and_has_none_where_none_are_said(
+    form, parameters, call, is_allowed
+):
+    pytest.importorskip("llguidance")
+    tokenizer, compiler = tokenizer_and_compiler(form, False)
+    rules = form.call_rules([{"name": "f", "parameters": parameters}], compiler.spelt)
+    processor = compiler.compile(["answer: call", *rules]).processor(0)
+    ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    assert (processor._moved_to(ids) and processor._matcher.is_accepting()) == is_allowed
+
+
 # ------------------------------------------------------------------ from tokens to text
 
 
@@ -329,3 +399,32 @@ def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
         answer = AnswerText(TOKENIZER, marks=marks)
         pieces = answer.feed(tokens, [0] * len(tokens))[1] + answer.finish()
         assert "".join(piece.text for piece in pieces) == text
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+@pytest.mark.parametrize(
+    "stop, num_tokens, text",
+    [
+        ("<|user|>", 3, "ab"),  # a token,
+        ("b<|user|>", 3, "a"),  # with text before it,
+        ("<|user|>c", 4, "ab"),  # behind it
+        ("b<|user|>c", 4, "a"),  # and on both sides;
+        ("ser|><|system|>", 7, "abcd"),  # a part of two
+        ("abcd", 5, ""),  # text that a token parts
+        ("de", 8, "abc"),
+        ("x<|user|>", 8, "abcde"),
+    ],
+)
+def test_a_stop_string_may_hold_control_tokens_which_are_no_text(stop, num_tokens, text, step):
+    controls = {token: each.content for token, each in TOKENIZER.added_tokens_decoder.items() if each.special}
+    tokens = TOKENIZER("ab<|user|>cd<|user|><|system|>e")["input_ids"]
+    answer, pieces, num_fed = AnswerText(TOKENIZER, [stop], controls=controls), [], 0
+    for at in range(0, len(tokens), step):
+        part = tokens[at : at + step]
+        num_new, new = answer.feed(part, [0] * len(part))
+        num_fed, pieces = num_fed + num_new, pieces + new
+    assert answer.is_stopped == (text != "abcde") and num_fed == num_tokens
+    assert "".join(piece.text for piece in [*pieces, *answer.finish()]) == text
+    criterion = StopStringCriteria(TOKENIZER, [stop])  # of `generate`, which looks for what stands there
+    read = [end for end in range(1, 9) if "<" in stop and criterion(torch.tensor([tokens[:end]]), None)]
+    assert not read or read[0] == num_tokens

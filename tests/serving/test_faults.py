@@ -38,7 +38,10 @@ from medusa.decoding.batch import Batch
 from medusa.serving import application, gate
 from medusa.serving import server as connections
 from medusa.serving.application import create_application
+from medusa.serving.replies import Replies
 from medusa.serving.requests import ChatRequest, CompletionRequest
+from medusa.serving.responses import ResponseReplies
+from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions
 
 LONG = [{"role": "user", "content": "long " * 50}]
@@ -287,6 +290,85 @@ def test_ended_answers_leave_no_cache_but_stored_prefixes_without_the_collector(
             wait_until(lambda: counted(server) == before, seconds=2)
         finally:
             gc.enable()
+
+
+LARGE = {
+    "prediction": {"prediction": {"type": "content", "content": "1" * 200_000}, "n": 4},
+    "fields": {f"k{number}": 1 for number in range(100_000)},
+    "variables of the template": {"chat_template_kwargs": {f"k{number}": 1 for number in range(100_000)}},
+    "metadata": {"metadata": {f"k{number}": 1 for number in range(150_000)}},
+    "log-probabilities": {
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": 4,
+        "max_tokens": 200,
+        "ignore_eos": True,
+    },
+}
+"""Bodies and answers that take long to read or to write."""
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """A server whose prompts and answers may be long."""
+    with running(chat_model(context=2**18), max_slots=2**18) as started:
+        yield started
+
+
+@pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
+def test_no_body_keeps_the_others_waiting(roomy, body):
+    path, told = "chat/completions", {"messages": HELLO, "max_tokens": 8}
+    if "metadata" in body:
+        path, told = "responses", {"input": "Hello"}
+    data = json.dumps({**told, "temperature": 0, **body})
+
+    def longest_wait() -> float:
+        """Of who asks for the health of the server meanwhile."""
+        waits = [0.0]
+        with ThreadPoolExecutor(1) as pool, httpx.Client() as client:
+            asked = pool.submit(httpx.post, f"{roomy.url}/v1/{path}", content=data, timeout=300)
+            while not asked.done():
+                began = time.monotonic()
+                assert client.get(f"{roomy.url}/health", timeout=60).status_code == 200
+                waits.append(time.monotonic() - began)
+                time.sleep(0.002)
+        assert asked.result().status_code in (200, 400)
+        return max(waits)
+
+    gc.collect()
+    gc.freeze()  # as the command has it
+    try:  # a machine that stood still meanwhile does not do so every time
+        assert any(longest_wait() < 0.2 for _ in range(3))
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "completions"])
+def test_what_grows_with_a_body_or_an_answer_is_computed_off_the_event_loop(
+    server, monkeypatch, path, stream
+):
+    found: dict[str, set[bool]] = {}
+    watched = [(Service, "unread"), (application, "usage_of"), (application, "_replies"), (json, "loads")]
+    watched += [(each, name) for each in (Replies, ResponseReplies) for name in ("begin", "end", "whole")]
+
+    def watching(name, call):
+        def noted(*given, **options):
+            found.setdefault(name, set()).add(asyncio._get_running_loop() is not None)
+            return call(*given, **options)
+
+        return noted
+
+    for place, name in watched:
+        monkeypatch.setattr(place, name, watching(name, getattr(place, name)))
+    body = {"stream": stream, "temperature": 0, "messages": HELLO, "prompt": "a", "input": "a", "x": 1}
+    httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).raise_for_status()
+    body |= {"stream": True, "max_tokens": 400, "max_output_tokens": 400, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as left:
+        next(left.iter_lines())
+    wait_until(lambda: server.num_active == 0)
+    assert {"unread", "usage_of", "_replies", "loads"} < found.keys()
+    assert set().union(*found.values()) == {False}, found
 
 
 @pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: "])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 
 import httpx
 import pytest
@@ -42,6 +43,40 @@ def post(server: Running, path: str, body: dict, **more) -> httpx.Response:
 
 def ask(server: Running, **more) -> httpx.Response:
     return post(server, "/v1/chat/completions", {**ASKED, **more})
+
+
+LONG_NAME = "k" * 5000
+
+
+@pytest.mark.parametrize(
+    "path, body, status",
+    [
+        ("chat/completions", {**ASKED, LONG_NAME: 1}, 200),
+        ("chat/completions", {**ASKED, "chat_template_kwargs": {LONG_NAME: 1}}, 200),
+        ("chat/completions", {**ASKED, "messages": [{**HELLO[0], LONG_NAME: 1}]}, 200),
+        ("chat/completions", {**ASKED, "model": LONG_NAME}, 404),
+        ("chat/completions", {**ASKED, "logit_bias": {LONG_NAME: 1}}, 400),
+        ("responses", {"input": "a", "metadata": {LONG_NAME: "a"}}, 400),
+        ("responses", {"input": "a", "metadata": {"a": LONG_NAME}}, 400),
+    ],
+)
+def test_what_a_client_has_named_is_told_and_logged_in_a_few_characters(server, caplog, path, body, status):
+    caplog.set_level(logging.INFO, "medusa.serving")
+    reply = post(server, f"/v1/{path}", body)
+    wait_until(lambda: caplog.messages)
+    told = [*reply.headers.values(), *caplog.messages, *([reply.text] if status != 200 else [])]
+    assert reply.status_code == status and max(map(len, told)) < 1000
+
+
+def test_more_fields_or_pairs_than_anybody_has_are_refused(server):
+    many = {f"k{number}": "a" for number in range(600)}
+    for path, body, says in (
+        ("chat/completions", {**ASKED, **many}, "the body: at most 512 fields, got 604"),
+        ("chat/completions", {**ASKED, "chat_template_kwargs": many}, "chat_template_kwargs: at most 512"),
+        ("responses", {"input": "a", "metadata": many}, "metadata: at most 16 pairs, got 600"),
+    ):
+        reply = post(server, f"/v1/{path}", body)
+        assert reply.status_code == 400 and says in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -293,3 +328,72 @@ def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, m
     assert " of 406\n" in ask(server, messages=long, stream=True, max_tokens=2, n=2).text
     stream = client_of(server).chat.completions.create(**{**ASKED, "messages": long}, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+ONE_SYSTEM = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}HERE{% else %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+)
+BRIEF = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind."}]
+
+
+@pytest.mark.parametrize("otherwise", ["", "{{ raise_exception('one system message') }}"])
+def test_several_system_messages_are_one_for_a_template_that_takes_one(otherwise):
+    model = chat_model()
+    model.tokenizer.chat_template = ONE_SYSTEM.replace("HERE", otherwise)
+    with running(model) as one:
+        for given in (BRIEF, [BRIEF[1]] * 3, BRIEF[:1]):
+            told = "\n\n".join(each["content"] for each in given)
+            ids = post(one, "/tokenize", {"messages": [*given, *HELLO]}).json()["tokens"]
+            assert TOKENIZER.decode(ids) == f"<|system|>{told}<|end|><|user|>Hello<|end|>"
+        reply = post(one, "/v1/responses", {"instructions": "Be brief.", "input": [BRIEF[1], *HELLO]})
+        told = "<|system|>Be brief.\n\nBe kind.<|end|><|user|>Hello<|end|>"
+        assert reply.json()["usage"]["input_tokens"] == len(TOKENIZER(told)["input_ids"])
+
+
+def test_several_system_messages_stay_apart_where_the_template_takes_them(server):
+    ids = post(server, "/tokenize", {"messages": [*BRIEF, *HELLO]}).json()["tokens"]
+    assert "Be brief.<|end|><|system|>Be kind." in TOKENIZER.decode(ids)
+
+
+CALL = {"id": "c", "function": {"name": "f", "arguments": ""}}
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("chat/completions", {"messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL]}]}),
+        ("responses", {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": " "}]}),
+        ("chat/completions", {"messages": HELLO, "logprobs": False, "top_logprobs": 0}),
+        ("responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}),
+    ],
+)
+def test_what_clients_write_for_nothing_is_taken(thinker, path, body):
+    if "schema" in str(body):
+        pytest.importorskip("llguidance")
+    reply = post(thinker, f"/v1/{path}", {**body, "max_tokens": 2, "max_output_tokens": 2})
+    assert reply.status_code == 200, reply.text
+
+
+def test_the_chosen_token_of_a_completion_is_among_the_likeliest(server):
+    for number in (0, 2):
+        body = {"prompt": "Hello", "max_tokens": 30, "logprobs": number, "temperature": 2, "seed": 3}
+        logprobs = post(server, "/v1/completions", body).json()["choices"][0]["logprobs"]
+        rows = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        for token, logprob, top in rows:
+            assert 1 <= len(top) <= number + 1 and (top[token] == logprob or "\ufffd" in token)
+
+
+def target(server: Running, line: str, host: str = "localhost") -> str:
+    """The head of the answer to a request with this target."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as asking:
+        asking.sendall(f"GET {line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        return b"".join(iter(lambda: asking.recv(65536), b"")).decode().partition("\r\n\r\n")[0]
+
+
+def test_a_trailing_slash_is_another_path_and_an_absolute_target_the_same(server):
+    assert " 404 " in target(server, "/health/") and " 404 " in target(server, "/v1/models/?a=1")
+    for line in ("http://localhost/health", "HTTP://127.0.0.1:80/health", "http://localhost/v1/models?a=1"):
+        assert " 200 " in target(server, line, "elsewhere.example")
+    assert " 403 " in target(server, "http://elsewhere.example/health")

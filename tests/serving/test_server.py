@@ -170,6 +170,25 @@ def num_ended(server: Running) -> float:
     return sum(float(value) for value in re.findall(r"medusa:request_success_total{.*} (.*)", text))
 
 
+@pytest.mark.parametrize("seed", [-1, 2**62 - 1, -(2**63), 2**63 - 2])
+def test_a_choice_is_what_its_own_seed_gives_alone_wherever_seeds_begin_again(server, seed):
+    client, asked = (
+        client_of(server),
+        {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 1},
+    )
+    together = client.chat.completions.create(**asked, n=2, seed=seed).choices
+    alone = [client.chat.completions.create(**asked, seed=seed + index).choices[0] for index in range(2)]
+    assert [each.message.content for each in together] == [each.message.content for each in alone]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_control_token_stops_an_answer(server, path):
+    token = TOKENIZER.convert_tokens_to_ids("<|user|>")
+    body = {"messages": HELLO, "prompt": "a", "max_tokens": 8, "logit_bias": {str(token): 100}}
+    reply = httpx.post(f"{server.url}/v1/{path}", json={**body, "stop": "<|user|>"}, timeout=60).json()
+    assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] == 1
+
+
 def test_a_stop_string_in_the_first_token_ends_its_own_choice_alone(server, tiny_chat_model, caplog):
     options = {**ALONE, "max_new_tokens": 8}
     texts = [expected(tiny_chat_model, HELLO, **options, seed=7 + index)[1] for index in range(4)]
@@ -622,6 +641,31 @@ def test_other_refusals_are_in_the_same_form(server):
     assert reply.status_code == 200 and reply.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "x": "HERE"}}]}),
+        ("chat/completions", {"response_format": {"json_schema": {"schema": {"maximum": "HERE"}}}}),
+        ("responses", {"tools": [{"type": "function", "name": "f", "parameters": {"default": "HERE"}}]}),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": {"maximum": "HERE"}}}}),
+        ("completions", {"prompt": "a", "unknown": ["HERE"]}),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(server, path, body, number):
+    content = json.dumps(body).replace('"HERE"', number)
+    reply = httpx.post(f"{server.url}/v1/{path}", content=content)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
+    assert f"numbers must be finite, got {number}" in reply.json()["error"]["message"]
+
+
+def test_numbers_that_are_not_finite_are_refused_in_the_arguments_of_a_call(server):
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": 1e400}'}}
+    body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and "numbers must be finite, got 1e400" in reply.text
+
+
 def test_a_client_that_leaves_frees_its_row(server):
     stream = client_of(server).chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=480, stream=True, extra_body={"ignore_eos": True}
@@ -641,19 +685,46 @@ def test_a_client_that_leaves_frees_its_row(server):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def metrics_of(server: Running) -> dict[str, float]:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    parts = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name.removeprefix("medusa:"): float(value) for name, _, value in parts}
+
+
+def test_a_request_runs_or_waits_in_the_metrics_while_its_prompt_is_read(server, monkeypatch):
+    server.slowed(monkeypatch, 0.01)
+    body, seen = {"prompt": "a" * 400, "max_tokens": 1}, []
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        wait_until(lambda: server.num_active == 1)
+        while server.num_active:
+            values = metrics_of(server)
+            if server.num_active:
+                seen.append(values["num_requests_running"] + values["num_requests_waiting"])
+        asked.result().raise_for_status()
+    assert len(seen) > 2 and set(seen[:-1]) == {1.0}  # the last may be of one that has just ended
+
+
+def test_tokens_behind_a_stop_string_are_not_counted_in_the_metrics(server):
+    def asked(**more) -> dict:
+        body = {"prompt": "Hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True, **more}
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+
+    text, before, num_told = asked()["choices"][0]["text"], metrics_of(server)["generation_tokens_total"], 0
+    for stop in {*text}:  # several tokens a step, so that some stand behind it
+        reply = asked(stop=stop, prediction={"type": "content", "content": text})
+        num_told += reply["usage"]["completion_tokens"]
+    assert metrics_of(server)["generation_tokens_total"] - before == num_told
+
+
 def test_metrics_count_what_was_done(server):
     client_of(server).completions.create(model="tiny", prompt="Hello", max_tokens=20, temperature=0)
-    text = httpx.get(f"{server.url}/metrics").text
-    values = {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if not line.startswith("#")
-    }
-    assert values["medusa:generation_tokens_total"] > 10
-    assert values["medusa:spec_decode_num_draft_tokens_total"] > 0
-    assert values["medusa:time_to_first_token_seconds_count"] > 0
-    assert 'medusa:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in values
-    assert values["medusa:num_requests_running"] == 0
+    values = metrics_of(server)
+    assert values["generation_tokens_total"] > 10
+    assert values["spec_decode_num_draft_tokens_total"] > 0
+    assert values["time_to_first_token_seconds_count"] > 0
+    assert 'spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in values
+    assert values["num_requests_running"] == 0
 
 
 def test_a_server_with_a_key_wants_it_and_large_bodies_are_refused():
