@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from medusa.base.attention import is_code_of_transformers
-from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_rows, output_embedding
 from medusa.base.loading import found, load_base, source_arguments
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.views import with_kernels
@@ -65,15 +65,16 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
     if sizes is None or engine == "eager" or missing_kernels() is not None:
         return load_base(source, dtype=torch.float32, **kwargs)
     base = load_base(source, dtype=sizes.dtype, **kwargs)
-    if not is_code_of_transformers(base) or not is_code_of_transformers(base.get_decoder()):
-        return base.float() if sizes.dtype != torch.float32 else base
-    return packed_in_place(base, int8=engine == "int8")
+    if is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder()):
+        return packed_in_place(base, int8=engine == "int8")
+    # what other code computes for itself while it is made, in the narrow type, cannot be computed anew
+    return load_base(source, dtype=torch.float32, **kwargs)
 
 
 def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
     """``base``, which computes with the kernels from here on and has let its own weights go."""
     embeddings = _narrow_embeddings(base)
-    rows = output_embedding(base).weight.detach()
+    rows = embedding_rows(output_embedding(base))
     kept = {id(module.weight) for module in base.modules() if type(module) in (nn.Linear, Conv1D)}
     _widen(base, kept | {id(module.weight) for module in embeddings})
     for module in list(base.modules()):
@@ -97,8 +98,6 @@ class FileSizes:
     num_bytes: int
     """In their files."""
     num_weights: int
-    num_embedded: int
-    """Those of input embeddings, which stay in the file."""
 
     @classmethod
     def of(cls, name: str, kwargs: dict[str, Any]) -> FileSizes | None:
@@ -119,13 +118,14 @@ class FileSizes:
             FLOATS[used[0]] if len(set(used)) == 1 else torch.float32,
             sum(counts.values()),
             sum(count // itemsize[key] for key, count in counts.items()),
-            sum(count // itemsize[key] for key, count in counts.items() if "embed" in key or "wte" in key),
         )
 
     def bytes_for(self, engine: Engine) -> int:
         """Memory that the weights take as ``engine`` holds them."""
         if engine == "eager":
             return 4 * self.num_weights
+        if self.num_bytes < self.num_weights * self.dtype.itemsize:  # of several types, so they are widened
+            return self.num_weights * self.dtype.itemsize
         return self.num_weights if engine == "int8" else self.num_bytes
 
     def check_memory(self, name: str, engine: Engine) -> None:
@@ -136,7 +136,8 @@ class FileSizes:
         needed = self.bytes_for(engine) + SPARE_BYTES
         if free is None or needed <= free:
             return
-        others = [each for each in ("packed", "int8") if self.bytes_for(each) + SPARE_BYTES <= free]
+        known: tuple[Engine, ...] = ("packed", "int8")
+        others = [each for each in known if self.bytes_for(each) + SPARE_BYTES <= free]
         fits = " or ".join(f"engine={each!r}, {_gigabytes(self.bytes_for(each))}" for each in others)
         advice = f"what fits is {fits}" if fits else "no engine holds it here; choose a smaller base"
         raise MemoryError(
@@ -229,7 +230,7 @@ _OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale
 
 def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:
     """The embeddings of ``base`` that are a function of token ids alone."""
-    found = set()
+    found: set[nn.Module] = set()
     for module in base.modules():
         if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
             takes = module.forward.__code__.co_varnames[1 : module.forward.__code__.co_argcount]

@@ -216,9 +216,7 @@ def test_programs_that_compute_something_else_are_refused_and_not_made_again(
         CompiledPass(view)
         return
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"other logits than the model: they differ by .* rounding"
-        ):
+        with pytest.raises(ValueError, match=r"other logits than the model: they differ by .* rounding"):
             CompiledPass(view)
     assert made == ["llama-before", "llama-after", "llama-layers"], "once"
     assert not any(path.exists() for path in library_paths(view))

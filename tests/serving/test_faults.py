@@ -311,7 +311,7 @@ LARGE = {
 @pytest.fixture(scope="module")
 def roomy():
     """A server whose prompts and answers may be long."""
-    with running(chat_model(context=2**18), max_slots=2**18) as started:
+    with running(chat_model(context=2**18), cache_mib=4096) as started:
         yield started
 
 
