@@ -215,8 +215,8 @@ class DynamicDrafter(LevelDrafter):
             beam, first = first + kept, first + values.shape[1]
             if context.least_worth > 0 and worth[:, 0].exp().mean() < context.least_worth:
                 break
-        if self.suffix_length > self.tree.depth:
-            found.append(self._below_heads(expected, beam, worth, at, first))
+        if self.suffix_length > depth:  # of the last level that was looked at
+            found.append(self._below_heads(expected, beam, worth, at, first, depth))
         missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
         if missing > 0:  # levels were left out
             root = context.root[:, None].expand(-1, missing)
@@ -267,29 +267,37 @@ class DynamicDrafter(LevelDrafter):
         )
 
     def _below_heads(
-        self, expected: Continuations, beam: Tensor, worth: Tensor, at: Tensor, first: int
+        self,
+        expected: Continuations,
+        beam: Tensor,
+        worth: Tensor,
+        at: Tensor,
+        first: int,
+        beam_depth: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is expected below the deepest head, as :meth:`_candidates` gives it: all nodes of ``expected``
-        but its root, worth nothing where they do not lie below the last beam.
+        but its root; where they do not lie below the last beam they are worth nothing, below the root.
 
-        ``worth``, ``at`` (B, M) are of the beam (B, M), numbers of candidates; the first of these is number
-        ``first``.
+        ``worth``, ``at`` (B, M) are of the beam (B, M) at ``beam_depth``, numbers of candidates; the first of
+        these is number ``first``.
         """
         rows, num_nodes = expected.tokens.shape
         spare = at.masked_fill(at < 0, num_nodes)  # a column for what is no node
         value = worth.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, spare, worth)[:, :-1]
         number = torch.arange(first - 1, first - 1 + num_nodes, device=at.device).repeat(rows, 1)
         number = torch.nn.functional.pad(number, (0, 1)).scatter(1, spare, beam)[:, :-1]
-        depth = torch.full_like(number, self.tree.depth)
+        depth = torch.full_like(number, beam_depth)
         below = torch.zeros_like(value, dtype=torch.bool)
         parents, log_shares = expected.parents, expected.shares.log()
-        for _ in range(self.suffix_length - self.tree.depth):  # a level of `expected` each time
+        for _ in range(self.suffix_length - beam_depth):  # a level of `expected` each time
             reached = ~value.isfinite() & value.gather(1, parents).isfinite()
             below = below | reached
             value = torch.where(reached, value.gather(1, parents) + log_shares, value)
             depth = torch.where(reached, depth.gather(1, parents) + 1, depth)
-        values = value.masked_fill(~below, -torch.inf)[:, 1:]
-        return expected.tokens[:, 1:], values, number.gather(1, parents)[:, 1:], depth[:, 1:]
+        values = value.masked_fill(~below, -torch.inf)
+        above = number.gather(1, parents).masked_fill(~below, -1)
+        depth = depth.masked_fill(~below, 1)
+        return expected.tokens[:, 1:], values[:, 1:], above[:, 1:], depth[:, 1:]
 
 
 class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):

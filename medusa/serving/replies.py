@@ -230,11 +230,11 @@ def common_subsequence_length(first: Sequence[int], second: Sequence[int]) -> in
     tokens = np.asarray(first)
     places = {
         token: int.from_bytes(np.packbits(tokens == token, bitorder="little").tobytes(), "little")
-        for token in {*second}
+        for token in {*first} & {*second}
     }
     every = unmatched = (1 << len(first)) - 1
     for token in second if first else ():
-        matched = unmatched & places[token]
+        matched = unmatched & places.get(token, 0)
         unmatched = (unmatched + matched | unmatched - matched) & every
     return len(first) - unmatched.bit_count()
 

@@ -149,7 +149,7 @@ class Service:
     @functools.cached_property
     def takes_several_systems(self) -> bool:
         """Whether the chat template shows more than one system message to the model."""
-        texts = "first", "second"
+        texts = "said at first", "said after it"
         told = [{"role": "system", "content": text} for text in texts]
         try:
             shown = self._rendered([*told, {"role": "user", "content": "a"}])

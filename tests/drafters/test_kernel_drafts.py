@@ -17,7 +17,7 @@ from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.causal_lm import output_embedding
 from medusa.decoding.pausing import SPARE_WORTH
 from medusa.drafters.dynamic import DynamicHeadsDrafter
-from medusa.drafters.protocol import DraftContext
+from medusa.drafters.protocol import DraftContext, topology_violations
 from medusa.engine import prepared_base
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.views import missing_for_kernels
@@ -141,3 +141,17 @@ def test_heads_that_are_no_numbers_still_draft_a_tree(broken):
     assert not draft.worth.isnan().any() and (draft.worth.diff(dim=1) <= 0).all()
     alone, _ = both(made, context([17, 9], False, made, 5))
     assert torch.equal(draft.tokens[1], alone.tokens[1]), "it spoils no other row"
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("suffix_length", [2, 16])
+def test_nodes_below_levels_that_were_left_out_are_as_deep_as_they_stand(has_kernels, suffix_length):
+    """Three tokens stood there before; what followed is likelier than all else, and not likely enough."""
+    made = drafter(9, 3, suffix_length)
+    made.has_kernels = has_kernels
+    made.logits_after_beam = lambda context, paths, parents: torch.zeros(1, paths.shape[1], VOCAB_SIZE)
+    row = torch.tensor([[*range(10, 50), 10, 11, 12]])
+    given = replace(context([43], False, made, 7), tokens=row, root=row[:, -1], least_worth=0.7)
+    draft = made.draft(given)
+    assert not topology_violations(draft.topology).any()
+    assert int(draft.topology.depths.max()) == min(suffix_length, 8)

@@ -483,7 +483,7 @@ def test_no_kernel_reads_or_writes_beside_its_memory(level):
     tests = Path(__file__).parent.parent
     names = (
         "engine/test_kernels",
-        "engine/test_bounds",
+        "engine/test_kernel_bounds",
         "drafters/test_kernel_drafts",
         "drafters/test_references",
     )
