@@ -1,0 +1,320 @@
+"""How large bases load and decode here: random Llama shapes of 1B, 3B and 8B, beside llama.cpp, transformers.
+
+    python scripts/sizes.py --shapes 1B               # writes runs/shapes/1B first, 2.5 GB
+    python scripts/sizes.py --shapes 8B --rounds 1    # 16 GB, and 25 GB more for llama.cpp's files
+
+A random model has the speed and the memory of a trained one. Every contender runs in a process of its own, so
+that its peak of memory is its own, and all take turns, round after round; what is printed are medians. The
+tokens of an answer are greedy, after 64 tokens of prompt. "predicted" knows the right answer beforehand, so
+that its steps accept as many guesses as those of very good heads would. llama.cpp takes part where it is
+installed (`pip install '.[llama-cpp]'`). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from medusa import CandidateTree, MedusaModel
+from medusa.console import log_console
+from medusa.engine.loading import load_for_engine
+from medusa.measurement.llama_cpp import LlamaCpp, missing_llama_cpp
+from medusa.measurement.report import end_with_json
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },
+    "3B": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+}
+"""Those of Llama 3.2 1B and 3B and of Llama 3.1 8B, which does not tie its embeddings."""
+VOCABULARY = 128256
+OURS = ("packed", "int8")
+THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
+SHORT, LONG, NEW_TOKENS = 64, 2000, 24
+STD = 0.02
+
+
+def config_of(shape: str) -> LlamaConfig:
+    """The configuration of a shape."""
+    return LlamaConfig(
+        **SHAPES[shape],
+        num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=shape != "8B",
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def write_shape(shape: str, directory: Path, tokenizer: Path) -> None:
+    """Random weights in bfloat16, a file for every few layers, and the files of some tokenizer."""
+    config, generator = config_of(shape), torch.Generator().manual_seed(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        shapes = {
+            name: each.shape for name, each in AutoModelForCausalLM.from_config(config).state_dict().items()
+        }
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    index: dict[str, str] = {}
+    for number, names in enumerate(_in_parts(list(shapes)), start=1):
+        file = f"model-{number:05d}.safetensors"
+        weights = {name: _random(shapes[name], generator) for name in names}
+        save_file(weights, directory / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    for each in tokenizer.glob("*token*"):
+        shutil.copy(each, directory)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config.save_pretrained(directory)  # last: its file says that the others are there
+
+
+def _in_parts(names: list[str]) -> Iterator[list[str]]:
+    """Names of the tensors of a file each."""
+    for first in range(0, len(names), 40):
+        yield names[first : first + 40]
+
+
+def _random(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
+
+
+GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+}
+
+
+def write_gguf(directory: Path, target: Path, kind: str) -> None:
+    """The same weights for llama.cpp, tensor by tensor: of kind BF16 or Q8_0, without a tokenizer."""
+    import gguf
+
+    config, quantisation = LlamaConfig.from_pretrained(directory), gguf.GGMLQuantizationType[kind]
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    for name, file in index.items():
+        with safe_open(directory / file, "pt") as opened:
+            shape = opened.get_slice(name).get_shape()
+        writer.add_tensor_info(*_gguf_info(name, shape, quantisation))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, file in index.items():
+        with safe_open(directory / file, "pt") as opened:
+            weight = opened.get_tensor(name)
+        if weight.dim() == 1:
+            data = weight.float().numpy()
+        elif kind == "BF16":
+            data = weight.view(torch.uint8).numpy()
+        else:
+            data = gguf.quantize(weight.float().numpy(), quantisation)
+        writer.write_tensor_data(data)
+    writer.close()
+
+
+def _gguf_info(name: str, shape: list[int], quantisation: Any) -> tuple[Any, ...]:
+    """A tensor's name, shape, type and bytes as the writer wants them before its data."""
+    import gguf
+
+    ending = next(each for each in GGUF_NAMES if name.endswith(each))
+    layer = name.split(".")[2]
+    theirs = f"blk.{layer}.{GGUF_NAMES[ending]}" if ".layers." in name else GGUF_NAMES[ending]
+    if len(shape) == 1:
+        return theirs, shape, np.dtype(np.float32), 4 * shape[0]
+    block, size = gguf.GGML_QUANT_SIZES[quantisation]
+    in_bytes = [*shape[:-1], shape[-1] // block * size]
+    return theirs, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), quantisation
+
+
+# ------------------------------------------------------------------ one contender, in this process
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def measured(contender: str, directory: Path) -> dict[str, Any]:
+    """Seconds to load, milliseconds to the first token and for each further one, peak memory."""
+    prompts = {length: torch.arange(5, 5 + length)[None] % VOCABULARY for length in (SHORT, LONG)}
+    began = time.perf_counter()
+    if contender in OURS:
+        found = _of_ours(contender, directory, prompts, began)
+    elif contender.startswith("llama.cpp"):
+        found = _of_llama_cpp(directory / f"{contender.split()[1]}.gguf", prompts, began)
+    else:
+        found = _of_transformers(directory, prompts, began)
+    return found | {"peak_bytes": peak_bytes()}
+
+
+def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
+    model = MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled")
+    model.compile()
+    found = {"load_seconds": time.perf_counter() - began}
+    greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain: dict[str, Any] = {**greedy, "tree": CandidateTree.chain(0)}
+    told = []
+    found |= _times(
+        lambda: (told.extend(step.tokens[0]) or None for step in model.stream(prompts[SHORT], **plain))
+    )
+    predicted = {**greedy, "prediction": [told]}
+    times = _times(lambda: (len(step.tokens[0]) for step in model.stream(prompts[SHORT], **predicted)))
+    found["predicted_ms_per_token"] = times["ms_per_token"]
+    found["first_2000_ms"] = _first_ms(lambda: model.stream(prompts[LONG], **{**plain, "max_new_tokens": 1}))
+    return found
+
+
+def _of_llama_cpp(path: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
+    model = LlamaCpp(path, VOCABULARY)
+    found = {"load_seconds": time.perf_counter() - began}
+    found |= _times(lambda: (None for _ in model.tokens(prompts[SHORT][0].tolist(), NEW_TOKENS, ())))
+    found["first_2000_ms"] = _first_ms(lambda: model.tokens(prompts[LONG][0].tolist(), 1, ()))
+    return found
+
+
+def _of_transformers(directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    found = {"load_seconds": time.perf_counter() - began}
+
+    def tokens(prompt: Tensor, count: int) -> Iterator[None]:
+        cache, ids = None, prompt
+        for _ in range(count):
+            with torch.inference_mode():
+                output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            yield None
+
+    found |= _times(lambda: tokens(prompts[SHORT], NEW_TOKENS))
+    found["first_2000_ms"] = _first_ms(lambda: tokens(prompts[LONG], 1))
+    return found
+
+
+def _times(steps: Any) -> dict[str, float]:
+    """Milliseconds to the first step, and the median of a token of the others; a step says how many it gave."""
+    before, first, others = time.perf_counter(), 0.0, []
+    for number, count in enumerate(steps()):
+        now = time.perf_counter()
+        if number == 0:
+            first = now - before
+        else:
+            others.append((now - before) / (count or 1))
+        before = now
+    return {"first_64_ms": 1000 * first, "ms_per_token": 1000 * statistics.median(others)}
+
+
+def _first_ms(steps: Any) -> float:
+    before = time.perf_counter()
+    next(iter(steps()))
+    return 1000 * (time.perf_counter() - before)
+
+
+# ------------------------------------------------------------------ all of them
+
+
+def main() -> None:
+    """Write what is missing, measure all contenders in turns, and print the medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B"], help="which ones")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every contender")
+    parser.add_argument("--directory", type=Path, default=Path("runs/shapes"), help="where the models lie")
+    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *THEIRS), default=(*OURS, *THEIRS))
+    parser.add_argument("--tokenizer", type=Path, default=Path("models/smollm2-135m-instruct"))
+    parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "MODEL"), help="measure here, for a parent")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measured(options.one[0], Path(options.one[1]))))
+        return
+    log, found = log_console(), {}
+    contenders = [
+        each for each in options.contenders if not each.startswith("llama") or not missing_llama_cpp()
+    ]
+    for shape in options.shapes:
+        directory = options.directory / shape
+        if not (directory / "config.json").exists():
+            log.print(f"writing {directory}")
+            write_shape(shape, directory, options.tokenizer)
+        for contender in contenders:
+            target = directory / f"{contender.split()[-1]}.gguf"
+            if contender.startswith("llama.cpp") and not target.exists():
+                log.print(f"writing {target}")
+                write_gguf(directory, target, contender.split()[-1])
+        runs: dict[str, list[dict[str, float]]] = {each: [] for each in contenders}
+        for number in range(options.rounds):
+            for contender in contenders:
+                log.print(f"{shape}, round {number + 1}: {contender}")
+                command = [sys.executable, __file__, "--one", contender, str(directory)]
+                ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                runs[contender].append(json.loads(ran.stdout.splitlines()[-1]))
+        size = sum(each.stat().st_size for each in directory.glob("*.safetensors"))
+        medians = {
+            contender: {key: statistics.median(run[key] for run in each) for key in each[0]}
+            for contender, each in runs.items()
+        }
+        found[shape] = {"file_bytes": size, "contenders": medians}
+        for contender, each in medians.items():
+            log.print(
+                f"{shape} {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
+            )
+    end_with_json({"shapes": found, "rounds": options.rounds, "num_threads": torch.get_num_threads()}, None)
+
+
+if __name__ == "__main__":
+    main()
