@@ -377,9 +377,8 @@ def main() -> int:
         found[name] = tried = _in_a_process_of_its_own(name)
         counts = ", ".join(f"{column}: {_count(tried, column)}" for column in COLUMNS)
         print(f"{name}: {counts} ({tried.seconds:.0f} s)", *tried.failed, sep="\n    ", flush=True)
-    if options.only is None:
-        PAGE.write_text(page(found))
-        print(PAGE)
+        if options.only is None:
+            PAGE.write_text(page(found))
     return int(any(tried.failed for tried in found.values()))
 
 
