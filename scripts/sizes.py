@@ -246,7 +246,7 @@ def _of_transformers(directory: Path, prompts: dict[int, Tensor], began: float) 
 
 
 def _times(steps: Any) -> dict[str, float]:
-    """Milliseconds to the first step, and of a token of the others the median; steps say how many they had."""
+    """Milliseconds to the first step, and the median of a token of the others; a step may give several."""
     before, first, others = time.perf_counter(), 0.0, []
     for number, count in enumerate(steps()):
         now = time.perf_counter()

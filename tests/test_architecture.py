@@ -17,7 +17,7 @@ FLOORS = (
     ("cli",),
     ("measurement", "training", "interop", "serving"),
     ("model",),
-    ("decoding",),
+    ("decoding", "reference"),
     ("drafters",),
     ("acceptance",),
     ("engine",),

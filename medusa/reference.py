@@ -1,0 +1,170 @@
+"""Medusa decoding in one screen: what everything else here does faster, for batches and for every model.
+
+One row, plain tensors, a base with full attention, and heads that read its last hidden state (and the tokens
+of their path). :func:`generate` is the whole algorithm of arXiv 2401.10774 with the exact acceptance rule.
+Start reading here. The tests hold the library to it.
+
+Shapes: N nodes of the candidate tree, S tokens in the cache, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from medusa.acceptance.sampling import gumbel_noise
+from medusa.base.causal_lm import CausalLM, end_ids, output_embedding, vocab_size
+from medusa.drafters.heads import HeadsDrafter
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.trees.candidate_tree import CandidateTree
+
+
+@torch.no_grad()
+def generate(
+    base: CausalLM,
+    heads: MedusaHeads,
+    tree: CandidateTree,
+    prompt: Tensor,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> tuple[list[int], int]:
+    """The answer of ``base`` to ``prompt`` (T,) long, and how many forward passes it took after the prompt.
+
+    The answer is what decoding one token at a time gives, whatever the heads guess: a guess stays only if it
+    is the token that the base chooses there. The next token is the argmax of score + noise, where the noise
+    is a fixed function of (seed, position), so sampling is as deterministic as greedy decoding.
+    """
+    cache, text = DynamicCache(), prompt.tolist()
+    hidden, logits = forward(base, cache, prompt, torch.arange(len(prompt)), causal_mask(len(prompt)))
+    text.append(choose(logits[-1], temperature, seed, len(text)))  # the root token: always right
+    hidden, num_steps = hidden[-1], 0  # (D,): the state that chose the root
+    while len(text) < len(prompt) + max_new_tokens and text[-1] not in end_ids(base):
+        num_committed = len(text) - 1  # all but the root are in the cache
+        # 1. Draft: fill the tree. Node 0 is the root token; a node at depth d holds a guess of head d.
+        tokens = draft(heads, base, tree, hidden, text, temperature, seed)  # (N,)
+        # 2. Verify: one forward pass over all nodes. A node sees the text, its ancestors and itself.
+        depths = torch.tensor([len(path) for path in tree.paths])  # (N,)
+        mask = tree_mask(tree, num_committed)  # (N, S + N)
+        states, logits = forward(base, cache, tokens, num_committed + depths, mask)  # (N, D), (N, V)
+        # 3. Accept: walk down from the root, as long as a child holds the token that the base chooses.
+        accepted, chosen = [0], choose(logits[0], temperature, seed, len(text))
+        while (child := child_with(tree, tokens, accepted[-1], chosen)) is not None:
+            accepted.append(child)
+            chosen = choose(logits[child], temperature, seed, len(text) + len(accepted) - 1)
+        # 4. Commit: keep the cache entries of the accepted nodes, in order, and forget the others.
+        keep_nodes(cache, num_committed, accepted)
+        text += [*tokens[accepted[1:]].tolist(), chosen]
+        hidden, num_steps = states[accepted[-1]], num_steps + 1
+    return ended(text[len(prompt) :], max_new_tokens, end_ids(base)), num_steps
+
+
+def draft(
+    heads: MedusaHeads,
+    base: CausalLM,
+    tree: CandidateTree,
+    hidden: Tensor,
+    text: list[int],
+    temperature: float,
+    seed: int,
+) -> Tensor:
+    """Tokens (N,) long of the tree below the last token of ``text``.
+
+    The node at path (r1, ..., rd) holds the rd-th best token of head d, given the state ``hidden`` (D,) and,
+    for heads that read their path, the tokens above it. Above temperature 0 the noise, which will choose the
+    token, takes part (Gumbel coupling, arXiv 2408.07978): guesses that know it are right more often.
+    """
+    tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
+    tokens[0] = text[-1]
+    for depth in range(1, tree.depth + 1):
+        nodes = [node for node, path in enumerate(tree.paths) if len(path) == depth]
+        above = torch.stack([tokens[ancestors(tree, tree.parents[node])] for node in nodes])  # (M, depth)
+        states = hidden.expand(len(nodes), -1)  # (M, D)
+        scores = heads.logits_of(depth - 1, states, output_embedding(base), above)  # (M, V')
+        if temperature > 0:
+            noise = noise_at(len(text) + depth - 1, seed, vocab_size(base))  # (V,)
+            noise = noise if heads.token_map is None else noise[heads.token_map]  # (V',)
+            scores = HeadsDrafter.beta / temperature * scores + noise
+        ranks = torch.tensor([[tree.paths[node][-1]] for node in nodes])  # (M, 1)
+        columns = scores.topk(int(ranks.max()) + 1).indices.gather(1, ranks).squeeze(1)  # (M,)
+        tokens[nodes] = columns if heads.token_map is None else heads.token_map[columns]
+    return tokens
+
+
+def ancestors(tree: CandidateTree, node: int) -> list[int]:
+    """The nodes from the root to ``node``, itself included."""
+    return [tree.paths.index(tree.paths[node][:depth]) for depth in range(len(tree.paths[node]) + 1)]
+
+
+def tree_mask(tree: CandidateTree, num_committed: int) -> Tensor:
+    """Which slots each node sees, (N, S + N) bool: the text, its ancestors and itself."""
+    mask = torch.zeros(tree.num_nodes, num_committed + tree.num_nodes, dtype=torch.bool)
+    mask[:, :num_committed] = True
+    for node in range(tree.num_nodes):
+        mask[node, [num_committed + each for each in ancestors(tree, node)]] = True
+    return mask
+
+
+def causal_mask(length: int) -> Tensor:
+    """Which tokens each token of a prompt sees, (T, T) bool."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def forward(
+    base: CausalLM, cache: DynamicCache, tokens: Tensor, positions: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Hidden states (N, D) that the output embedding reads, and logits (N, V), of tokens (N,) long at
+    positions (N,) long, which see the slots of ``mask`` (N, S + N) bool. The cache then holds N more."""
+    seen: list[Tensor] = []
+    hook = output_embedding(base).register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    blocked = torch.zeros(mask.shape, dtype=base.dtype).masked_fill(~mask, torch.finfo(base.dtype).min)
+    try:
+        output: Any = base(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=blocked[None, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    finally:
+        hook.remove()
+    return seen[0][0], output.logits[0]
+
+
+def choose(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+    """The token at ``position`` of the text: the argmax of logits (V,), above temperature 0 with Gumbel
+    noise."""
+    if temperature == 0:
+        return int(logits.argmax())
+    return int((logits / temperature + noise_at(position, seed, len(logits))).argmax())
+
+
+def noise_at(position: int, seed: int, vocab_size: int) -> Tensor:
+    """The noise (V,) that takes part in choosing the token at ``position`` of the text."""
+    return gumbel_noise(torch.tensor([seed]), torch.tensor([[position]]), vocab_size)[0, 0]
+
+
+def child_with(tree: CandidateTree, tokens: Tensor, node: int, token: int) -> int | None:
+    """The child of ``node`` that holds ``token``; None where none does."""
+    children = (child for child in range(1, tree.num_nodes) if tree.parents[child] == node)
+    return next((child for child in children if int(tokens[child]) == token), None)
+
+
+def keep_nodes(cache: DynamicCache, num_committed: int, nodes: list[int]) -> None:
+    """Keep the text and the entries of ``nodes`` in the cache. Keys are rotated already, for the position of
+    their depth, so an entry that moves is right as it is."""
+    slots = torch.tensor([*range(num_committed), *(num_committed + node for node in nodes)])
+    layers: list[Any] = list(cache.layers)
+    for layer in layers:
+        layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
+
+
+def ended(answer: list[int], max_new_tokens: int, ends: frozenset[int]) -> list[int]:
+    """``answer`` up to its length, or to the first token that ends it."""
+    for count, token in enumerate(answer[:max_new_tokens], start=1):
+        if token in ends:
+            return answer[:count]
+    return answer[:max_new_tokens]
