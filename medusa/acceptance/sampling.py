@@ -236,16 +236,45 @@ def process_node_logits(
     Args:
         nodes: (B, M) long, which ones of the tree; by default all of them.
     """
-    num_rows, num_nodes, vocab_size = logits.shape
     scores = logits.to(torch.float32, copy=True)
     for processor in processors:
         if type(processor) in PATH_FREE_PROCESSORS:
-            flat = scores.view(-1, vocab_size)
+            flat = scores.view(-1, scores.shape[2])
             no_path = cast(torch.LongTensor, paths.tokens.new_zeros(len(flat), 1))
-            scores = processor(no_path, flat).view(num_rows, num_nodes, vocab_size)
+            kept = None if nodes is None else quick_top_p(flat, processor)
+            scores = (processor(no_path, flat) if kept is None else kept).view(scores.shape)
         else:
             scores = _process_path_by_path(scores, processor, paths, nodes)
     return scores
+
+
+LIKELIEST = 1024
+"""Tokens among which the nucleus of top-p is looked for before all are sorted."""
+NUCLEUS_ROUNDING = 2e-5
+"""Sums of probabilities nearer than this to top_p may be rounded to either side of it."""
+
+
+def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
+    """What ``transformers``' top-p makes of scores (R, V), to the bit, without sorting all of them, which takes
+    10 ms a row for 152,000 tokens.
+
+    None where only sorting tells: the nucleus is large, its edge lies within rounding or between equal scores,
+    or ``processor`` is another one. Reads the scores on the host.
+    """
+    is_top_p = type(processor) is hf.TopPLogitsWarper
+    if not is_top_p or scores.device.type != "cpu" or scores.shape[1] <= 4 * LIKELIEST:
+        return None
+    best = scores.topk(LIKELIEST, dim=1).values  # (R, K), the largest first
+    shares = (best - scores.logsumexp(1, keepdim=True)).double().exp()
+    before = shares.cumsum(1) - shares  # (R, K): the probability of all that are likelier
+    num_kept = (before < processor.top_p).sum(1).clamp(min=processor.min_tokens_to_keep)[:, None]
+    if int(num_kept.max()) >= LIKELIEST:
+        return None
+    edge, beyond = best.gather(1, num_kept - 1), best.gather(1, num_kept)
+    is_near = (before - processor.top_p).abs() < NUCLEUS_ROUNDING
+    if is_near.any() or (edge == beyond).any() or not before.isfinite().all():
+        return None
+    return scores.masked_fill(scores < edge, processor.filter_value)
 
 
 def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:

@@ -20,6 +20,7 @@ from medusa.acceptance.sampling import (
     gumbel_noise,
     hashed_bits,
     process_node_logits,
+    quick_top_p,
     row_seeds,
     warp_logits,
 )
@@ -167,6 +168,27 @@ def test_noise_on_a_gpu_is_the_noise_on_the_cpu():
     assert torch.equal(hashed_bits(*there).cpu(), hashed_bits(*here))
     torch.testing.assert_close(gumbel_noise(*there).cpu(), gumbel_noise(*here), rtol=1e-6, atol=1e-6)
     assert torch.equal(gumbel_noise(*there).argmax(-1).cpu(), gumbel_noise(*here).argmax(-1))
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "equal scores", "left out before", "no numbers"])
+def test_top_p_without_sorting_keeps_what_transformers_keeps(kind, top_p):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 20_000, generator=generator) * (0.1 if kind == "flat" else 4)
+    if kind == "equal scores":
+        logits = logits.round()
+    elif kind == "left out before":
+        logits[:, ::3] = -torch.inf
+    elif kind == "no numbers":
+        logits[0, 5] = torch.nan
+    warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=2)
+    expected, num_quick = warper(None, logits.clone()), 0
+    for row, theirs in zip(logits.split(1), expected.split(1), strict=True):
+        if (ours := quick_top_p(row, warper)) is not None:
+            num_quick += 1
+            assert torch.equal(ours, theirs)
+    assert num_quick > 30 if kind in ("peaked", "left out before") and top_p < 0.99 else num_quick < 40
+    assert quick_top_p(logits, hf.TopKLogitsWarper(5)) is None
 
 
 def test_choosing_is_argmax_of_scores_plus_noise():
