@@ -316,7 +316,8 @@ width, vocabulary, heads and their width are the family's own. A few channels ar
 large as the others, as in trained models. Every text with guesses must be, token for token, the text of \
 plain decoding on the same engine. With `engine="packed"` it must also be what `transformers`' `generate` \
 writes in float32."""
-LEGEND = """\
+LEGEND = """
+
 A number is how many attempts were right, of how many. Decoding: Medusa heads in a tree, dynamic heads with \
 suffix match, the default with a right prediction, an EAGLE-3 head; greedy and sampled; one row and three \
 ragged ones. Commands: `medusa train` for three steps, live and from stored states, `export`, `info` of \

@@ -255,11 +255,11 @@ NUCLEUS_ROUNDING = 2e-5
 
 
 def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
-    """What ``transformers``' top-p makes of scores (R, V), to the bit, without sorting all of them, which takes
-    10 ms a row for 152,000 tokens.
+    """What ``transformers``' top-p makes of scores (R, V), to the bit, without sorting all of them: sorting
+    152,000 tokens takes 10 ms a row.
 
-    None where only sorting tells: the nucleus is large, its edge lies within rounding or between equal scores,
-    or ``processor`` is another one. Reads the scores on the host.
+    None where only sorting tells: the nucleus is large, its edge lies within rounding or between equal
+    scores, or ``processor`` is another one. Reads the scores on the host.
     """
     is_top_p = type(processor) is hf.TopPLogitsWarper
     if not is_top_p or scores.device.type != "cpu" or scores.shape[1] <= 4 * LIKELIEST:
