@@ -28,6 +28,7 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
+from medusa.base.quantised_layers import check_quantised_layers
 from medusa.base.recurrent import check_states, keeps_state
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -86,12 +87,14 @@ class Comparison:
 
 
 def check_base(base: CausalLM) -> None:
-    """:func:`check_decodable`, and :func:`check_tree_verification` where our tests do not know the model.
+    """:func:`check_decodable`, :func:`medusa.base.quantised_layers.check_quantised_layers`, and
+    :func:`check_tree_verification` where our tests do not know the model.
 
     Raises:
         ValueError: a tree cannot be verified on ``base``, with the reason or the numbers.
     """
     check_decodable(base)
+    check_quantised_layers(base)
     if not is_tested(base):
         check_tree_verification(base)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -47,11 +48,18 @@ def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
 
     Raises:
         FileNotFoundError: there is no such model, or the hub cannot be reached and its cache has none.
-        ValueError: it is no causal language model, or an adapter for one, or its code is not trusted.
+        ValueError: it is no causal language model, or an adapter for one, or its code is not trusted; or a
+            file of its weights is damaged.
     """
     name, kwargs = found(source, {"trust_remote_code": False, **kwargs})  # else transformers asks for it
     _check_is_causal(name, kwargs)
-    base: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    try:
+        base: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of base {name!r} cannot be read: a safetensors file is damaged ({error}); copy or "
+            "download it again"
+        ) from error
     return base.eval()
 
 

@@ -41,6 +41,8 @@ from __future__ import annotations
 import functools
 from typing import get_args
 
+import torch
+
 from medusa.base.causal_lm import CausalLM
 from medusa.console import log_console
 from medusa.engine.kernels import missing_kernels
@@ -58,7 +60,14 @@ def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
         ValueError: unknown engine, or one that cannot run this model; the message says what is missing.
     """
     engine = resolved_engine(base, engine)
-    if engine == "eager" or packed_as(base) is not None:
+    if engine == "eager":
+        return base
+    if packed_as(base) is not None:
+        if base.dtype != torch.float32 or base.device.type != "cpu":
+            raise ValueError(
+                f"engine={engine!r} holds the weights of the base packed, for float32 on a CPU, and it has "
+                f"been cast or moved since, to {base.dtype} on {base.device}; load it again"
+            )
         return base
     if (lacks := missing_for_kernels(base)) is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")

@@ -65,9 +65,11 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
     if sizes is None or engine == "eager" or missing_kernels() is not None:
         return load_base(source, dtype=torch.float32, **kwargs)
     base = load_base(source, dtype=sizes.dtype, **kwargs)
-    if is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder()):
+    is_known_code = is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder())
+    if is_known_code and not getattr(base, "_hf_peft_config_loaded", False):
         return packed_in_place(base, int8=engine == "int8")
-    # what other code computes for itself while it is made, in the narrow type, cannot be computed anew
+    # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
+    # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
     return load_base(source, dtype=torch.float32, **kwargs)
 
 
@@ -82,8 +84,20 @@ def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
             if child in embeddings:
                 setattr(module, name, NarrowEmbedding(child))
     base = with_kernels(base, int8, release=_released())
-    output_embedding(base).register_buffer("rows", rows, persistent=False)
+    output = output_embedding(base)
+    output.register_buffer("rows", rows, persistent=False)
+    if next(base.parameters(), None) is None:  # transformers asks one for type and device
+        del output.weight
+        output.weight = nn.Parameter(placeholder(rows), requires_grad=False)
+    base.save_pretrained = _refuse_to_save
     return base
+
+
+def _refuse_to_save(*given: Any, **named: Any) -> None:
+    raise ValueError(
+        "save_pretrained needs the weights of the base, which was loaded for a CPU engine and holds them "
+        "packed; load it with engine='eager' and save that"
+    )
 
 
 # ------------------------------------------------------------------ what the files hold
@@ -103,7 +117,9 @@ class FileSizes:
     def of(cls, name: str, kwargs: dict[str, Any]) -> FileSizes | None:
         """Those of the base at ``name``; None where it has no safetensors files of plain numbers."""
         config = AutoConfig.from_pretrained(name, **source_arguments(kwargs))
-        if "gguf_file" in kwargs or getattr(config, "quantization_config", None) is not None:
+        if "gguf_file" in kwargs or kwargs.get("use_safetensors") is False:
+            return None
+        if getattr(config, "quantization_config", None) is not None:
             return None
         tensors = [each for file in _weight_files(name, kwargs) for each in _header(file).items()]
         if not tensors or any(each["dtype"] not in (*FLOATS, *_WHOLE) for _, each in tensors):
@@ -182,12 +198,18 @@ _FILE_ARGUMENTS = (
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: type, shape and place of each tensor."""
+    """The header of a safetensors file: type, shape and place of each tensor. Nothing where the file is
+    damaged: whoever reads the weights says so."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > file.stat().st_size:
-            return {}  # damaged: whoever reads the weights says so
-        header = json.loads(opened.read(size))
+            return {}
+        try:
+            header = json.loads(opened.read(size))
+        except ValueError:  # bad JSON and bad UTF-8 alike
+            return {}
+    if not isinstance(header, dict):
+        return {}
     header.pop("__metadata__", None)
     return header
 
@@ -306,12 +328,14 @@ def _released() -> Callable[[Tensor], Tensor]:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Where weight files lie in this process's memory; nowhere on systems that do not say."""
+    """Where files lie in this process's memory; nowhere on systems that do not say.
+
+    A file that comes from the hub is named by its checksum there, so names tell nothing."""
     listing = Path("/proc/self/maps")
     if sys.platform != "linux" or not listing.exists():
         return
     for line in listing.read_text().splitlines():
         addresses, *_, path = line.split(maxsplit=5) if line.count(" ") >= 5 else (line, "")
-        if path.rstrip().endswith(".safetensors"):
+        if path.startswith("/"):
             low, high = (int(each, 16) for each in addresses.split("-"))
             yield low, high

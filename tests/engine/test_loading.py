@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ARCHITECTURES, GROUPED, VOCAB_SIZE, random_heads, random_prompts, tiny_model
+from safetensors.torch import load_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
 from tiny_chat import chat_tokenizer
-from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import embedding_rows, output_embedding
@@ -25,6 +27,7 @@ from medusa.engine.views import packed_as, view_of
 from medusa.heads.fingerprint import BaseFingerprint
 
 pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+WEIGHTS, BINARY = "model.safetensors", "pytorch_model.bin"
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 MODELS = {
     **{name: lambda name=name: tiny_model(name) for name in ARCHITECTURES},
@@ -145,6 +148,65 @@ def test_a_start_that_must_fail_for_memory_says_what_would_fit(tmp_path, monkeyp
     monkeypatch.setattr(loading, "available_memory", lambda: 1)
     with pytest.raises(MemoryError, match=r"engine='eager', and .* no engine holds it"):
         load_for_engine(directory, "eager")
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_a_base_whose_norms_have_no_weights_is_packed_too(tmp_path, is_tied):
+    """OLMo has linear layers and embeddings alone, so no parameter is left that says type and device."""
+    directory = saved(OlmoForCausalLM(OlmoConfig(**GROUPED, tie_word_embeddings=is_tied)), tmp_path)
+    model, ids = MedusaModel.from_pretrained(directory), random_prompts(1, 9)
+    assert model.base.dtype == torch.float32 and model.runtime.engine == "packed"
+    expected = load_base(directory, dtype=torch.float32).generate(ids, **GREEDY)
+    assert model.generate(ids, **GREEDY).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("finer", ["in other files", "in an adapter"])
+def test_numbers_beside_the_safetensors_files_are_not_rounded_to_their_type(tmp_path, finer):
+    directory, ids = saved(tiny_model("llama"), tmp_path), random_prompts(1, 9)
+    if finer == "in other files":
+        options = {"use_safetensors": False}
+        weights = load_file(directory / WEIGHTS)
+        torch.save({key: each.float() * (1 + 2.0**-12) for key, each in weights.items()}, tmp_path / BINARY)
+    else:  # transformers puts on an adapter that lies beside the weights
+        peft, options = pytest.importorskip("peft"), {}
+        adapter = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(load_base(directory, dtype=torch.float32), adapter).save_pretrained(directory)
+    ordinary = load_base(directory, dtype=torch.float32, **options)
+    model = MedusaModel.from_pretrained(directory, engine="packed", **options)
+    with torch.no_grad():
+        torch.testing.assert_close(model.runner(ids).logits, ordinary(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", (4).to_bytes(8, "little") + b"[1] ", (4).to_bytes(8, "little") + b"\xff\xff\xff\xff"],
+    ids=["empty", "a list", "no text"],
+)  # fmt: skip
+def test_a_damaged_file_is_refused_in_words(tmp_path, content):
+    directory = saved(tiny_model("llama"), tmp_path)
+    (directory / WEIGHTS).write_bytes(content)
+    with pytest.raises(ValueError, match=r"weights of base .* a safetensors file is damaged .* download it"):
+        load_for_engine(directory, "packed")
+
+
+def test_a_base_that_is_held_once_is_neither_saved_nor_cast(tmp_path):
+    base = MedusaModel.from_pretrained(saved(tiny_model("llama"), tmp_path)).base
+    for save in (base.save_pretrained, pickle.loads(pickle.dumps(base)).save_pretrained):
+        with pytest.raises(ValueError, match="load it with engine='eager' and save that"):
+            save(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(ValueError, match=r"cast or moved since, to torch\.bfloat16 on cpu; load it again"):
+        MedusaModel(base.bfloat16(), engine="packed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_a_file_from_the_hub_are_given_back_too(tmp_path):
+    """The hub's cache holds files under their checksums, and links to them under their names."""
+    directory = saved(tiny_model("llama"), tmp_path)
+    blob = (directory / WEIGHTS).rename(tmp_path / "0123abc")
+    (directory / WEIGHTS).symlink_to(blob)
+    base = load_for_engine(directory, "packed")
+    start = embedding_rows(base.get_input_embeddings()).data_ptr()
+    assert any(low <= start < high for low, high in loading._mapped_files())
 
 
 PEAK = """
