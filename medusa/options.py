@@ -38,6 +38,10 @@ class TemplateOptions:
     def __post_init__(self) -> None:
         if not isinstance(self._kwargs, dict):
             raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}")
+        if self._kwargs:
+            from medusa.conversations import check_finite  # which imports a library of templates
+
+            check_finite(self._kwargs, "chat_template_kwargs")
 
     @property
     def _kwargs(self) -> Any:
