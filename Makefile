@@ -18,7 +18,7 @@ TEST_PROCESSES ?= 2
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format docs bench measure setup models
+.PHONY: help demo test lint check format docs bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,12 +79,13 @@ measure: .venv/.installed | $(BASE)/config.json
 
 # ---------------------------------------------------------------- checks
 
-test: .venv/.installed | $(BASE)/config.json
+lint: .venv/.installed
 	$(BIN)/ruff check --quiet .
+
+test: lint | $(BASE)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-check: .venv/.installed
-	$(BIN)/ruff check .
+check: lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -81,6 +82,7 @@ def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
     role, content = ROLES[called], turn.get(content_key)
     read = {role_key, content_key, *ANSWER_KEYS, *_IS_TRAINED}
     beside = {key: value for key, value in turn.items() if value is not None and key not in read}
+    check_finite(beside, where)
     calls = turn.get("tool_calls") or [each for each in [turn.get("function_call")] if each]
     if called == "function_call":  # its content is the call, as JSON text
         found = parsed_json(checked_text(content, content_key, where), f"{where}: {content_key}")
@@ -124,6 +126,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(given, str):
         arguments = parsed_json(given, f"{where}: arguments of a tool call") if given.strip() else {}
         check_keepable(arguments, f"{where}: arguments of a tool call")
+    check_finite(arguments, f"{where}: arguments of a tool call")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}: arguments of a tool call must be a JSON object, got {given!r:.80}")
     told = {"id": call["id"]} if call.get("id") else {}
@@ -290,6 +293,7 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", kwargs, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{origin}: {name} must be a {kind.__name__}, got {value!r:.80}")
+    check_finite([tools, kwargs], origin)
     for name, value in (("tools", tools), ("documents", (kwargs or {}).get("documents"))):
         is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         if value is not None and not is_list:
@@ -323,6 +327,19 @@ def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
         if not level:
             return
     raise ValueError(f"{origin} is nested deeper than {most} levels; flatten it")
+
+
+def check_finite(value: Any, origin: str) -> None:
+    """Raise ValueError where a number in ``value``, of JSON, is infinite or none: Python reads such and
+    writes what is no JSON."""
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(
+                f"{origin}: numbers must be finite, as JSON has no other, got {each}; leave it out"
+            )
+        rest += each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
 
 
 def parsed_json(raw: str | bytes, origin: str) -> Any:

@@ -25,14 +25,14 @@ from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps, check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
-from medusa.drafters.registry import SPARE_NODES, Drafters
+from medusa.drafters.registry import SPARE_NODES, Drafters, DrafterSettings
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.engine.prepared import Prepared
 from medusa.hardware import release_threads
 from medusa.heads.ahead import Heads, check_sizes_fit
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
-from medusa.options import Engine, StepKind
+from medusa.options import Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
 
@@ -247,6 +247,39 @@ class MedusaModel:
         see :meth:`medusa.drafters.registry.Drafters.default`."""
         return self._drafters.default(batch_size, step or self.step)
 
+    def make_drafter(
+        self,
+        name: str,
+        tree: CandidateTree | None = None,
+        *,
+        draft_length: int | None = None,
+        draft_width: int = 1,
+        draft_model: str | Path | CausalLM | None = None,
+        exit_layer: int | None = None,
+        eagle3: str | Path | HeadsCheckpoint | None = None,
+    ) -> Drafter:
+        """A drafter for ``drafter=`` of :meth:`generate`, with settings that a name alone does not give.
+
+        What it reads is loaded here, so make it once for many calls. It serves one call at a time.
+
+        Args:
+            name: as for :meth:`generate`: "draft-model", "early-exit+suffix", ...
+            tree: what it fills; by default its own, of the length and width below, or for heads the model's.
+            draft_length: draft tokens of a chain; None is the drafter's own number.
+            draft_width: chains side by side, for rules that take a tree.
+            draft_model: for "draft-model": a smaller model with the base's tokens, a directory, a hub id or a
+                model.
+            exit_layer: for "early-exit": how many layers of the base it runs.
+            eagle3: for "eagle3": an EAGLE-3 head, a heads directory, a hub id or a loaded checkpoint.
+
+        Raises:
+            ValueError: no such drafter, or it lacks something or cannot fill ``tree``; or a setting is out of
+                bounds or none of this drafter's.
+        """
+        settings = DrafterSettings(draft_length, draft_width, draft_model, exit_layer, eagle3)
+        check_read_by(settings, name)
+        return Drafters(self, settings).make(name, tree)
+
     def use_tree(self, tree: CandidateTree) -> None:
         """Decode with ``tree`` from here on, for any number of rows: default and tuned trees are forgotten.
 
@@ -309,10 +342,11 @@ class MedusaModel:
             tree: what the drafter fills, by default the heads alone; ``CandidateTree.chain(0)`` is plain
                 decoding.
             drafter: another source of candidates than :meth:`drafter_for` so many rows; its name will do
-                ("suffix"). Where the text depends on what is drafted (``acceptance``), the heads alone draft
-                by default, in :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains.
-                Where neither tree nor drafter is named and the base is float32, guessing pauses for as long
-                as it does not pay (:mod:`medusa.decoding.pausing`).
+                ("suffix"), and :meth:`make_drafter` makes those that need more than a name. Where the text
+                depends on what is drafted (``acceptance``), the heads alone draft by default, in
+                :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains. Where neither
+                tree nor drafter is named and the base is float32, guessing pauses for as long as it does not
+                pay (:mod:`medusa.decoding.pausing`).
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.

@@ -21,6 +21,9 @@ ForeignName = Literal["vllm-medusa", "vllm-eagle3", "speculators", "mtp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of a base model."""
 
+SETTING_OF = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}
+"""Setting of one drafter alone -> that drafter."""
+
 
 @dataclass(frozen=True)
 class TemplateOptions:
@@ -35,6 +38,10 @@ class TemplateOptions:
     def __post_init__(self) -> None:
         if not isinstance(self._kwargs, dict):
             raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}")
+        if self._kwargs:
+            from medusa.conversations import check_finite  # which imports a library of templates
+
+            check_finite(self._kwargs, "chat_template_kwargs")
 
     @property
     def _kwargs(self) -> Any:
@@ -76,6 +83,18 @@ def check_within(options: Any, interval: str, *names: str) -> None:
         return lowest < value < highest or is_end
 
     _check(options, f"in {interval}", is_inside, names)
+
+
+def check_read_by(settings: Any, *drafters: str) -> None:
+    """Raise ValueError for the first of ``settings`` that none of ``drafters``, names or unions of them,
+    reads."""
+    parts = {part for name in drafters for part in name.split("+")}
+    for setting, drafter in SETTING_OF.items():
+        if getattr(settings, setting) is not None and drafter not in parts:
+            raise ValueError(
+                f"{setting} goes with the drafter {drafter}, which is not asked for; ask for it, or leave "
+                f"{setting} out"
+            )
 
 
 def check_counts(options: Any, largest: int, *names: str) -> None:

@@ -69,7 +69,33 @@ def test_arguments_as_an_object_and_as_text_are_the_same_call_at_every_door(give
     _, call, _ = sent({"messages": messages}, tmp_path)
     (function,) = [each["function"] for each in call["tool_calls"]]
     assert json.loads(function["arguments"]) == {"city": "Oslo", "no": 1}
-    assert ChatMessage.model_validate(call).as_template["tool_calls"][0]["function"]["arguments"]["no"] == 1
+    assert (
+        ChatMessage.model_validate(call).as_conversation["tool_calls"][0]["function"]["arguments"]["no"] == 1
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, called('{"no": 1e400}'), SEEN]},
+        {"messages": [ASKED, called({"no": [float("nan")]}), SEEN]},
+        {"messages": [{**ASKED, "weight_of_it": float("inf")}]},
+        {"messages": [ASKED], "tools": [{"least": float("-inf")}]},
+        {"messages": [ASKED], "chat_template_kwargs": {"x": float("nan")}},
+    ],
+    ids=["text", "object", "message", "tools", "variables"],
+)
+def test_numbers_that_are_not_finite_reach_no_template(row, tmp_path):
+    for read in (
+        lambda: prompted(row, tmp_path),
+        lambda: trained_on({**row, "messages": [*row["messages"], SAID]}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"row 1.*: numbers must be finite, as JSON has no other, got -?(inf|nan)"
+        ):
+            read()
+    beside = {"messages": [ASKED], "score": float("nan")}
+    assert prompted(beside, tmp_path), "what nobody reads may be anything"
 
 
 ARGUMENTS = (

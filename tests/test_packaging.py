@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
@@ -60,6 +61,10 @@ def test_the_wheel_holds_every_module_of_the_library(wheel):
     assert modules | page <= set(wheel[0])
 
 
+def test_type_checkers_of_other_projects_read_the_types_of_the_wheel(wheel):
+    assert "medusa/py.typed" in wheel[0]
+
+
 def test_the_wheel_holds_every_configuration_once(wheel):
     files = {f"medusa/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
     assert files == {name for name in wheel[0] if "configs/" in name}
@@ -108,3 +113,10 @@ def test_no_file_says_where_packages_come_from():
         assert "index-url" not in text
         assert "find-links" not in text
         assert "://" not in text
+
+
+def test_continuous_integration_holds_lint_format_types_and_tests_each_once():
+    (targets,) = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    shown = subprocess.run(["make", "-n", *targets.split()], cwd=ROOT, capture_output=True, text=True).stdout
+    for command in ("ruff check", "ruff format --check", "/mypy", "pytest -n"):
+        assert shown.count(command) == 1, command

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def check_quantised_layers(base: CausalLM) -> None:
         )
 
 
-def _one_of_each_kind(base: CausalLM) -> Iterator[tuple[str, nn.Module]]:
+def _one_of_each_kind(base: CausalLM) -> Iterator[tuple[str, Any]]:
     """The first linear layer of each kind and shape whose weights are quantised, and its name."""
     seen = set()
     for name, layer in base.named_modules():
@@ -84,7 +85,7 @@ def _named(layer: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _tried(layer: nn.Module, base: CausalLM) -> tuple[bool, bool]:
+def _tried(layer: Any, base: CausalLM) -> tuple[bool, bool]:
     """Whether what ``layer`` gives for a row depends on the others of a pass, and whether it computes in less
     than float32 though ``base`` is loaded so."""
     generator = torch.Generator().manual_seed(0)

@@ -71,7 +71,8 @@ def check_states(base: Any) -> None:
     name, layers = type(base).__name__, DynamicCache(config=base.config).layers
     if (reason := REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)) is not None:
         raise ValueError(f"{name} {reason}, so no draft can be verified on it; use its own generate")
-    limits = {getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules()} - {NO_LIMIT}
+    set_to = (getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules())  # a list in files
+    limits = {tuple(each) if isinstance(each, list) else each for each in set_to} - {NO_LIMIT}
     if limits:
         raise ValueError(
             f"{name} limits its time steps to {', '.join(map(str, sorted(limits)))} where a pass reads "

@@ -54,7 +54,7 @@ from medusa.measurement.contenders import (
 from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
-from medusa.options import check_above, check_at_least
+from medusa.options import check_above, check_at_least, check_read_by
 from medusa.plots import short_name
 from medusa.trees.rank_counts import RankCounts
 
@@ -132,7 +132,7 @@ class BenchmarkOptions(ProgramOptions):
                 raise ValueError(f"acceptance must be of {', '.join(known)}; got {rule!r}")
         if self.contenders is not None and ALL_DRAFTERS not in self.contenders:
             reads_draft_model = ["draft-model"] if ASSISTED in self.contenders else []
-            self.drafters.check_read_by(*self.contenders, *reads_draft_model)
+            check_read_by(self.drafters, *self.contenders, *reads_draft_model)
 
 
 def benchmark(options: BenchmarkOptions) -> list[str]:

@@ -16,7 +16,7 @@ from medusa.cli.options import (
     ReportOptions,
 )
 from medusa.cli.terminal import checked_utf8
-from medusa.options import Dtype, ForeignName, TemplateOptions, check_above, check_at_least
+from medusa.options import Dtype, ForeignName, TemplateOptions, check_above, check_at_least, check_read_by
 from medusa.places import EMBEDDED_BASE
 from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 
@@ -52,7 +52,7 @@ class AnsweringOptions:
     drafters: DrafterOptions = DrafterOptions()
 
     def __post_init__(self) -> None:
-        self.drafters.check_read_by(self.replies.drafter or "")
+        check_read_by(self.drafters, self.replies.drafter or "")
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
-from medusa.options import Dtype, Engine, StepKind, TemplateOptions, check_at_least, check_within
+from medusa.options import SETTING_OF, Dtype, Engine, StepKind, TemplateOptions, check_at_least, check_within
 from medusa.places import DEFAULT_HEADS, is_embedded_base, named_file
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
@@ -438,25 +438,11 @@ class DrafterOptions:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
 
-    def check_read_by(self, *drafters: str) -> None:
-        """Raise ValueError for an option that :meth:`read_by` ``drafters`` leaves out."""
-        read = self.read_by(*drafters)
-        for option, drafter in _READ_BY.items():
-            if getattr(self, option) != getattr(read, option):
-                raise ValueError(
-                    f"{option} goes with the drafter {drafter}, which is not asked for; ask for it, or leave "
-                    f"{option} out"
-                )
-
     def read_by(self, *drafters: str) -> DrafterOptions:
         """Without the options that none of ``drafters``, names or unions of them, reads."""
         parts = {part for name in drafters for part in name.split("+")}
-        unread: dict[str, Any] = {name: None for name, drafter in _READ_BY.items() if drafter not in parts}
+        unread: dict[str, Any] = {name: None for name, drafter in SETTING_OF.items() if drafter not in parts}
         return dataclasses.replace(self, **unread)
-
-
-_READ_BY = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}
-"""Option of one drafter alone -> that drafter."""
 
 
 @dataclass(frozen=True)

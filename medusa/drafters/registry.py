@@ -69,7 +69,7 @@ class DrafterSettings:
     """The head of "eagle3": a heads directory, a hub id, or a loaded checkpoint."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "draft_length", "draft_width")
+        check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
 
     def tree(self, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
         """The tree of a drafter that has none of its own: a chain, or as many chains as it is wide."""
@@ -126,6 +126,11 @@ class NamedDrafter:
     """Whether it drafts with the heads of the model, which must then be loaded, and in the model's trees."""
 
 
+def _given_to(setting: str) -> str:
+    """How a caller gives ``setting``, in Python and from the shell."""
+    return f"give {setting}= to make_drafter (--{setting.replace('_', '-')})"
+
+
 def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False) -> Drafter:
     heads, runner = host.drafting_heads, host.runner
     assert heads is not None, "refused before"
@@ -138,7 +143,7 @@ def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False)
 
 
 def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
-    return "heads, and the model was loaded without; give heads (--heads)" if host.heads is None else None
+    return "heads, and the model was loaded without; give heads= (--heads)" if host.heads is None else None
 
 
 def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
@@ -149,7 +154,8 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
     head, base = checkpoint.heads, host.runner
     if not isinstance(head, Eagle3Head):
         raise ValueError(
-            f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; use --heads"
+            f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; give them as "
+            "heads= (--heads)"
         )
     check_heads_fit(head, base)
     warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
@@ -158,6 +164,10 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
     if tree is None or not tree.depth:
         tree = settings.tree(head.num_heads)
     return AheadDrafter(head, base, tree)
+
+
+def _missing_eagle3(host: DraftHost, settings: DrafterSettings) -> str | None:
+    return None if settings.eagle3 is not None else f"an EAGLE-3 head; {_given_to('eagle3')}"
 
 
 def _mtp(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
@@ -187,7 +197,9 @@ def _loaded_beside(host: DraftHost, source: str | Path) -> CausalLM:
 
 
 def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
-    return "a smaller model of the same family; give --draft-model" if settings.draft_model is None else None
+    if settings.draft_model is not None:
+        return None
+    return f"a smaller model of the same family; {_given_to('draft_model')}"
 
 
 def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
@@ -196,7 +208,7 @@ def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | Non
     if settings.exit_layer is not None:  # there is no good default
         return None
     num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
-    return f"a number of layers, 1 to {num_layers - 1} for this base; give --exit-layer"
+    return f"a number of layers, 1 to {num_layers - 1} for this base; {_given_to('exit_layer')}"
 
 
 def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
@@ -215,7 +227,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
         NamedDrafter(
             "eagle3",
             _eagle3,
-            lambda host, settings: "an EAGLE-3 head; give --eagle3" if settings.eagle3 is None else None,
+            _missing_eagle3,
         ),
         NamedDrafter("mtp", _mtp, lambda host, settings: missing_mtp(host.base)),
         NamedDrafter("draft-model", _draft_model, _missing_draft_model),

@@ -31,6 +31,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, embedding_rows, output_embedding
 from medusa.base.loading import found, load_base, source_arguments
@@ -55,7 +56,8 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
         kwargs: as for :func:`medusa.base.loading.load_base`, but for those in :data:`PLACING`.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`medusa.base.loading.load_base`.
+        FileNotFoundError: as :func:`medusa.base.loading.load_base`.
+        ValueError: so too, and as :func:`medusa.base.architecture_check.check_decodable`.
         MemoryError: there is too little memory for it; the message says what would fit.
     """
     name, arguments = found(source, {"trust_remote_code": False, **kwargs})
@@ -67,7 +69,10 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
     base = load_base(source, dtype=sizes.dtype, **kwargs)
     is_known_code = is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder())
     if is_known_code and not getattr(base, "_hf_peft_config_loaded", False):
-        return packed_in_place(base, int8=engine == "int8")
+        check_decodable(base)  # what cannot be decoded may fail on packed weights in other words
+        base = packed_in_place(base, int8=engine == "int8")
+        if is_tested(base) or not _misses_weights(base):
+            return base
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
     return load_base(source, dtype=torch.float32, **kwargs)
@@ -91,6 +96,13 @@ def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
         output.weight = nn.Parameter(placeholder(rows), requires_grad=False)
     base.save_pretrained = _refuse_to_save
     return base
+
+
+@torch.no_grad()
+def _misses_weights(base: CausalLM) -> bool:
+    """Whether code of ``base`` reads a weight past its module, and so finds what stands in its place."""
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    return bool(base(input_ids=ids, use_cache=False).logits.isnan().any())
 
 
 def _refuse_to_save(*given: Any, **named: Any) -> None:

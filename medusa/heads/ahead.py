@@ -106,7 +106,7 @@ def check_sizes_fit(
         if None not in (theirs, ours) and theirs != ours:
             raise ValueError(
                 f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; load the base "
-                "model that the heads were trained on, or give --heads none"
+                "model that the heads were trained on, or give heads=None (--heads none)"
             )
 
 

@@ -390,14 +390,14 @@ class ChatMessage(Body):
         return self.role == "tool" or bool(self.tool_calls)
 
     @property
-    def as_template(self) -> dict[str, Any]:
-        """As a chat template reads it: arguments of calls as objects."""
+    def as_conversation(self) -> dict[str, Any]:
+        """In the form of :mod:`medusa.conversations`: arguments of calls as objects."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.name is not None:
             message["name"] = self.name
         if (thought := self.reasoning_content or self.reasoning) is not None:
-            message |= {"reasoning_content": thought, "thinking": thought}  # as templates name it
+            message["reasoning_content"] = thought
         if self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
             for call in calls:

@@ -25,6 +25,7 @@ from medusa.acceptance.grammar import (
 )
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import common_context, end_ids, vocab_size
+from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
@@ -167,10 +168,11 @@ class Service:
                 "the chat template of this model has no place for tools; leave them out",
                 param="tools" if asked.offered else "messages",
             )
-        messages = [message.as_template for message in asked.messages]
+        messages = [message.as_conversation for message in asked.messages]
         if not self.takes_several_systems:
             messages = _with_one_system(messages)
         try:
+            messages = as_template(messages, self.tokenizer)
             arguments = {**self.template_options, **asked.template_arguments}
             text = self._marked(messages, asked.offered, arguments)
         except TEMPLATE_ERRORS as error:

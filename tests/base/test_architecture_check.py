@@ -51,6 +51,7 @@ from medusa.base.architecture_check import (
     worst_comparison,
 )
 from medusa.base.causal_lm import decoder_layers
+from medusa.base.loading import load_base
 from medusa.base.recurrent import StatefulRow
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
@@ -295,3 +296,9 @@ def test_the_layers_of_a_model_that_sees_are_those_of_its_text_model():
     base = LlavaForConditionalGeneration(LlavaConfig(**vision(), image_token_id=60)).eval()
     assert len(base.model.vision_tower.encoder.layers) == len(base.model.language_model.layers)
     assert decoder_layers(base) is base.model.language_model.layers
+
+
+@pytest.mark.parametrize("name", DECODABLE)
+def test_what_keeps_a_state_is_decodable_from_its_files_too(name, tmp_path):
+    stateful_model(name).save_pretrained(tmp_path)
+    check_decodable(load_base(tmp_path))

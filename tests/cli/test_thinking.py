@@ -190,6 +190,14 @@ def test_a_file_tells_the_template(tmp_path):
     assert parse(Asked, ["--config", str(tmp_path / "a.yaml")]).template.told == OFF
 
 
+@pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    with pytest.raises(
+        ValueError, match=r"^chat_template_kwargs: numbers must be finite, .* got (inf|nan|-inf)"
+    ):
+        TemplateOptions(chat_template_kwargs=f'{{"x": [{number}]}}')
+
+
 @pytest.mark.parametrize("given", ["[1]", "{", json.dumps("text")])
 def test_what_is_no_json_object_is_refused(given):
     with pytest.raises(ValueError, match=r"chat_template_kwargs must be a JSON object, got"):

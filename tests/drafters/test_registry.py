@@ -146,14 +146,53 @@ def test_available_drafters_are_those_that_lack_nothing():
         ("heads+lookup", "drafter 'lookup' is unknown"),
         ("suffix+suffix", r"a union names each drafter once, .* got 'suffix\+suffix'"),
         ("plain+suffix", r"not 'plain', which proposes nothing; got 'plain\+suffix'"),
-        ("heads", r"drafter 'heads' needs heads, and the model was loaded without; give heads \(--heads\)"),
-        ("early-exit", "'early-exit' needs a number of layers, 1 to 1 for this base; give --exit-layer"),
-        ("draft-model", "'draft-model' needs a smaller model of the same family; give --draft-model"),
+        ("heads", r"drafter 'heads' needs heads, and the model was loaded without; give heads= \(--heads\)"),
+        (
+            "early-exit",
+            r"'early-exit' needs a number of layers, 1 to 1 .* give exit_layer= to make_drafter \(--exit-",
+        ),
+        (
+            "draft-model",
+            r"'draft-model' needs a smaller model .*; give draft_model= to make_drafter \(--draft-model\)",
+        ),
     ],
 )
 def test_a_drafter_that_cannot_be_is_refused_with_what_it_lacks(name, message):
     with pytest.raises(ValueError, match=message):
         Drafters(MedusaModel(tiny_model("llama"))).make(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("early-exit", {"exit_layer": 1}),
+        ("draft-model+suffix", {"draft_model": tiny_model("llama"), "draft_length": 2}),
+        ("suffix", {}),
+    ],
+)
+def test_a_model_makes_drafters_that_need_more_than_a_name(name, settings):
+    model, ids = model_with_heads(), random_prompts(2, 7)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    drafter = model.make_drafter(name, **settings)
+    assert drafter.max_depth == settings.get("draft_length", drafter.max_depth)
+    plain = model.generate(ids, **options, tree=CandidateTree.chain(0))
+    for _ in range(2):
+        assert model.generate(ids, **options, drafter=drafter).tolist() == plain.tolist()
+    assert model.make_drafter(name, CandidateTree.chain(3), **settings).max_depth == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("suffix", {"exit_layer": 1}, "exit_layer goes with the drafter early-exit, which is not asked for"),
+        ("heads", {"draft_model": "x"}, "draft_model goes with the drafter draft-model"),
+        ("early-exit", {"exit_layer": 0}, "exit_layer must be at least 1, got 0"),
+        ("eagle3", {}, r"needs an EAGLE-3 head; give eagle3= to make_drafter \(--eagle3\)"),
+    ],
+)
+def test_settings_that_do_not_fit_a_drafter_are_refused_by_the_names_that_python_has(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        model_with_heads().make_drafter(name, **settings)
 
 
 def test_lengths_below_one_are_refused():

@@ -14,9 +14,12 @@ from safetensors.torch import load_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
 from tiny_chat import chat_tokenizer
+from torch.nn import functional as F
 from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from medusa import CandidateTree, MedusaModel
+from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, output_embedding
 from medusa.base.loading import load_base
 from medusa.drafters.registry import Drafters, DrafterSettings
@@ -157,6 +160,21 @@ def test_a_base_whose_norms_have_no_weights_is_packed_too(tmp_path, is_tied):
     model, ids = MedusaModel.from_pretrained(directory), random_prompts(1, 9)
     assert model.base.dtype == torch.float32 and model.runtime.engine == "packed"
     expected = load_base(directory, dtype=torch.float32).generate(ids, **GREEDY)
+    assert model.generate(ids, **GREEDY).tolist() == expected.tolist()
+
+
+def test_code_that_reads_weights_past_their_modules_gets_them(tmp_path, monkeypatch):
+    def read_past(mlp, x):
+        return F.linear(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x), mlp.down_proj.weight)
+
+    directory, ids = saved(tiny_model("llama"), tmp_path), random_prompts(1, 9)
+    expected = load_base(directory, dtype=torch.float32).generate(ids, **GREEDY)
+    monkeypatch.setattr(LlamaMLP, "forward", read_past)
+    monkeypatch.setattr(
+        architecture_check, "TESTED_MODEL_TYPES", frozenset()
+    )  # those that do are none of these
+    model = MedusaModel.from_pretrained(directory)
+    assert packed_as(model.base) is None and model.runtime.engine == "packed"
     assert model.generate(ids, **GREEDY).tolist() == expected.tolist()
 
 

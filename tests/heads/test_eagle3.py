@@ -205,7 +205,9 @@ def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
 
 def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
     model = MedusaModel(tiny_model("llama"))
-    with pytest.raises(ValueError, match="drafter 'eagle3' needs an EAGLE-3 head; give --eagle3"):
+    with pytest.raises(
+        ValueError, match="drafter 'eagle3' needs an EAGLE-3 head; give eagle3= to make_drafter"
+    ):
         Drafters(model).make("eagle3")
     small = HeadsCheckpoint(new_head(hidden_size=16), "some/base")
     with pytest.raises(ValueError, match="heads were trained for hidden_size=16"):
@@ -213,7 +215,7 @@ def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE))
     other = save_heads(HeadsCheckpoint(heads, "some/base"), tmp_path / "medusa")
     with pytest.raises(
-        ValueError, match="must be an EAGLE-3 head, got Medusa heads for 'some/base'; use --heads"
+        ValueError, match="must be an EAGLE-3 head, got Medusa heads for 'some/base'; give them as heads="
     ):
         Drafters(model, DrafterSettings(eagle3=other)).make("eagle3")
 

@@ -330,6 +330,17 @@ def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, m
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
 
+@pytest.mark.parametrize("written", ["{{ given }}", "{{ '```' + given + '```' }}"], ids=["shown", "joined"])
+def test_templates_that_write_arguments_as_they_are_get_the_text_of_calls(written):
+    """DeepSeek's do; an object would be shown as Python writes it, or refused."""
+    said = "{% set given = call.function.arguments %}" + written
+    call = {"function": {"name": "weather", "arguments": '{"city":"Oslo", "warm":true}'}}
+    with running(tool_model(TOOL_TEMPLATE.replace("{{ call.function | tojson }}", said))) as server:
+        asked = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}
+        ids = post(server, "/tokenize", asked).json()["tokens"]
+        assert '{"city": "Oslo", "warm": true}' in TOKENIZER.decode(ids)
+
+
 ONE_SYSTEM = (
     "{% for message in messages %}"
     "{% if message.role == 'system' and not loop.first %}HERE{% else %}"

@@ -146,9 +146,9 @@ def test_a_conversation_of_all_kinds_of_items_is_a_chat():
     }
     asked = ResponsesRequest.model_validate(body)
     user, calls, output, said = asked.chat.messages
-    assert user.as_template == {"role": "user", "content": "ab"}
+    assert user.as_conversation == {"role": "user", "content": "ab"}
     assert [call.function.name for call in calls.tool_calls] == ["f", "g"] and calls.reasoning_content == "Hm"
-    assert output.as_template == {"role": "tool", "content": "1", "name": "g", "tool_call_id": "g"}
+    assert output.as_conversation == {"role": "tool", "content": "1", "name": "g", "tool_call_id": "g"}
     assert (said.content, said.reasoning_content) == ("Done", "So")
     assert (asked.chat.reasoning_effort, asked.chat.top_k) == ("low", 5)
     assert set(asked.unread()) == {"store", "reasoning.summary"}

@@ -487,7 +487,7 @@ def test_calls_of_earlier_turns_may_have_nulls():
     called = {"id": None, "type": None, "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "tool_calls": [called]}
     (message,) = ChatRequest.model_validate({"messages": [said]}).messages
-    assert message.as_template["tool_calls"] == [
+    assert message.as_conversation["tool_calls"] == [
         {**called, "id": "", "type": "function"} | {"function": {"name": "f", "arguments": {}}}
     ]
 
