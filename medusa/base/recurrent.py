@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -37,11 +36,13 @@ from transformers.cache_utils import (
 from medusa.base.cache import PassSlots, TreeCache, TreeCacheLayer
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
+WITHOUT_MEMORY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+"""Layers that keep nothing of a text: none in ``transformers`` before 5.23."""
 KNOWN_LAYERS = (
     *KEYS_AND_VALUES,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
-    DummyLayer,
+    *WITHOUT_MEMORY,
 )
 """The cache layers of ``transformers`` that :class:`StatefulRow` stands in for."""
 NO_LIMIT = (0.0, float("inf"))
@@ -98,7 +99,7 @@ def kind_of_layer(layer: Any) -> str:
         return "attention beside a state" if isinstance(layer, DynamicLayer) else "with a state"
     if isinstance(layer, DynamicSlidingWindowLayer):
         return "sliding attention"
-    return "without memory" if isinstance(layer, DummyLayer) else "attention"
+    return "without memory" if isinstance(layer, WITHOUT_MEMORY) else "attention"
 
 
 class StatefulRow(TreeCache):
