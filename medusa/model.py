@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base, check_is_model
-from medusa.base.causal_lm import CausalLM, vocab_size
+from medusa.base.causal_lm import CausalLM, home_device, vocab_size
 from medusa.base.loading import load_base, load_tokenizer, sizes_of
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
@@ -207,7 +207,7 @@ class MedusaModel:
 
     @property
     def device(self) -> torch.device:
-        return self.base.device
+        return home_device(self.base)
 
     @property
     def tokenizer(self) -> Any:

@@ -67,7 +67,24 @@ def embedding_weight(output_embedding: nn.Module) -> Tensor:
 
 def embedding_rows(embedding: nn.Module) -> Tensor:
     """The rows (V, D) of an input or output embedding, in the precision that they are held in."""
-    return cast(Tensor, getattr(embedding, "rows", embedding.weight)).detach()
+    rows = cast(Tensor, getattr(embedding, "rows", embedding.weight)).detach()
+    if rows.is_meta and (hook := _offloading_hook(embedding)) is not None:
+        return hook.weights_map["weight"].detach().to(place_of(embedding))
+    return rows
+
+
+def place_of(embedding: nn.Module) -> torch.device:
+    """Where an input or output embedding computes: where its weight is, or, where that was offloaded, where
+    accelerate brings it for each pass."""
+    device = embedding_weight(embedding).device
+    hook = _offloading_hook(embedding) if device.type == "meta" else None
+    return device if hook is None else torch.device(hook.execution_device)
+
+
+def _offloading_hook(module: nn.Module) -> Any:
+    """accelerate's hook on ``module`` that brings offloaded weights; None where there is none."""
+    outer = getattr(module, "_hf_hook", None)
+    return next((each for each in getattr(outer, "hooks", [outer]) if getattr(each, "offload", False)), None)
 
 
 def home_device(base: CausalLM) -> torch.device:
@@ -75,7 +92,7 @@ def home_device(base: CausalLM) -> torch.device:
 
     accelerate's hooks carry what a model sharded by ``device_map`` takes and gives from device to device.
     """
-    return embedding_weight(output_embedding(base)).device
+    return place_of(output_embedding(base))
 
 
 def hidden_size(base: CausalLM) -> int:
@@ -418,7 +435,7 @@ def seen_hidden(
     def look(module: nn.Module, args: tuple) -> tuple | None:
         if threading.get_ident() != owner:
             return None
-        seen.parts[0] = args[0].to(embedding_weight(module).device)
+        seen.parts[0] = args[0].to(place_of(module))
         return (keep(seen.parts[0]), *args[1:])
 
     def look_at(index: int) -> Callable[..., None]:
@@ -447,7 +464,7 @@ def logit_scale(base: CausalLM) -> float:
     """
     embedding = output_embedding(base)
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
-    probe = probe.to(base.device, embedding_weight(embedding).dtype)
+    probe = probe.to(home_device(base), embedding_weight(embedding).dtype)
     probe = probe * (0.1 / embedding(probe).abs().max())
     plain, own = embedding(probe).double(), logits_of_states(base, probe).double()
     scale = float((plain * own).sum() / plain.square().sum())

@@ -9,11 +9,14 @@ stands still, until all have. The host reads the results of several steps at onc
 
 from __future__ import annotations
 
+import gc
 import pickle
+import threading
 import time
-from collections.abc import Hashable
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from medusa.base.cache import FixedTreeCache
 from medusa.base.causal_lm import (
     CausalLM,
     SeenHidden,
+    home_device,
     seen_hidden,
     tree_inputs,
     vocab_size,
@@ -45,6 +49,7 @@ from medusa.drafters.protocol import (
     token_violations,
     topology_violations,
 )
+from medusa.hardware import available_memory
 
 STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
 """What drafters that are not medusa's own are held to; checked when the host reads the results."""
@@ -56,16 +61,23 @@ SLOTS, MANY_SLOTS = 256, 1024
 """A cache is read in whole multiples of the first; beyond the second, in multiples of that."""
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
-T = TypeVar("T")
 MAX_KEPT = 16
-"""Settings whose compiled drafts a model keeps, and as many whose graphs."""
+"""Settings whose graphs a model keeps, if they take no more memory than :data:`KEPT_SHARE` of what is left."""
+KEPT_SHARE = 4
+"""The caches of kept graphs, but for the newest one's, take at most one part in so many of what is left."""
 
 
-def keep_newest(kept: dict[Hashable, T], key: Hashable, value: T) -> None:
-    """Add ``value`` as the newest; the oldest beyond :data:`MAX_KEPT` go."""
-    kept[key] = value
-    for oldest in list(kept)[:-MAX_KEPT]:
-        kept.pop(oldest, None)  # another thread may have dropped it
+def keep_newest(kept: dict[Hashable, StepRunner], key: Hashable, runner: StepRunner) -> None:
+    """Add ``runner`` as the newest; the oldest go, beyond :data:`MAX_KEPT` and beyond the memory that they
+    may take."""
+    kept[key] = runner
+    left = available_memory(runner.base.device)
+    others = list(kept.items())[:-1]
+    while others:
+        num_bytes = sum(each.state.cache.num_bytes for _, each in others)
+        if len(others) < MAX_KEPT and (left is None or num_bytes <= left // KEPT_SHARE):
+            break
+        kept.pop(others.pop(0)[0], None)  # another thread may have dropped it
 
 
 @dataclass
@@ -201,9 +213,44 @@ def _until_end(state: StaticState, new: Tensor, num_new: Tensor) -> tuple[Tensor
     return num_kept.masked_fill(state.finished, 0), first_end < num_new
 
 
+_CAPTURE_LOCK = threading.Lock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def _alone_on_a_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """The stream of all warm-ups and captures on ``device``: what graphs that share a pool leave can be taken
+    by the next on one stream only, and every stream has buffers of cuBLAS of its own.
+
+    One thread at a time: torch allows one capture in a process."""
+    with _CAPTURE_LOCK, torch.cuda.device(device):
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream()
+        side = _streams[device]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield side
+        torch.cuda.current_stream().wait_stream(side)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: to give back memory of a card is not allowed in a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class StepRunner:
     """Runs static steps of one base, one drafter and one set of rows: as they are, or, where it ``captures``,
-    as CUDA graphs, one for each number of slots that a pass reads, with drafts and without."""
+    as CUDA graphs, one for each number of slots that a pass reads, with drafts and without.
+
+    Where a step cannot be captured, as where the base reads a number on the host, it runs as it is, with a
+    warning."""
 
     def __init__(
         self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
@@ -222,18 +269,22 @@ class StepRunner:
         addresses = self._tensor_addresses()
         if addresses != self._addresses:  # a graph reads and writes where things were when it was captured
             self._graphs, self._addresses = {}, addresses
-        setup_seconds, graph = 0.0, (drafts, self.state.cache.num_slots)
-        if graph not in self._graphs:
+        setup_seconds, key = 0.0, (drafts, self.state.cache.num_slots)
+        if key not in self._graphs:
             began = time.perf_counter()
             num_warm = min(num_steps, WARM_UP_STEPS)
-            self._warm_up(num_warm, drafts)
+            with _alone_on_a_stream(self.base.device):  # as torch asks for before a capture
+                self._run(num_warm, drafts)
             num_steps -= num_warm
-            if num_steps:
-                self._graphs[graph] = self._captured(drafts)
+            if num_steps and (graph := self._captured(drafts)) is not None:
+                self._graphs[key] = graph
             torch.cuda.synchronize(self.base.device)
             setup_seconds = time.perf_counter() - began
+        if not self.captures:
+            self._run(num_steps, drafts)
+            return setup_seconds
         for _ in range(num_steps):
-            self._graphs[graph].replay()
+            self._graphs[key].replay()
         return setup_seconds
 
     def _run(self, num_steps: int, drafts: bool) -> None:
@@ -242,41 +293,42 @@ class StepRunner:
             for _ in range(num_steps):
                 static_step(self.base, drafter, self.state, seen)
 
-    def _warm_up(self, num_steps: int, drafts: bool) -> None:
-        """Steps like any other, on a stream of their own, as torch asks for before a capture."""
-        with torch.cuda.device(self.base.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._run(num_steps, drafts)
-            torch.cuda.current_stream().wait_stream(side)
-
-    def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph:
-        """The graph of one step; capturing runs nothing.
+    def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph | None:
+        """The graph of one step, and capturing runs nothing; None where it cannot be captured, and neither
+        will be what follows.
 
         Graphs share one pool of memory: nothing in it outlives a replay, what does is in ``state``.
         """
         graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self._graphs.values()), None)
-        with (
-            torch.cuda.device(self.base.device),
-            torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"),
-        ):
-            self._run(1, drafts)
+        try:
+            with _alone_on_a_stream(self.base.device) as side, _no_collection():
+                with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+                    self._run(1, drafts)
+        except RuntimeError as error:
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            warn_of_static_steps(f"a step cannot be captured: {str(cause).splitlines()[0]}")
+            self.captures, self._graphs = False, {}
+            return None
         return graph
 
     def _tensor_addresses(self) -> list[int]:
         """Where everything lies that may move between two runs."""
         entries = [each for layer in self.state.cache.tree_layers for each in layer.entries]
-        tensors = (self.state.rows.tokens, *entries, *self.base.parameters(), *self.drafter.tensors())
-        return [tensor.data_ptr() for tensor in tensors]
+        kept = (self.state.rows.tokens, *entries, *self.base.parameters(), *self.base.buffers())
+        return [tensor.data_ptr() for tensor in (*kept, *self.drafter.tensors())]
 
 
-def _settings(rows: DecodeState) -> Hashable:
-    """What a graph depends on in the rows it was made for, besides their number."""
-    request = rows.request
+def warn_of_static_steps(reason: str) -> None:
+    """Say that steps of one answer and those to come are not captured, and why, in one line."""
+    warnings.warn(f"step='captured' runs as step='static' here: {reason}", stacklevel=2)
+
+
+def _settings(base: CausalLM, rows: DecodeState) -> Hashable:
+    """What a graph depends on in the rows it was made for, besides their number, and in how ``base`` attends."""
+    request, attention = rows.request, base.config.get_text_config(decoder=True)._attn_implementation
     processors = pickle.dumps(list(request.processors))
     is_greedy, last_position = request.seeds is None, rows.cache.num_positions
-    return is_greedy, last_position, request.temperature, request.eos_ids, processors
+    return is_greedy, last_position, request.temperature, request.eos_ids, processors, attention
 
 
 class StaticRows:
@@ -293,7 +345,7 @@ class StaticRows:
         captured: dict[Hashable, StepRunner] | None = None,
         interval: int | None = None,
     ):
-        default = HOST_SYNC_INTERVALS.get(base.device.type, DEFAULT_HOST_SYNC_INTERVAL)
+        default = HOST_SYNC_INTERVALS.get(home_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
         self.interval = default if interval is None else interval
         self.base, self.drafter, self._captured = base, drafter, captured
         self._runner: StepRunner | None = None
@@ -334,7 +386,7 @@ class StaticRows:
 
     def _begin(self, rows: DecodeState) -> StepRunner:
         kept = {} if self._captured is None else self._captured
-        self._key = len(rows.rows), self.drafter.static_key, self.interval, _settings(rows)
+        self._key = len(rows.rows), self.drafter.static_key, self.interval, _settings(self.base, rows)
         runner = kept.pop(self._key, None) or StepRunner(
             self.base, self.drafter, rows, self.interval, captures=self._captured is not None
         )

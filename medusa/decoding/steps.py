@@ -17,7 +17,8 @@ The tokens are the same. Models sharded over devices (``device_map``) run ``gene
 Capturing takes as long as a few steps, once for each batch size, tree, sampling setting and number of slots,
 with drafts and without where guessing may pause (``pausing.py``); ``DecodingStatistics.setup_seconds`` says
 what it took. A model keeps what it captured for its last few settings, and the caches too, since a graph
-writes to the tensors it was captured with.
+writes to the tensors it was captured with. Where a step cannot be captured, because the base or a logits
+processor reads a number on the host or somebody has hung a hook on the base, static steps run, with a warning.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from typing import get_args
 from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import StaticRows, StepRunner, static_drafter
+from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_of_static_steps
 from medusa.decoding.step import Forward
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.quick_heads import compile_heads, parts_of_heads
+from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
 from medusa.heads.ahead import Heads
 from medusa.options import StepKind
@@ -108,6 +110,9 @@ class Steps:
             return Way(forward, drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
+        if captured is not None and (alteration := alteration_of(self.base)) is not None:
+            warn_of_static_steps(f"the base has got {alteration}, which a replay leaves out")
+            captured = None
         rows = StaticRows(self.base, checked, captured, host_sync_interval)
         return Way(Forward(self.base, drafter.reads_layers), checked, rows)
 

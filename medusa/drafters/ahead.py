@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medusa.base.attention import node_positions, tree_attention_masks
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, home_device, output_embedding, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.heads.ahead import AheadHead, Drafted
@@ -128,7 +128,7 @@ class AheadDrafter(LevelDrafter):
     def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
         self.head, self.base = head, base
         self.reads_layers = head.reads_layers
-        super().__init__(tree, base.device)
+        super().__init__(tree, home_device(base))
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
@@ -191,7 +191,7 @@ class AheadDrafter(LevelDrafter):
         Each entry stands behind its node of ``parents`` (B, M) long; a text's, behind the entry before it.
         """
         cache, num_layers = self._entries.cache, self.head.num_layers
-        embedded = self.base.get_input_embeddings()(tokens)
+        embedded = self.base.get_input_embeddings()(tokens).to(features.device)
         first = min(self._depth, num_layers - 1)
         drafted = given = self._run_layer(first, features, embedded, mask, positions)
         for layer in range(first + 1, num_layers):  # what one gives is kept beside the keys and values of all

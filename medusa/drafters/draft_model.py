@@ -20,6 +20,7 @@ from medusa.base.causal_lm import (
     CausalLM,
     copy_sharing_parameters,
     decoder_layers,
+    home_device,
     new_cache,
     prefill,
     verify,
@@ -54,7 +55,7 @@ class DraftModelDrafter(LevelDrafter):
                 f"draft model must keep no recurrent state, which cannot forget its guesses, got "
                 f"{type(draft_model).__name__}; choose one whose layers are all attention"
             )
-        super().__init__(tree, draft_model.device)
+        super().__init__(tree, home_device(draft_model))
         self.draft_model, self._vocab_size = draft_model, base_vocab_size
         self.cache: TreeCache | None = None
 
@@ -102,8 +103,17 @@ def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
         )
 
 
+def check_draft_device(base: CausalLM, draft_model: CausalLM) -> None:
+    """Raise ValueError unless the draft model ends on the device on which the base ends."""
+    home, theirs = home_device(base), home_device(draft_model)
+    if home != theirs:
+        raise ValueError(
+            f"draft model must be on {home}, as the output embedding of the base is, got one on {theirs}; move "
+            f"it with draft_model.to({str(home)!r})"
+        )
+
+
 def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM) -> None:
-    """Raise ValueError when two vocabularies differ by more than padding of the embedding can explain."""
     ours, theirs = vocab_size(base), vocab_size(draft_model)
     if abs(ours - theirs) > MOST_PADDING * ours:
         raise ValueError(
@@ -120,7 +130,7 @@ class SelfDrafter(LevelDrafter):
     """
 
     def __init__(self, cheaper: CausalLM, tree: CandidateTree):
-        super().__init__(tree, cheaper.device)
+        super().__init__(tree, home_device(cheaper))
         self.cheaper = cheaper
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, embedding_weight
+from medusa.base.causal_lm import CausalLM, place_of
 from medusa.base.causal_lm import output_embedding as output_embedding_of
 from medusa.drafters.ahead import AheadDrafter, LayerCache
 from medusa.drafters.levels import LevelDrafter
@@ -39,7 +39,7 @@ class HeadsDrafter(LevelDrafter):
     def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
         self.heads, self.output_embedding = heads, output_embedding
         self.reads_layers, self.needs_features = heads.reads_layers, heads.reads_text
-        super().__init__(tree, embedding_weight(output_embedding).device)
+        super().__init__(tree, place_of(output_embedding))
 
     def _shape(self, tree: CandidateTree) -> None:
         check_tree_fits(tree, self.heads)
@@ -61,7 +61,7 @@ class HeadsDrafter(LevelDrafter):
         return self.tree.num_nodes
 
     def tensors(self) -> list[Tensor]:
-        return list(self.heads.parameters())
+        return [*self.heads.parameters(), *self.heads.buffers()]
 
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         self._entries.begin(num_rows, after._entries if isinstance(after, HeadsDrafter) else None)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from medusa.acceptance.protocol import independent_chains
-from medusa.base.causal_lm import CausalLM, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, home_device, output_embedding, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.ahead import AheadDrafter
@@ -26,6 +26,7 @@ from medusa.drafters.draft_model import (
     DraftModelDrafter,
     LowPrecisionDrafter,
     SelfDrafter,
+    check_draft_device,
     check_draft_vocabulary,
     check_same_tokens,
     early_exit,
@@ -159,7 +160,7 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
         )
     check_heads_fit(head, base)
     warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
-    head.to(base.device).eval()
+    head.to(home_device(base)).eval()
     tree = checkpoint.tree
     if tree is None or not tree.depth:
         tree = settings.tree(head.num_heads)
@@ -173,7 +174,7 @@ def _missing_eagle3(host: DraftHost, settings: DrafterSettings) -> str | None:
 def _mtp(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
     """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
     head = own_head(host.base, settings.draft_length)
-    return AheadDrafter(head.to(host.base.device).eval(), host.runner, settings.tree(head.num_heads))
+    return AheadDrafter(head.to(home_device(host.base)).eval(), host.runner, settings.tree(head.num_heads))
 
 
 def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
@@ -185,15 +186,17 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
             check_same_tokens(host.tokenizer, load_tokenizer(given))
         draft_model = _loaded_beside(host, given)
     check_draft_vocabulary(host.base, draft_model)
+    check_draft_device(host.base, draft_model)
     return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
 
 
 def _loaded_beside(host: DraftHost, source: str | Path) -> CausalLM:
     """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
-    if host.base.device.type == "cpu" and host.base.dtype == torch.float32:
+    home = home_device(host.base)
+    if home.type == "cpu" and host.base.dtype == torch.float32:
         return prepared_base(load_for_engine(source, host.engine), host.engine)
     loaded: Any = load_base(source, dtype=host.base.dtype)
-    return prepared_base(loaded.to(host.base.device), host.engine)
+    return prepared_base(loaded.to(home), host.engine)
 
 
 def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
+from medusa.base.causal_lm import CausalLM, home_device, output_embedding
 from medusa.engine import Engine, prepared_base, resolved_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
@@ -34,15 +34,15 @@ class Prepared:
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         if heads is not None:
             check_heads_fit(heads, base)
-            heads.to(device=embedding_weight(output_embedding(base)).device).eval()
+            heads.to(device=home_device(base)).eval()
             self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
-        self.runtime = Runtime(device_name(base.device), str(base.dtype).removeprefix("torch."), name)
+        self.runtime = Runtime(device_name(home_device(base)), str(base.dtype).removeprefix("torch."), name)
         """Where this decodes: what a tuned tree must have been timed on to be used."""
         self._snapshot = self._new_snapshot()
 
     def is_current(self) -> bool:
         """Whether an answer can be begun; false where all must be prepared anew first: ``auto`` gives way to
-        hooks and patches by itself.
+        hooks and patches by itself, and what was captured of weights that have changed is let go.
 
         Raises:
             ValueError: the engine has taken weights or modules that have changed; or the base is in training
@@ -65,7 +65,7 @@ class Prepared:
                     f"or set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
                     "call refresh() on this MedusaModel first"
                 )
-            self._snapshot = self._new_snapshot()  # nothing was made of them
+            return False  # nothing was made of them but captured steps
         if is_made and (alteration := alteration_of(base)) is not None:
             if self.engine != "auto" or self._is_held_once:
                 advice = "load the base with engine='eager'" if self._is_held_once else "use engine='eager'"
@@ -98,7 +98,7 @@ class Prepared:
     @property
     def _is_cast(self) -> bool:
         """Whether ``torch.autocast`` has the base compute in another precision."""
-        return torch.is_autocast_enabled(self.base.device.type)
+        return torch.is_autocast_enabled(home_device(self.base).type)
 
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)

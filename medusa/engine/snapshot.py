@@ -70,7 +70,10 @@ class Snapshot:
         for weight in self._plain:
             if weight.device.type == "cpu":
                 self._samples.setdefault(weight.itemsize, []).append(_samples(weight))
-        self._remote = [_strided(weight) for weight in self._plain if weight.device.type == "cuda"]
+        self._remote: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for weight in self._plain:
+            if weight.device.type == "cuda":
+                self._remote.setdefault((weight.device, weight.dtype), []).append(_strided(weight))
         self._written, self._values = self._written_now(), self._values_now()
 
     @property
@@ -101,8 +104,8 @@ class Snapshot:
         adapters = [repr([layer.get(name) for name in _ADAPTER_STATE]) for layer in self._layers]
         return [*map(_version, self._counted)], pointers, values, adapters
 
-    def _values_now(self) -> list[float]:
-        return torch.cat([each.float() for each in self._remote]).tolist() if self._remote else []
+    def _values_now(self) -> list[bytes]:
+        return [torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in self._remote.values()]
 
 
 def _same(ours: list[Any], theirs: list[Any], is_same: Callable[[Any, Any], bool]) -> bool:
