@@ -28,7 +28,7 @@ from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import SPARE_NODES, Drafters, DrafterSettings
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.engine.prepared import Prepared
-from medusa.hardware import release_threads
+from medusa.hardware import multiplies_in_float32, release_threads
 from medusa.heads.ahead import Heads, check_sizes_fit
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
@@ -86,8 +86,8 @@ class MedusaModel:
     def refresh(self) -> None:
         """Take the weights of base and heads as they are now: when they were trained, edited, cast or moved.
 
-        Calls refuse to go on with what an engine made of other weights. With ``engine="eager"`` and heads
-        without a token map nothing is made of them, and nothing need be refreshed.
+        Calls refuse to go on with what an engine made of other weights. With ``engine="eager"`` they do this
+        by themselves.
 
         Raises:
             ValueError: the engine cannot run the base as it is now.
@@ -415,7 +415,7 @@ class MedusaModel:
         def guide_for(num_rows: int, copies: bool) -> tuple[Drafter, Pausing | None]:
             drafters = self._drafters
             drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
-            return drafter, self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
+            return drafter, self._costs.pausing(drafter, self._in_float32, kind, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
         return Batch(
@@ -594,7 +594,12 @@ class MedusaModel:
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
         kind, num_rows = options.step or self.step, len(request.tokens)
-        return self._costs.pausing(drafter, self.base.dtype, kind, num_rows)
+        return self._costs.pausing(drafter, self._in_float32, kind, num_rows)
+
+    @property
+    def _in_float32(self) -> bool:
+        """Whether passes over several nodes round as those over one do."""
+        return multiplies_in_float32(self.base.dtype, self.device)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         if tree is None:

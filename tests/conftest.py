@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import setuptools  # noqa: F401  # before anything loads the standard distutils: Inductor imports both
 import torch
+import transformers
 from hypothesis import settings
 from torch import Tensor
 from transformers import (
@@ -107,6 +108,12 @@ BUSHY = CandidateTree.from_paths(
 """Branches at every depth, and deeper than most heads of tests guess."""
 
 _models: dict[str, PreTrainedModel] = {}
+
+
+needs_newest = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
+    reason=f"transformers {transformers.__version__} cannot do it, and 5.23 can",
+)
 
 
 def tiny_model(architecture: str) -> PreTrainedModel:

@@ -7,6 +7,9 @@ committed tokens plus its depth, however many siblings stand before it in the pa
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,37 @@ MASKED_ATTENTION = ("sdpa", "eager", *TREE_ATTENTION.values())
 
 MOST_TREE_NODES = 64
 """Of a longer chain, each node's own past is given as one range of slots, without the nodes one by one."""
+
+
+_pinning = threading.Lock()
+_num_pinned = 0
+_had_cudnn = True
+
+
+@contextmanager
+def pinned_attention(device: torch.device) -> Iterator[None]:
+    """Have passes on a card attend without cuDNN, which torch likes best in half precision: it makes a plan for
+    each new length of a text, which takes longer than a step, and on some cards its masked attention is wrong
+    where there are few heads of keys and values (pytorch#193893).
+
+    The switch is one for all threads: the last that leaves puts it back.
+    """
+    global _num_pinned, _had_cudnn
+    if device.type != "cuda":
+        yield
+        return
+    with _pinning:
+        if not _num_pinned:
+            _had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _num_pinned += 1
+    try:
+        yield
+    finally:
+        with _pinning:
+            _num_pinned -= 1
+            if not _num_pinned:
+                torch.backends.cuda.enable_cudnn_sdp(_had_cudnn)
 
 
 def check_attention(base: PreTrainedModel) -> None:

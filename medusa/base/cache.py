@@ -23,6 +23,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH_STEP = 256
 """Slots that are added at a time."""
+READ_STEP = {"cuda": 64}
+"""Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen and planned by
+length, and is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
 MOST_BEHIND = 12
 """Tokens to be read again (:attr:`TreeCache.num_behind`) from which on a step has no drafts."""
 
@@ -51,6 +54,9 @@ class TreeCache(Cache):
 
     Per forward pass: :meth:`begin`, the model's forward, then :meth:`commit`.
     """
+
+    takes_masks = True
+    """Whether masks of ours say which slots a pass sees; where the model makes them, it reads no others."""
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
         self.under_way = PassSlots(torch.zeros(num_rows, 0, dtype=torch.long, device=device))
@@ -144,7 +150,8 @@ class TreeCache(Cache):
         """
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.under_way.slots = self.lengths[:, None] + nodes
-        self.under_way.num_slots = self.longest + first_node + num_nodes
+        step = READ_STEP.get(self.lengths.device.type, 1) if self.takes_masks else 1
+        self.under_way.num_slots = -(-(self.longest + first_node + num_nodes) // step) * step
         same_length = self.num_rows == 1 or bool((self.lengths == self.longest).all())
         self.under_way.shared_start = self.longest + first_node if same_length else None
 
@@ -307,7 +314,7 @@ class TreeCacheLayer(CacheLayerMixin):
         start = self.under_way.shared_start
         for entries, states in zip(self.entries, (key_states, value_states), strict=True):
             if start is not None:
-                entries[:, :, start:num_slots] = states
+                entries[:, :, start : start + states.shape[2]] = states
             else:
                 entries.scatter_(2, _along_entries(self.under_way.slots, entries), states)
         keys, values = self.entries

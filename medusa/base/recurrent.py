@@ -109,6 +109,8 @@ class StatefulRow(TreeCache):
     forward, then :meth:`keep`. A pass that is announced after one of which nothing was kept takes its place.
     """
 
+    takes_masks = False
+
     def __init__(self, config: PreTrainedConfig, device: torch.device | str):
         super().__init__(1, 0, device)
         self.config = config

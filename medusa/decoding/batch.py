@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from medusa.acceptance.sampling import TokenLogprobs
+from medusa.base.attention import pinned_attention
 from medusa.base.cache import GROWTH_STEP, TreeCache
 from medusa.base.causal_lm import (
     CausalLM,
@@ -218,7 +219,7 @@ class Batch:
         self._guides: dict[tuple[int, bool], tuple[Drafter, Pausing | None]] = {}
         self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
         self._has_joined = False
-        self._context = common_context(forward.base)
+        self._context, self._device = common_context(forward.base), home_device(forward.base)
 
     @property
     def num_rows(self) -> int:
@@ -316,6 +317,10 @@ class Batch:
     @torch.no_grad()
     def passes(self) -> list[list[Progress]]:
         """As :meth:`step`, by passes: static steps run several in a turn."""
+        with pinned_attention(self._device):
+            return self._passes()
+
+    def _passes(self) -> list[list[Progress]]:
         is_alone = self.limits is ALONE
         if not is_alone:  # whose rows stay as they were
             self._check_base(False)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 import statistics
 
-import torch
 from torch import Tensor
 
 from medusa.drafters.protocol import Drafter, PlainDrafter
@@ -131,12 +130,12 @@ class DraftCosts:
     def __init__(self) -> None:
         self.known: dict[tuple[StepKind, int], DraftCost] = {}
 
-    def pausing(self, drafter: Drafter, dtype: torch.dtype, step: StepKind, num_rows: int) -> Pausing | None:
+    def pausing(self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int) -> Pausing | None:
         """What pauses guessing in a request of so many rows whose text does not depend on drafts.
 
-        None where it must not pause: in lower precision than float32 a pass over several nodes rounds
+        None where it must not pause: in lower precision than float32 (``in_float32`` is False) a pass over several nodes rounds
         differently, and the text must not depend on how long steps took."""
-        if dtype != torch.float32 or drafter.max_depth == 0:
+        if not in_float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())
         return Pausing(cost, SuffixDrafter(min_match=PAUSED_MATCH) if step == "general" else None)

@@ -36,6 +36,7 @@ from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
+from medusa.hardware import multiplies_in_float32
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -148,7 +149,8 @@ def _rows_near_a_tie(
     have been asked already.
     """
     is_plain_text = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
-    if not is_plain_text or logits.dtype != torch.float32 or not state.cache.rows_apart:
+    in_float32 = multiplies_in_float32(logits.dtype, logits.device)
+    if not is_plain_text or not in_float32 or not state.cache.rows_apart:
         return []
     scores = _scores(state, draft, logits)
     largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2)

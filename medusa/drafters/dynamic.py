@@ -29,7 +29,7 @@ from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
-from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust
+from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust, nothing_expected
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import packed_as
 from medusa.heads.ahead import AheadHead
@@ -174,6 +174,8 @@ class DynamicDrafter(LevelDrafter):
 
     def _expected(self, context: DraftContext) -> Continuations:
         """What the sources beside the heads say of the next tokens."""
+        if not self.suffix_length:
+            return nothing_expected(context.root)
         expected = continuations(context, self.suffix_length, self.trust, self._said)
         self._said = expected.said
         return expected

@@ -89,6 +89,13 @@ class Continuations:
         return self.tokens.gather(1, nodes), self.shares.gather(1, nodes)
 
 
+def nothing_expected(root: Tensor) -> Continuations:
+    """Where nobody looks for a match, or finds one: the trees of the root tokens (B,) long alone."""
+    alone = torch.zeros_like(root[:, None])
+    shares = torch.zeros(alone.shape, dtype=torch.float32, device=root.device)
+    return Continuations(root[:, None], alone, alone[..., None].expand(-1, -1, MAX_CHILDREN), shares, alone[:, 0])
+
+
 def no_trust() -> Tensor:
     """(sources,): what :func:`continuations` begins with."""
     return torch.zeros(len(ODDS), dtype=torch.float32)  # as the kernel has it, whatever torch's default is

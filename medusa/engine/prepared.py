@@ -59,13 +59,13 @@ class Prepared:
                 "its own; decode outside of autocast, or use engine='eager'"
             )
         if not self._snapshot.is_current:
-            if is_made or self.drafting_heads is not self.heads:
+            if is_made:
                 raise ValueError(
                     f"the weights of the base or the heads have changed (written to, cast, moved, replaced "
                     f"or set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
                     "call refresh() on this MedusaModel first"
                 )
-            return False  # nothing was made of them but captured steps
+            return False  # what was made of them is of no more cost than an answer
         if is_made and (alteration := alteration_of(base)) is not None:
             if self.engine != "auto" or self._is_held_once:
                 advice = "load the base with engine='eager'" if self._is_held_once else "use engine='eager'"

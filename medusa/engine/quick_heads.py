@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import copy_sharing_parameters, embedding_rows
+from medusa.base.causal_lm import copy_sharing_parameters, embedding_rows, embedding_weight
 from medusa.engine.kernels import PackedLinear, Product
 from medusa.engine.programs import Part, Program
 from medusa.heads.medusa_heads import MedusaHeads
@@ -34,6 +34,9 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
     They share the parameters of ``heads`` and hold what these and the output embedding are now: make them
     anew when a weight has changed.
     """
+    weight = embedding_weight(output_embedding)
+    if weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16):
+        heads = _in_type(heads, weight.dtype)
     scored = heads.token_map if heads.scores_base_rows else None
     has_kernels = (
         isinstance(output_embedding, PackedLinear) and next(heads.parameters()).dtype == torch.float32
@@ -55,6 +58,16 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
         gathered = GatheredRows(output_embedding, scored)
         quick.scorer = Product([gathered.rows], gathered.bias, int8=True) if has_kernels else gathered
     return quick
+
+
+def _in_type(heads: AnyHeads, dtype: torch.dtype) -> AnyHeads:
+    """Heads with weights of their own in ``dtype``, as the base has them: half the bytes of each step. Rotary
+    frequencies, which no file holds, stay as they are."""
+    cast = copy.deepcopy(heads)
+    for weight in cast.state_dict(keep_vars=True).values():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    return cast
 
 
 class QuickHeads(MedusaHeads):

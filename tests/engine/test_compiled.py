@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GROUPED, VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_newest, random_prompts, tiny_model
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
@@ -237,7 +237,7 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
     assert left == [f"{stem}.lock"]
 
 
-@pytest.mark.parametrize("what", ["compiler", "attention", "experts", "width"])
+@pytest.mark.parametrize("what", ["compiler", pytest.param("attention", marks=needs_newest), "experts", "width"])
 def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
     base = copy.deepcopy(tiny_model("llama"))
     if what == "compiler":

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import GROUPED, VOCAB_SIZE, left_padded, random_prompts, tiny_model
+from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_newest, random_prompts, tiny_model
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -375,6 +375,7 @@ def doge():
     return DogeForCausalLM(DogeConfig(**GROUPED)).eval()
 
 
+@needs_newest
 @needs_kernels
 def test_a_model_that_makes_masks_of_its_own_keeps_its_attention_where_products_are_packed():
     base, ids, options = doge(), random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}

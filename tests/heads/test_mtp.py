@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import left_padded, random_prompts, tiny_model
+from conftest import left_padded, needs_newest, random_prompts, tiny_model
 from mtp_models import FAMILIES, FEW_TOKENS, PROMPT, WITH_TREES, load_base, made_base, save_base
 from safetensors.torch import load_file, save_file
 from stateful_models import turned_at_a_tie
@@ -29,6 +29,7 @@ from medusa.heads.mtp import own_head
 from medusa.interop.mtp import MTP
 from medusa.interop.protocol import ReadRequest
 
+pytestmark = needs_newest
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])
 CASES = [(family, count) for family in WITH_TREES for count in (1, 3)]
 

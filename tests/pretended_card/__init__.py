@@ -209,7 +209,8 @@ def _any_operator(op: Any, *args: Any, **kwargs: Any) -> Any:
     is_masked = name in INDEXING and any(
         isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
     )
-    if name in ASKS_HOST or is_masked:
+    has_no_kernel = name == "_grouped_mm" and args[0].dtype != torch.bfloat16  # expert by expert, on the host
+    if name in ASKS_HOST or is_masked or has_no_kernel:
         _wait(name)
     _launch(name)
     types = [str(each.type) for each in op._schema.arguments]  # numbers may stand where tensors are declared

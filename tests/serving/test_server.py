@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from conftest import needs_newest
 from mtp_models import load_base, save_base
 from stateful_models import stateful_model
 from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_heads, chat_model, tool_model
@@ -113,6 +114,7 @@ def test_a_base_that_keeps_a_state_answers_as_generate_does_turn_after_turn(mode
             messages += [answer, {"role": "user", "content": question}]
 
 
+@needs_newest
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
 def test_layers_that_a_base_comes_with_draft_the_answers_of_generate(tmp_path, family):
     sizes = {"vocab_size": len(TOKENIZER), "eos_token_id": TOKENIZER.eos_token_id}

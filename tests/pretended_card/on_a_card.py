@@ -1,0 +1,364 @@
+"""What decoding and training do on cards that are pretended: run by test_on_a_pretended_card.py, as a process of
+its own in which ``pretended_card`` was imported before torch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from itertools import product
+
+import pretended_card
+import pytest
+import torch
+from accelerate import dispatch_model
+from conftest import (
+    GROUPED,
+    VOCAB_SIZE,
+    left_padded,
+    random_heads,
+    random_prompts,
+    tiny_model,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import medusa.decoding.static
+from medusa import CandidateTree, MedusaModel
+from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.heads.checkpoint import HeadsCheckpoint
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+
+TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 3}
+RULES = [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled")]
+STEPS = ["general", "static", "captured"]
+STATIC_DRAFTERS = ["plain", "heads", "dynamic-heads", "suffix", "dynamic-heads+suffix", "heads+suffix"]
+OTHER_DRAFTERS = ["draft-model", "early-exit", "eagle3"]
+MANY_LAYERS = 8
+
+MOST_WAITS = {"plain": 8, "heads": 9, "dynamic-heads+suffix": 9}
+"""Times that the host waits for the device in a general step of one row, as it is: they may only fall."""
+MOST_WAITS_OF_A_BURST = 6
+"""And each time that it reads what several static or captured steps gave."""
+
+
+def llama(num_layers: int = MANY_LAYERS) -> LlamaForCausalLM:
+    """A random base with layers enough for early exits and EAGLE-3, the same one every time."""
+    torch.manual_seed(7)
+    sizes = {**GROUPED, "num_hidden_layers": num_layers, "initializer_range": 0.2}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+
+
+def named(model: MedusaModel, name: str):
+    """A drafter for ``model``, made of random parts where it has some of its own."""
+    if name not in OTHER_DRAFTERS:
+        return name
+    config = Eagle3Config.of_base(model.base, max_depth=3, token_map_size=40, own_lm_head=True)
+    torch.manual_seed(5)
+    eagle3 = HeadsCheckpoint(Eagle3Head(config, token_map=list(range(3, 43))).eval(), "x", TREE)
+    draft_model = llama(1).to(model.device)
+    settings = DrafterSettings(draft_model=draft_model, exit_layer=2, eagle3=eagle3)
+    return Drafters(model, settings).make(name)
+
+
+def batch(num_rows: int) -> dict[str, Tensor]:
+    return left_padded(random_prompts(num_rows, 17), [17, 9, 4][:num_rows])
+
+
+def on_card(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.to("cuda") for name, each in given.items()}
+
+
+def same_as_cpu(on_cpu: MedusaModel, card: MedusaModel, drafter: str, step: str, num_rows: int, **options):
+    """The answers of both, which must be the same; those of captured steps twice, so that graphs are kept."""
+    given = batch(num_rows)
+    options = {"max_new_tokens": 14, **options}
+    expected = on_cpu.generate(**given, **options, drafter=named(on_cpu, drafter))
+    for _ in range(2 if step == "captured" else 1):
+        found = card.generate(**on_card(given), **options, drafter=named(card, drafter), step=step)
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The same base and heads on the CPU and on a card."""
+    base = llama()
+    return (
+        MedusaModel(base, random_heads(), TREE),
+        MedusaModel(copy.deepcopy(base).to("cuda"), random_heads(), TREE),
+    )
+
+
+CASES = [*product(STATIC_DRAFTERS, STEPS), *((name, "general") for name in OTHER_DRAFTERS)]
+CORE = {("plain", "captured"), ("dynamic-heads+suffix", "general"), ("dynamic-heads+suffix", "captured"),
+        ("heads", "static"), ("heads", "captured"), ("eagle3", "general")}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", RULES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(
+    ("drafter", "step"), [pytest.param(*case, marks=() if case in CORE else pytest.mark.slow) for case in CASES]
+)
+def test_tokens_are_those_of_the_cpu(models, drafter, step, num_rows, options):
+    is_core = (drafter, step) in CORE and (num_rows == 1) == (options is SAMPLED)
+    if not is_core and step == "captured" and drafter in ("heads", "plain"):
+        pytest.skip("a pair of rows and rule is enough")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # steps that cannot be captured
+        same_as_cpu(*models, drafter, step, num_rows, **options)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_heads_that_read_path_layers_and_a_token_map_give_the_tokens_of_the_cpu(step):
+    config = {"reads_path": True, "fused_layers": (1, 6), "token_map": list(range(3, 40))}
+    base = llama()
+    card = MedusaModel(copy.deepcopy(base).to("cuda"), random_heads(**config), TREE)
+    on_cpu = MedusaModel(base, random_heads(**config), TREE)
+    same_as_cpu(on_cpu, card, "dynamic-heads+suffix", step, 3, **SAMPLED)
+
+
+# ------------------------------------------------------------------ waits
+
+
+@pytest.mark.parametrize("options", RULES)
+@pytest.mark.parametrize("drafter", MOST_WAITS)
+def test_a_general_step_waits_no_more_often_than_it_did(models, drafter, options):
+    model = models[1]
+    num_seen = []
+    with pretended_card.watched() as seen:
+        prompt = random_prompts(1, 9).to("cuda")
+        for _ in model.stream(prompt, **options, drafter=drafter, max_new_tokens=24):
+            num_seen.append(seen.waits.total())
+    steps = num_seen[2:-1]  # without the prompt, the first draft of it, and the end
+    assert (steps[-1] - steps[0]) / (len(steps) - 1) <= MOST_WAITS[drafter], seen.waits.most_common(20)
+
+
+@pytest.mark.parametrize("step", ["static", "captured"])
+def test_steps_of_fixed_shape_wait_once_in_a_burst_alone(models, step):
+    model, options = models[1], {**GREEDY, "max_new_tokens": 41, "drafter": "plain", "step": step}
+    prompt = random_prompts(1, 9).to("cuda")
+    model.generate(prompt, **options)
+    with pretended_card.watched() as seen:
+        model.generate(prompt, **options)
+    of_steps = {where: count for where, count in seen.waits.items() if "decoding/static.py" in where}
+    assert sum(of_steps.values()) <= MOST_WAITS_OF_A_BURST * 5 + 1, of_steps  # 40 steps, 8 in a burst
+
+
+# ------------------------------------------------------------------ what was captured
+
+
+def scale(base, _):
+    for layer in base.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+def hook(base, _):
+    base.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def switch_off(_, wrapped):
+    wrapped.base_model.disable_adapter_layers()
+
+
+def replace_buffer(base, _):
+    base.model.rotary_emb.inv_freq = base.model.rotary_emb.inv_freq * 2
+
+
+def renew_buffer(base, _):
+    base.model.rotary_emb.inv_freq = base.model.rotary_emb.inv_freq.clone()
+
+
+def write(base, _):
+    base.lm_head.weight.data.mul_(-1)
+
+
+@pytest.mark.parametrize("change", [scale, hook, switch_off, replace_buffer, renew_buffer, write])
+def test_what_was_captured_is_not_replayed_once_the_base_has_changed(change):
+    base, wrapped = llama(2).to("cuda"), None
+    if change is switch_off:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        wrapped = peft.get_peft_model(base, config).eval()
+        base = wrapped.get_base_model()
+    model = MedusaModel(base, random_heads(), TREE)
+    prompt, options = random_prompts(1, 9).to("cuda"), {**GREEDY, "max_new_tokens": 14, "drafter": "heads"}
+    before = model.generate(prompt, **options, step="captured")
+    change(base, wrapped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if change is hook else "error", UserWarning)
+        found = model.generate(prompt, **options, step="captured")
+    assert torch.equal(found, model.generate(prompt, **options))
+    assert torch.equal(found, before) == (change is renew_buffer), "the change is one of the text"
+
+
+@pytest.mark.parametrize("what", ["mixtral-moe", "dynamic rope", "eta_cutoff", "a hook"])
+def test_steps_that_cannot_be_captured_run_static_and_say_why(what):
+    """Mixtral sorts tokens by expert on the host, dynamic RoPE asks for the longest position."""
+    options = {**SAMPLED, "max_new_tokens": 14, "drafter": "heads"}
+    base = copy.deepcopy(tiny_model("mixtral-moe" if what == "mixtral-moe" else "llama"))
+    reason = "a step cannot be captured: .*capturing"
+    if what == "dynamic rope":
+        scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        torch.manual_seed(3)
+        base = LlamaForCausalLM(LlamaConfig(**GROUPED, rope_parameters=scaling)).eval()
+    elif what == "eta_cutoff":
+        options["eta_cutoff"] = 0.001
+    elif what == "a hook":
+        base.model.layers[0].register_forward_hook(lambda module, given, out: None)
+        reason = "the base has got a forward hook on model.layers.0, which a replay leaves out"
+    expected = MedusaModel(base, random_heads(), TREE).generate(random_prompts(1, 9), **options)
+    model = MedusaModel(copy.deepcopy(base).to("cuda"), random_heads(), TREE)
+    prompt = random_prompts(1, 9).to("cuda")
+    with pytest.warns(UserWarning, match=rf"^step='captured' runs as step='static' here: {reason}"):
+        assert torch.equal(model.generate(prompt, **options, step="captured").cpu(), expected)
+    assert torch.equal(model.generate(prompt, **options, step="captured").cpu(), expected)
+
+
+def test_graphs_are_let_go_beyond_the_memory_that_they_may_take(models, monkeypatch):
+    model = MedusaModel(models[1].base, random_heads(), TREE)
+    options = {**GREEDY, "max_new_tokens": 3, "step": "captured", "drafter": "plain"}
+
+    def kept_after(row_counts: list[int]) -> int:
+        for num_rows in row_counts:
+            model.generate(random_prompts(num_rows, 4).to("cuda"), **options)
+        return len(model._steps.captured)
+
+    assert kept_after([1, 2, 3]) == 3
+    (first, *_) = model._steps.captured.values()
+    one_row = first.state.cache.num_bytes
+    monkeypatch.setattr(medusa.decoding.static, "available_memory", lambda device: 4 * 3 * one_row)
+    assert kept_after([4]) == 2, "four rows, and three rows within the memory of three"
+    assert kept_after([8]) == 1, "the newest alone"
+
+
+def test_nothing_is_collected_in_a_capture_and_one_stream_serves_all(models, monkeypatch):
+    import gc
+
+    seen, capture = [], torch.cuda.graph
+
+    def watched(graph, pool, stream, **options):
+        seen.append((gc.isenabled(), stream))
+        return capture(graph, pool, stream, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", watched)
+    model = MedusaModel(models[1].base, random_heads(), TREE)
+    for drafter in ("plain", "heads"):
+        prompt = random_prompts(1, 9).to("cuda")
+        model.generate(prompt, **GREEDY, max_new_tokens=14, step="captured", drafter=drafter)
+    assert [is_enabled for is_enabled, _ in seen] == [False, False] and gc.isenabled()
+    assert len({id(stream) for _, stream in seen}) == 1
+
+
+# ------------------------------------------------------------------ several places
+
+PLACES = {"two cards": (0, 1), "LM head offloaded": (0, "cpu"), "embedding offloaded": ("cpu", 0)}
+SHARDED = [("early-exit", "general"), ("draft-model", "general"), ("eagle3", "general"), ("heads", "static"),
+           ("dynamic-heads+suffix", "general"), ("plain", "general")]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def sharded(request):
+    first, last = PLACES[request.param]
+    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": last, "lm_head": last}
+    places |= {f"model.layers.{each}": first if each < MANY_LAYERS // 2 else last for each in range(MANY_LAYERS)}
+    return dispatch_model(llama(), device_map=places, main_device=0, force_hooks=True)
+
+
+@pytest.mark.parametrize(("drafter", "step"), SHARDED)
+def test_a_base_in_several_places_gives_the_tokens_of_the_cpu(models, sharded, drafter, step):
+    heads = random_heads(fused_layers=(1, 7), token_map=list(range(3, 40)), reads_path=True)
+    model = MedusaModel(sharded, heads, TREE)
+    assert model.device == (torch.device("cuda", 1) if sharded.lm_head.weight.device.index else torch.device("cuda", 0))
+    same_as_cpu(models[0], model, drafter, step, 3, **SAMPLED)
+
+
+def test_a_draft_model_on_another_card_is_refused(models):
+    settings = DrafterSettings(draft_model=llama(1).to("cuda:1"))
+    with pytest.raises(ValueError, match=r"draft model must be on cuda:0, .* got one on cuda:1; move it with "):
+        Drafters(models[1], settings).make("draft-model")
+
+
+# ------------------------------------------------------------------ attention
+
+
+def test_passes_on_a_card_attend_without_cudnn_and_read_whole_blocks_of_slots(models, monkeypatch):
+    """cuDNN makes a plan for each length, and its masked attention has written wrong text."""
+    seen = []
+
+    def watched(query, key, *rest, **options):
+        if query.is_cuda:
+            seen.append((torch.backends.cuda.cudnn_sdp_enabled(), key.shape[2]))
+        return scaled_dot_product_attention(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    given = random_prompts(1, 70).to("cuda")
+    for drafter in ("heads", named(models[1], "draft-model"), named(models[1], "early-exit")):
+        models[1].generate(given, **GREEDY, max_new_tokens=5, drafter=drafter)
+    models[1].generate(given, **GREEDY, max_new_tokens=5, step="static")
+    assert {is_cudnn for is_cudnn, _ in seen} == {False} and torch.backends.cuda.cudnn_sdp_enabled()
+    assert {length % 64 for _, length in seen} == {0}
+
+
+def test_guessing_never_pauses_where_float32_is_multiplied_in_tf32(models, monkeypatch):
+    """The text would depend on how long steps took."""
+    request = models[1].request(random_prompts(1, 4).to("cuda"), **GREEDY, max_new_tokens=4)
+    options = medusa.model._Options(None, None, None, "exact", None, None, None)
+    drafter = models[1].drafter_for(1)
+    assert models[1]._pausing(options, request, drafter) is not None
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert models[1]._pausing(options, request, drafter) is None
+        assert models[0]._pausing(options, request, drafter) is not None
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_heads_beside_a_base_of_half_precision_draft_in_it():
+    heads = random_heads(unembedding="full")
+    model = MedusaModel(llama(2).to("cuda", torch.bfloat16), heads, TREE)
+    assert {each.dtype for each in model.drafting_heads.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in model.heads.parameters()} == {torch.float32}
+    prompt = random_prompts(1, 9).to("cuda")
+    model.generate(prompt, **GREEDY, max_new_tokens=5)
+    with torch.no_grad():
+        heads.unembed[0].mul_(2)
+    model.generate(prompt, **GREEDY, max_new_tokens=5)
+    assert torch.equal(model.drafting_heads.unembed[0], heads.unembed[0].bfloat16())
+
+
+# ------------------------------------------------------------------ the card itself
+
+
+def test_the_pretended_card_refuses_what_a_card_refuses():
+    here = torch.arange(3, device="cuda")
+    with pytest.raises(RuntimeError, match="two devices"):
+        here + torch.ones(3)
+    with pytest.raises(RuntimeError, match="two devices"):
+        here + here.to("cuda:1")
+    with pytest.raises(TypeError, match="cuda:0"):
+        here.numpy()
+    with pretended_card.watched() as seen:
+        here.tolist(), here[here > 0], torch.equal(here, here), here.sum().item(), torch.tensor([1], device="cuda")
+    assert len(seen.waits) == 5
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="capturing"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        here.tolist()
+
+
+def test_a_replay_that_reads_memory_that_was_given_back_is_an_error():
+    given, out, graph = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out.copy_(given + 1)
+    assert out.tolist() == [0, 0, 0], "a capture runs nothing"
+    given.fill_(4)
+    graph.replay()
+    assert out.tolist() == [5, 5, 5]
+    del given
+    with pytest.raises(RuntimeError, match="given back"):
+        graph.replay()
