@@ -35,6 +35,8 @@ class Acceptance:
     """(B,) long: accepted nodes, the root token not counted."""
     next_token: Tensor
     """(B,) long: what follows the accepted path; the next root token."""
+    is_broken: Tensor | None = None
+    """(B,) bool: a token was chosen from scores that are no numbers; None where nobody has looked."""
 
     def tokens(self, draft_tokens: Tensor) -> Tensor:
         """New tokens of the step, (B, L) long: the accepted drafts, then ``next_token``, repeated."""

@@ -14,6 +14,7 @@ Buffers grow in steps as tokens come, never to the model's maximum context.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,18 @@ class TreeCache(Cache):
         """(B,) long: committed tokens of each row."""
         self.num_positions: int | None = None
         """Nodes further on stand at the last of these positions; None: the model's context."""
+        self._known = self.lengths, [0] * num_rows
+
+    @property
+    def known_lengths(self) -> list[int]:
+        """``lengths`` on the host; the device is waited for where they were set elsewhere than here."""
+        if self._known[0] is not self.lengths:
+            self._known = self.lengths, self.lengths.tolist()
+        return self._known[1]
+
+    def _set_lengths(self, lengths: Tensor, known: list[int]) -> None:
+        self.lengths, self._known = lengths, (lengths, known)
+        self.longest = max(known, default=0)
 
     @property
     def longest(self) -> int:
@@ -152,21 +165,26 @@ class TreeCache(Cache):
         self.under_way.slots = self.lengths[:, None] + nodes
         step = READ_STEP.get(self.lengths.device.type, 1) if self.takes_masks else 1
         self.under_way.num_slots = -(-(self.longest + first_node + num_nodes) // step) * step
-        same_length = self.num_rows == 1 or bool((self.lengths == self.longest).all())
+        same_length = self.num_rows == 1 or all(each == self.longest for each in self.known_lengths)
         self.under_way.shared_start = self.longest + first_node if same_length else None
 
-    def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
+    def commit(
+        self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
+    ) -> None:
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
+        ``known`` are these nodes of each row, where the host has them: the device is not waited for.
 
         Where any kept node must move, all L entries are moved, whatever ``num_kept`` says: the surplus lies
         past the row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
         (:attr:`medusa.trees.candidate_tree.TreeTopology.is_chain`), whose paths are in order.
         """
-        in_order = torch.arange(path.shape[1], device=path.device)
-        if not is_chain and not bool(((path == in_order) | (in_order >= num_kept[:, None])).all()):
+        if known is None:
+            rows = zip(path.tolist(), num_kept.tolist(), strict=True)
+            known = [row[:count] for row, count in rows]
+        if not is_chain and any(row != list(range(len(row))) for row in known):
             self._move(path)
-        self.lengths = self.lengths + num_kept
-        self.longest = int(self.lengths.max())
+        counts = map(len, known)
+        self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, counts))
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
@@ -176,15 +194,15 @@ class TreeCache(Cache):
         for layer in self._kept_layers:
             layer.move(source, target)
 
-    def commit_prefix(self, num_kept: Tensor) -> None:
-        """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept."""
-        self.lengths = self.lengths + num_kept
-        self.longest = int(self.lengths.max())
+    def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
+        """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept; ``known`` are the same
+        numbers, where the host has them."""
+        known = num_kept.tolist() if known is None else known
+        self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, known))
 
     def uncommit_last(self) -> None:
         """Make each row's last committed token node 0 of the tree to come, as if it were not committed."""
-        self.lengths = self.lengths - 1
-        self.longest -= 1
+        self._set_lengths(self.lengths - 1, [each - 1 for each in self.known_lengths])
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but ``rows`` (B',) long, in that order."""
@@ -196,8 +214,8 @@ class TreeCache(Cache):
                 layer.move_rows(sources, self.longest)
             else:
                 layer.set_buffers([entries[rows.to(entries.device)] for entries in layer.entries])
-        self.lengths = self.lengths[rows]
-        self.longest = int(self.lengths.max()) if sources else 0
+        known = self.known_lengths
+        self._set_lengths(self.lengths[rows], [known[source] for source in sources])
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
         """Take in the rows of ``other``, of the same base, behind one's own.
@@ -207,15 +225,14 @@ class TreeCache(Cache):
         longest = max(self.longest, other.longest)
         for layer, theirs in zip(self._kept_layers, other._kept_layers, strict=True):
             layer.join(theirs, other.longest, longest, most_rows)
-        self.lengths = torch.cat([self.lengths, other.lengths])
-        self.longest = longest
+        known = self.known_lengths + other.known_lengths
+        self._set_lengths(torch.cat([self.lengths, other.lengths]), known)
 
     def copy_of_row(self, row: int, length: int) -> TreeCache:
         """A cache of its own with the first ``length`` committed tokens of ``row``."""
         copied = self._empty_row()
         copied.num_positions = self.num_positions
-        copied.lengths = copied.lengths + length
-        copied.longest = length
+        copied._set_lengths(copied.lengths + length, [length])
         for layer, source in zip(copied._kept_layers, self._kept_layers, strict=True):
             if source.is_initialized:
                 layer.is_initialized = True
@@ -272,7 +289,9 @@ class FixedTreeCache(TreeCache):
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.under_way.slots = self.lengths[:, None] + nodes
 
-    def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
+    def commit(
+        self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
+    ) -> None:
         """As :meth:`TreeCache.commit`, and all L entries move unless the pass was a chain."""
         if not is_chain:
             self._move(path)
@@ -366,6 +385,10 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _sums(first: Iterable[int], second: Iterable[int]) -> list[int]:
+    return [one + other for one, other in zip(first, second, strict=True)]
 
 
 def _along_entries(slots: Tensor, entries: Tensor) -> Tensor:

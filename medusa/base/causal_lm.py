@@ -359,14 +359,14 @@ def prefill(
         return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run, keeps_features)
     hidden = logits = None
     cache.expect(tokens.shape[1])
-    missing = lengths - cache.lengths
+    missing, known = lengths - cache.lengths, lengths.tolist()
     switch = switch_length(base)
-    if switch is not None and int(lengths.max()) <= switch:
+    if switch is not None and max(known) <= switch:
         cache.num_positions = switch  # nodes beyond the answer would switch the factors of those within
     elif switch is not None:
         chunk = max(chunk, switch + 1)  # the long factors from the first chunk on
-    while (longest := int(missing.max())) > 0:
-        width = min(longest, chunk)
+    while left := tokens_missing(known, cache):
+        width = min(max(left), chunk)
         columns = cache.lengths[:, None] + torch.arange(width, device=tokens.device)
         part = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
         num_new = missing.clamp(max=width)
@@ -375,7 +375,7 @@ def prefill(
         states, part_logits = run(base, part, chain, cache, select=last, layers=layers)
         if keeps_features:
             cache.keep_features(states, cache.lengths, cache.longest)
-        cache.commit_prefix(num_new)
+        cache.commit_prefix(num_new, [min(each, width) for each in left])
         newest = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
         has_new = (num_new > 0)[:, None]
         hidden = newest if hidden is None else torch.where(has_new, newest, hidden)
@@ -385,6 +385,12 @@ def prefill(
         cache.take_as_plain()
     assert hidden is not None and logits is not None, "a token is missing at least"
     return hidden, logits
+
+
+def tokens_missing(lengths: list[int], cache: TreeCache) -> list[int]:
+    """Tokens of each row that ``cache`` lacks of ``lengths``; [] where it lacks none."""
+    missing = [length - read for length, read in zip(lengths, cache.known_lengths, strict=True)]
+    return missing if max(missing) > 0 else []
 
 
 def _prefill_alone(

@@ -157,7 +157,8 @@ class StatefulRow(TreeCache):
         else:
             self._before, self.behind = None, kept[:, :0]
             self.is_plain &= kept.shape[1] == 1
-            self.commit_prefix(self.lengths.new_tensor([kept.shape[1]]))
+            num_read = kept.shape[1]
+            self.commit_prefix(torch.full_like(self.lengths, num_read), [num_read])
 
     @property
     def rounds_as_plain(self) -> bool:
@@ -227,12 +228,14 @@ class StatefulCache(TreeCache):
         """Tokens that the next pass reads again, of the row that has most."""
         return max((row.behind.shape[1] for row in self.stateful_rows), default=0)
 
-    def commit(self, path: Tensor, num_kept: Tensor, is_chain: bool = False) -> None:
+    def commit(
+        self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
+    ) -> None:
         """As :meth:`TreeCache.commit`; the pass was a chain."""
-        self.commit_prefix(num_kept)
+        self.commit_prefix(num_kept, None if known is None else [*map(len, known)])
 
-    def commit_prefix(self, num_kept: Tensor) -> None:
-        for row, kept in zip(self.stateful_rows, num_kept.tolist(), strict=True):
+    def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
+        for row, kept in zip(self.stateful_rows, num_kept.tolist() if known is None else known, strict=True):
             row.keep(kept)
         self.count()
 

@@ -119,6 +119,8 @@ class DecodeState:
     """As in a request, of these rows."""
     num_new: list[int] = field(default_factory=list)
     """Tokens of each row's answer so far, root token included."""
+    known: tuple[Tensor, list[int]] | None = None
+    """``lengths``, and the same on the host: see :attr:`known_lengths`."""
     refuses_nan: bool = False
     """A step fails where a token would be chosen from scores that are no numbers."""
     lockstep_batch: LockstepBatch | None = None
@@ -132,6 +134,13 @@ class DecodeState:
     def request(self) -> DecodeRequest:
         """That of all rows, or, where rows of several share passes, one with the same ``acceptance``."""
         return self.requests[0]
+
+    @property
+    def known_lengths(self) -> list[int]:
+        """``lengths`` on the host; the device is waited for where they were set elsewhere than here."""
+        if self.known is None or self.known[0] is not self.lengths:
+            self.known = self.lengths, self.lengths.tolist()
+        return self.known[1]
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -173,31 +182,45 @@ class DecodeState:
             found.setdefault(id(processors) if processors else 0, (processors, []))[1].append(place)
         return list(found.values())
 
-    def append(self, new_tokens: list[list[int]]) -> None:
-        """Add each row's new tokens."""
-        reach = self.lengths.tolist()
-        needed = max(length + len(new) for length, new in zip(reach, new_tokens, strict=True))
+    def append(
+        self, new_tokens: list[list[int]], on_device: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Add each row's new tokens. ``on_device`` are the same where the device has them, (B, L) long, and how
+        many of each row's (B,) long; what stands behind these is not read."""
+        reach, counts = self.known_lengths, [len(new) for new in new_tokens]
+        if on_device is None:
+            width, filled = max(counts), [[*new] + [0] * (max(counts) - len(new)) for new in new_tokens]
+            on_device = self.tokens.new_tensor(filled).view(-1, width), self.lengths.new_tensor(counts)
+        tokens, num_new = on_device
+        needed = max(reach) + tokens.shape[1]
         if needed > self.tokens.shape[1]:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, needed + 256 - self.tokens.shape[1]))
-        for row, new in enumerate(new_tokens):
-            if new:
-                start = reach[row]
-                self.tokens[row, start : start + len(new)] = self.tokens.new_tensor(new)
-        self.lengths = self.lengths + self.lengths.new_tensor([len(new) for new in new_tokens])
+        columns = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.tokens.scatter_(1, columns, tokens)
+        self.lengths = self.lengths + num_new
+        self.known = self.lengths, [length + count for length, count in zip(reach, counts, strict=True)]
         self.num_new = [count + len(new) for count, new in zip(self.num_new, new_tokens, strict=True)]
 
-    def commit(self, acceptance: Acceptance, hidden: Tensor, is_chain: bool = False) -> None:
-        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` as for
-        :meth:`TreeCache.commit`."""
+    def commit(
+        self,
+        acceptance: Acceptance,
+        hidden: Tensor,
+        is_chain: bool = False,
+        known: list[list[int]] | None = None,
+    ) -> None:
+        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` and ``known`` as
+        for :meth:`TreeCache.commit`."""
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
-        self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain)
+        self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain, known)
         self.hidden = path_hidden[:, -1]
 
     def keep_rows(self, kept: list[int]) -> None:
         """Drop the rows that are not in ``kept``."""
         index = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
         self.rows = [self.rows[row] for row in kept]
+        known = [self.known_lengths[row] for row in kept]
         self.tokens, self.lengths, self.hidden = self.tokens[index], self.lengths[index], self.hidden[index]
+        self.known = self.lengths, known
         self.cache.keep_rows(index)
         self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
         self.requests = [self.requests[row] for row in kept]
@@ -231,7 +254,9 @@ class DecodeState:
         self.rows = self.rows + other.rows
         self.requests, self.num_new = self.requests + other.requests, self.num_new + other.num_new
         self.tokens = torch.cat(_as_wide(self.tokens, other.tokens))
+        known = self.known_lengths + other.known_lengths
         self.lengths = torch.cat([self.lengths, other.lengths])
+        self.known = self.lengths, known
         self.hidden = torch.cat([self.hidden, other.hidden])
         self.cache.join(other.cache, most_rows)
 
@@ -253,7 +278,7 @@ class DecodeState:
 
     def _criteria_met(self, row: int, new: list[int]) -> bool:
         """Ask the stopping criteria about one row, padded as the caller's batch was."""
-        so_far = self.tokens[row, : int(self.lengths[row])]
+        so_far = self.tokens[row, : self.known_lengths[row]]
         parts = [*self.padding[row : row + 1], so_far, so_far.new_tensor(new)]
         return bool(self.requests[row].criteria(torch.cat(parts)[None], None).any())
 

@@ -7,7 +7,8 @@ accepts. Who takes part is decided in :mod:`medusa.decoding.batch`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -110,29 +111,84 @@ def advanced(
         draft = draft.root_alone()
     clock.lap("draft")
     hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
-    if bool((hidden * 0).any()):  # not finite: one such node spreads through masked slots to all others
-        draft = _root_alone(state, draft)
+    walks = logits.device.type == "cpu"
+    # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting has
+    # other effects, or reads numbers itself.
+    looks_first = walks or state.lockstep_batch is not None or bool(state.cache.rows_apart)
+    seen, rule_state = None, state.rule_state
+    if looks_first:
+        is_broken = bool((hidden * 0).any())
+    else:
+        acceptance = acceptance_of(state, draft, logits, context.noise)
+        seen = _seen(draft, acceptance, hidden)
+        is_broken = seen.is_broken
+    if is_broken:  # not finite: one such node spreads through masked slots to all others
+        draft, state.rule_state = _root_alone(state, draft), rule_state
         state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
-    walks = logits.device.type == "cpu"
-    acceptance = acceptance_of(state, draft, logits, context.noise, walks)
+    if is_broken or looks_first:
+        acceptance, seen = acceptance_of(state, draft, logits, context.noise, walks), None
     while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
         draft = draft.root_alone()
         num_behind = max(num_behind, _read_plainly(forward, state, rows))
         hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
         acceptance = acceptance_of(state, draft, logits, context.noise, walks)
-    counts = acceptance.num_accepted.tolist()
-    emitted = acceptance.tokens(draft.tokens).tolist()
-    tokens = [row[: count + 1] for row, count in zip(emitted, counts, strict=True)]
-    advance = _cut(
-        state, tokens, counts, draft, _logprobs(state, logits, acceptance.path, tokens), num_behind
-    )
+        seen = None
+    seen = _seen(draft, acceptance) if seen is None else seen
+    _check_numbers(state, seen.broken_rows)
+    logprobs = _logprobs(state, logits, acceptance.path, seen.tokens)
+    advance = _cut(state, seen, draft, logprobs, num_behind)
     clock.lap("accept")
-    state.commit(acceptance, hidden, draft.topology.is_chain)
-    state.append(advance.tokens)
+    state.commit(acceptance, hidden, draft.topology.is_chain, seen.paths)
+    is_whole = advance.tokens == seen.tokens
+    given = acceptance.tokens(draft.tokens), acceptance.num_accepted + 1
+    state.append(advance.tokens, given if is_whole else None)
     clock.lap("commit")
     return advance
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the host reads of a step."""
+
+    tokens: list[list[int]]
+    """New tokens of each row."""
+    paths: list[list[int]]
+    """The accepted nodes of each row, the root first."""
+    depths: list[list[int]]
+    """Of the draft's nodes but the root, in each row."""
+    broken_rows: list[int]
+    """Rows for which a token was chosen from scores that are no numbers."""
+    is_broken: bool = False
+    """The base is not finite on a node."""
+
+
+def _seen(draft: Draft, acceptance: Acceptance, hidden: Tensor | None = None) -> _Seen:
+    """All that the host has to know, in one read; :attr:`_Seen.is_broken` where it is given ``hidden``."""
+    num_rows, flags = len(draft.tokens), acceptance.is_broken
+    parts = [
+        acceptance.num_accepted[:, None],
+        acceptance.path,
+        acceptance.tokens(draft.tokens),
+        draft.topology.depths[:, 1:].expand(num_rows, -1),
+        acceptance.num_accepted.new_zeros(num_rows, 1) if flags is None else flags[:, None].long(),
+    ]
+    if hidden is not None:
+        parts.append((hidden * 0).flatten(1).any(dim=1, keepdim=True).long())
+    widths, rows = [part.shape[1] for part in parts], torch.cat(parts, dim=1).tolist()
+    ends = [*accumulate(widths)]
+    counts = [row[0] + 1 for row in rows]
+    paths, tokens, depths = (
+        [row[start:end] for row in rows] for start, end in zip(ends[:3], ends[1:4], strict=True)
+    )
+    return _Seen(
+        [row[:count] for row, count in zip(tokens, counts, strict=True)],
+        [row[:count] for row, count in zip(paths, counts, strict=True)],
+        depths,
+        [number for number, row in enumerate(rows) if row[ends[3]]],
+        hidden is not None and any(row[-1] for row in rows),
+    )
 
 
 NEAR_TIE = 5e-5
@@ -223,10 +279,11 @@ def begin(
     lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
     noise = state.noise(logits.shape[-1])
     acceptance = _accept_chosen(state, lone, logits[:, None], noise, walks=False)
-    first = [[token] for token in acceptance.next_token.tolist()]
-    logprobs = _logprobs(state, logits[:, None], acceptance.path, first)
-    advance = _cut(state, first, [0] * num_rows, lone, logprobs)
-    state.append(advance.tokens)
+    seen = _seen(lone, acceptance)
+    _check_numbers(state, seen.broken_rows)
+    logprobs = _logprobs(state, logits[:, None], acceptance.path, seen.tokens)
+    advance = _cut(state, seen, lone, logprobs)
+    state.append(advance.tokens, (acceptance.next_token[:, None], torch.ones_like(acceptance.num_accepted)))
     return state, advance
 
 
@@ -282,10 +339,13 @@ def _accept_chosen(
         return accept_by_walking(draft.tokens, draft.topology, _choice(state, draft, logits, noise))
     scores = _scores(state, draft, logits)
     chosen = choose(scores, None if noise is None else _by_node(noise, draft.topology, len(scores)))
-    _check_numbers(state, state.rows, scores.gather(2, chosen[..., None]).flatten(1))
     if state.request.acceptance == "typical":
-        return accept_typical(draft.tokens, chosen, scores, draft.topology)
-    return accept_equal(draft.tokens, chosen, draft.topology)
+        accepted = accept_typical(draft.tokens, chosen, scores, draft.topology)
+    else:
+        accepted = accept_equal(draft.tokens, chosen, draft.topology)
+    if not state.refuses_nan:
+        return accepted
+    return replace(accepted, is_broken=scores.gather(2, chosen[..., None]).flatten(1).isnan().any(1))
 
 
 def _choice(
@@ -296,17 +356,19 @@ def _choice(
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
         scores = _scores_of(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]
         chosen = choose(scores, None if noise is None else noise.until(depth + 1)[rows, depth])
-        _check_numbers(state, [state.rows[row] for row in rows], scores.gather(1, chosen[:, None]))
+        if state.refuses_nan:
+            is_broken = scores.gather(1, chosen[:, None]).isnan().any(1).tolist()
+            _check_numbers(state, [row for row, broken in zip(rows, is_broken, strict=True) if broken])
         return chosen.tolist()
 
     return choose_after
 
 
-def _check_numbers(state: DecodeState, rows: list[int], scores: Tensor) -> None:
-    """Raise RowsFailed where a score (R, ...) of ``rows`` by which a token was chosen is no number, and the
-    state refuses these."""
-    if state.refuses_nan and any(broken := scores.isnan().any(1).tolist()):
-        failed = [row for row, is_broken in zip(rows, broken, strict=True) if is_broken]
+def _check_numbers(state: DecodeState, broken: list[int]) -> None:
+    """Raise RowsFailed where there are ``broken`` rows, whose tokens were chosen from scores that are no
+    numbers."""
+    if broken:
+        failed = [state.rows[row] for row in broken]
         raise RowsFailed(failed) from ValueError("the base model's logits are not numbers (NaN)")
 
 
@@ -376,23 +438,22 @@ class RowsFailed(RuntimeError):
 
 def _cut(
     state: DecodeState,
-    tokens: list[list[int]],
-    num_accepted: list[int],
+    seen: _Seen,
     draft: Draft,
     logprobs: dict[int, list[TokenLogprobs]],
     num_again: int = 0,
 ) -> Advance:
     """What a step gave each row, cut where the row ends."""
-    ends = [state.num_until_end(row, new) for row, new in enumerate(tokens)]
+    ends = [state.num_until_end(row, new) for row, new in enumerate(seen.tokens)]
     return Advance(
-        [new[:kept] for new, (kept, _) in zip(tokens, ends, strict=True)],
-        [depths_of(count)[:kept] for count, (kept, _) in zip(num_accepted, ends, strict=True)],
+        [new[:kept] for new, (kept, _) in zip(seen.tokens, ends, strict=True)],
+        [depths_of(len(path) - 1)[:kept] for path, (kept, _) in zip(seen.paths, ends, strict=True)],
         [has_ended for _, has_ended in ends],
         draft.topology.max_depth,
         draft.topology.num_nodes - 1,
         num_again,
         {row: each[: ends[row][0]] for row, each in logprobs.items()},
-        draft.topology.depths[:, 1:].expand(len(tokens), -1).tolist(),
+        seen.depths,
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medusa.base.attention import node_positions, tree_attention_masks
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, home_device, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, home_device, output_embedding, tokens_missing, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.heads.ahead import AheadHead, Drafted
@@ -76,8 +76,9 @@ class LayerCache:
         assert context.features is not None, "a drafter with LayerCache needs_features"
         missing = context.lengths - 1 - self.cache.lengths
         newest: list[Tensor] = []
-        while (longest := int(missing.max())) > 0:
-            width = min(longest, MOST_ENTRIES)
+        known = [length - 1 for length in context.lengths.tolist()]
+        while left := tokens_missing(known, self.cache):
+            width = min(max(left), MOST_ENTRIES)
             columns = self.cache.lengths[:, None] + torch.arange(width, device=missing.device)
             columns = columns.clamp(max=context.features.shape[1] - 1)
             states = context.features.gather(1, columns[..., None].expand(-1, -1, context.features.shape[2]))
@@ -91,7 +92,7 @@ class LayerCache:
                 has_new = (num_new > 0)[:, None, None]
                 found = [torch.where(has_new, *both) for both in zip(found, newest, strict=True)]
             newest = found
-            self.cache.commit_prefix(num_new)
+            self.cache.commit_prefix(num_new, [min(each, width) for each in left])
             missing = missing - num_new
         self.cache.uncommit_last()
         return newest
