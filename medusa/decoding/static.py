@@ -366,12 +366,12 @@ class StaticRows:
         seconds = runner.run(num_steps, drafts)
         if not is_medusas_own(drafter):
             raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
-        advances = self._read(state, num_steps, drafts)
-        if bool(state.is_broken):
+        advances, is_broken = self._read(state, num_steps, drafts)
+        if is_broken:
             state.cache.clear_uncommitted()
             state.is_broken.fill_(False)
             seconds += runner.run(1, False)
-            advances += self._read(state, 1, False)
+            advances += self._read(state, 1, False)[0]
         return advances, num_steps, seconds
 
     @property
@@ -412,17 +412,31 @@ class StaticRows:
         )
         return rounded_slots(longest - 1 + self.drafter.num_nodes)
 
-    def _read(self, state: StaticState, num_steps: int, drafts: bool) -> list[Advance]:
-        """What the last ``num_steps`` steps gave, those that gave nothing left out."""
-        num_kept, num_accepted = state.num_kept[:num_steps].tolist(), state.num_accepted[:num_steps].tolist()
+    def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[Advance], bool]:
+        """What the last ``num_steps`` steps gave, those that gave nothing left out, and whether the base was not
+        finite on a node of them: all in one read."""
+        depth, num_drafted = (self.drafter.max_depth, self.drafter.num_nodes - 1) if drafts else (0, 0)
+        rows = torch.cat(
+            [
+                state.num_kept[:num_steps].T,
+                state.num_accepted[:num_steps].T,
+                state.finished[:, None].long(),
+                state.is_broken.long().expand(len(state.finished), 1),
+                _newest_tokens(state, num_steps, depth + 1),
+            ],
+            dim=1,
+        ).tolist()
+        num_kept, num_accepted = (
+            list(zip(*(row[first : first + num_steps] for row in rows), strict=True))
+            for first in (0, num_steps)
+        )
+        has_ended, is_broken = [bool(row[2 * num_steps]) for row in rows], bool(rows[0][2 * num_steps + 1])
+        new = [row[2 * num_steps + 2 :] for row in rows]
         totals = list(map(sum, zip(*num_kept, strict=True)))
-        new = _tokens_after(state, self._lengths, max(totals))
         self._lengths = [length + total for length, total in zip(self._lengths, totals, strict=True)]
-        has_ended = state.finished.tolist()
         for row in range(len(totals)):
             self._ends[row] = self._lengths[row] if has_ended[row] else self._ends[row]
         state.num_unread.zero_()
-        depth, num_drafted = (self.drafter.max_depth, self.drafter.num_nodes - 1) if drafts else (0, 0)
         advances, given = [], [0] * len(totals)
         for kept, accepted in zip(num_kept, num_accepted, strict=True):
             ends = [start + count for start, count in zip(given, kept, strict=True)]
@@ -434,7 +448,7 @@ class StaticRows:
             if any(tokens):
                 advances.append(Advance(tokens, depths, is_over, depth, num_drafted))
             given = ends
-        return advances
+        return advances, is_broken
 
 
 def rounded_slots(num_slots: int) -> int:
@@ -443,11 +457,12 @@ def rounded_slots(num_slots: int) -> int:
     return -(-num_slots // multiple) * multiple
 
 
-def _tokens_after(state: StaticState, lengths: list[int], width: int) -> list[list[int]]:
-    """The ``width`` columns of each row of ``state.rows.tokens`` that begin at its length."""
-    tokens = state.rows.tokens
-    columns = tokens.new_tensor(lengths)[:, None] + torch.arange(width, device=tokens.device)
-    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).tolist()
+def _newest_tokens(state: StaticState, num_steps: int, most: int) -> Tensor:
+    """What the last ``num_steps`` steps added to each row, at most ``most`` tokens each: (B, num_steps * most)
+    long; what stands behind the newest is not to be read."""
+    tokens, first = state.rows.tokens, state.rows.lengths - state.num_kept[:num_steps].sum(0)
+    columns = first[:, None] + torch.arange(num_steps * most, device=tokens.device)
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
 
 
 def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> StaticDrafter:

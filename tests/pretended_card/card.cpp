@@ -191,6 +191,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
   });
   library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", [](at::Tensor& self, at::Storage source) -> at::Tensor& {
+    int64_t size = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+    return at::native::set_storage_cpu_(self, std::move(source), 0, {size}, {});
+  });
   library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("record_stream", [](at::Tensor&, Stream) {});
 }
