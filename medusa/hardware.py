@@ -102,8 +102,8 @@ def _left_in_control_group() -> list[int]:
 
 
 def multiplies_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of ``dtype`` round as float32 does on ``device``: not on a card that is let compute them
-    in TF32, which keeps 11 bits of a number."""
+    """Whether products of ``dtype`` round as float32 does on ``device``: not on a card that is let compute
+    them in TF32, which keeps 11 bits of a number."""
     is_rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return dtype == torch.float32 and not is_rounded
 

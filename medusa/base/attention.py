@@ -40,9 +40,9 @@ _had_cudnn = True
 
 @contextmanager
 def pinned_attention(device: torch.device) -> Iterator[None]:
-    """Have passes on a card attend without cuDNN, which torch likes best in half precision: it makes a plan for
-    each new length of a text, which takes longer than a step, and on some cards its masked attention is wrong
-    where there are few heads of keys and values (pytorch#193893).
+    """Have passes on a card attend without cuDNN, which torch likes best in half precision: it makes a plan
+    for each new length of a text, which takes longer than a step, and on some cards its masked attention is
+    wrong where there are few heads of keys and values (pytorch#193893).
 
     The switch is one for all threads: the last that leaves puts it back.
     """

@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 GROWTH_STEP = 256
 """Slots that are added at a time."""
 READ_STEP = {"cuda": 64}
-"""Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen and planned by
-length, and is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
+"""Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen by length, and
+is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
 MOST_BEHIND = 12
 """Tokens to be read again (:attr:`TreeCache.num_behind`) from which on a step has no drafts."""
 
@@ -172,7 +172,7 @@ class TreeCache(Cache):
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
     ) -> None:
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
-        ``known`` are these nodes of each row, where the host has them: the device is not waited for.
+        ``known`` are these nodes of each row, where the host has them: then no device is waited for.
 
         Where any kept node must move, all L entries are moved, whatever ``num_kept`` says: the surplus lies
         past the row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
@@ -183,8 +183,7 @@ class TreeCache(Cache):
             known = [row[:count] for row, count in rows]
         if not is_chain and any(row != list(range(len(row))) for row in known):
             self._move(path)
-        counts = map(len, known)
-        self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, counts))
+        self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, map(len, known)))
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""

@@ -133,8 +133,8 @@ class DraftCosts:
     def pausing(self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int) -> Pausing | None:
         """What pauses guessing in a request of so many rows whose text does not depend on drafts.
 
-        None where it must not pause: in lower precision than float32 (``in_float32`` is False) a pass over several nodes rounds
-        differently, and the text must not depend on how long steps took."""
+        None where it must not pause: in lower precision than float32 (``in_float32`` is False) a pass over
+        several nodes rounds differently, and the text must not depend on how long steps took."""
         if not in_float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())

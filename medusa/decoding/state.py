@@ -182,15 +182,13 @@ class DecodeState:
             found.setdefault(id(processors) if processors else 0, (processors, []))[1].append(place)
         return list(found.values())
 
-    def append(
-        self, new_tokens: list[list[int]], on_device: tuple[Tensor, Tensor] | None = None
-    ) -> None:
-        """Add each row's new tokens. ``on_device`` are the same where the device has them, (B, L) long, and how
-        many of each row's (B,) long; what stands behind these is not read."""
+    def append(self, new_tokens: list[list[int]], on_device: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add each row's new tokens. ``on_device`` are the same where the device has them, (B, L) long, and
+        how many they are in each row, (B,) long; what stands behind these is not read."""
         reach, counts = self.known_lengths, [len(new) for new in new_tokens]
         if on_device is None:
-            width, filled = max(counts), [[*new] + [0] * (max(counts) - len(new)) for new in new_tokens]
-            on_device = self.tokens.new_tensor(filled).view(-1, width), self.lengths.new_tensor(counts)
+            filled = [[*new] + [0] * (max(counts) - len(new)) for new in new_tokens]
+            on_device = self.tokens.new_tensor(filled), self.lengths.new_tensor(counts)
         tokens, num_new = on_device
         needed = max(reach) + tokens.shape[1]
         if needed > self.tokens.shape[1]:
@@ -208,8 +206,8 @@ class DecodeState:
         is_chain: bool = False,
         known: list[list[int]] | None = None,
     ) -> None:
-        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` and ``known`` as
-        for :meth:`TreeCache.commit`."""
+        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` and ``known``
+        as for :meth:`TreeCache.commit`."""
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
         self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain, known)
         self.hidden = path_hidden[:, -1]

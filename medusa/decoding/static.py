@@ -62,9 +62,9 @@ SLOTS, MANY_SLOTS = 256, 1024
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
 MAX_KEPT = 16
-"""Settings whose graphs a model keeps, if they take no more memory than :data:`KEPT_SHARE` of what is left."""
+"""Settings whose graphs a model keeps at most."""
 KEPT_SHARE = 4
-"""The caches of kept graphs, but for the newest one's, take at most one part in so many of what is left."""
+"""The caches of kept graphs, but for the newest one's, take at most one part in so many of the memory left."""
 
 
 def keep_newest(kept: dict[Hashable, StepRunner], key: Hashable, runner: StepRunner) -> None:
@@ -301,9 +301,12 @@ class StepRunner:
         """
         graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self._graphs.values()), None)
         try:
-            with _alone_on_a_stream(self.base.device) as side, _no_collection():
-                with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-                    self._run(1, drafts)
+            with (
+                _alone_on_a_stream(self.base.device) as side,
+                _no_collection(),
+                torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"),
+            ):
+                self._run(1, drafts)
         except RuntimeError as error:
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             warn_of_static_steps(f"a step cannot be captured: {str(cause).splitlines()[0]}")
@@ -324,7 +327,7 @@ def warn_of_static_steps(reason: str) -> None:
 
 
 def _settings(base: CausalLM, rows: DecodeState) -> Hashable:
-    """What a graph depends on in the rows it was made for, besides their number, and in how ``base`` attends."""
+    """What a graph depends on in the rows it was made for, besides their number, and how ``base`` attends."""
     request, attention = rows.request, base.config.get_text_config(decoder=True)._attn_implementation
     processors = pickle.dumps(list(request.processors))
     is_greedy, last_position = request.seeds is None, rows.cache.num_positions
@@ -413,8 +416,8 @@ class StaticRows:
         return rounded_slots(longest - 1 + self.drafter.num_nodes)
 
     def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[Advance], bool]:
-        """What the last ``num_steps`` steps gave, those that gave nothing left out, and whether the base was not
-        finite on a node of them: all in one read."""
+        """What the last ``num_steps`` steps gave, those that gave nothing left out, and whether the base was
+        not finite on a node of them: all in one read."""
         depth, num_drafted = (self.drafter.max_depth, self.drafter.num_nodes - 1) if drafts else (0, 0)
         rows = torch.cat(
             [
@@ -458,8 +461,8 @@ def rounded_slots(num_slots: int) -> int:
 
 
 def _newest_tokens(state: StaticState, num_steps: int, most: int) -> Tensor:
-    """What the last ``num_steps`` steps added to each row, at most ``most`` tokens each: (B, num_steps * most)
-    long; what stands behind the newest is not to be read."""
+    """What the last ``num_steps`` steps added to each row, at most ``most`` tokens each: (B, num_steps *
+    most) long; what stands behind the newest is not to be read."""
     tokens, first = state.rows.tokens, state.rows.lengths - state.num_kept[:num_steps].sum(0)
     columns = first[:, None] + torch.arange(num_steps * most, device=tokens.device)
     return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))

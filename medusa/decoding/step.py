@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -112,8 +112,8 @@ def advanced(
     clock.lap("draft")
     hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
     walks = logits.device.type == "cpu"
-    # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting has
-    # other effects, or reads numbers itself.
+    # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting
+    # has other effects, or reads numbers itself.
     looks_first = walks or state.lockstep_batch is not None or bool(state.cache.rows_apart)
     seen, rule_state = None, state.rule_state
     if looks_first:
@@ -179,9 +179,7 @@ def _seen(draft: Draft, acceptance: Acceptance, hidden: Tensor | None = None) ->
     widths, rows = [part.shape[1] for part in parts], torch.cat(parts, dim=1).tolist()
     ends = [*accumulate(widths)]
     counts = [row[0] + 1 for row in rows]
-    paths, tokens, depths = (
-        [row[start:end] for row in rows] for start, end in zip(ends[:3], ends[1:4], strict=True)
-    )
+    paths, tokens, depths = ([row[start:end] for row in rows] for start, end in pairwise(ends[:4]))
     return _Seen(
         [row[:count] for row, count in zip(tokens, counts, strict=True)],
         [row[:count] for row, count in zip(paths, counts, strict=True)],

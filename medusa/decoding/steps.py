@@ -18,7 +18,8 @@ Capturing takes as long as a few steps, once for each batch size, tree, sampling
 with drafts and without where guessing may pause (``pausing.py``); ``DecodingStatistics.setup_seconds`` says
 what it took. A model keeps what it captured for its last few settings, and the caches too, since a graph
 writes to the tensors it was captured with. Where a step cannot be captured, because the base or a logits
-processor reads a number on the host or somebody has hung a hook on the base, static steps run, with a warning.
+processor reads a number on the host, or somebody has hung a hook on the base, static steps run, with a
+warning.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ def check_draft_device(base: CausalLM, draft_model: CausalLM) -> None:
     home, theirs = home_device(base), home_device(draft_model)
     if home != theirs:
         raise ValueError(
-            f"draft model must be on {home}, as the output embedding of the base is, got one on {theirs}; move "
-            f"it with draft_model.to({str(home)!r})"
+            f"draft model must be on {home}, as the output embedding of the base is, got one on {theirs}; "
+            f"move it with draft_model.to({str(home)!r})"
         )
 
 

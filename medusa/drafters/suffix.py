@@ -92,8 +92,8 @@ class Continuations:
 def nothing_expected(root: Tensor) -> Continuations:
     """Where nobody looks for a match, or finds one: the trees of the root tokens (B,) long alone."""
     alone = torch.zeros_like(root[:, None])
-    shares = torch.zeros(alone.shape, dtype=torch.float32, device=root.device)
-    return Continuations(root[:, None], alone, alone[..., None].expand(-1, -1, MAX_CHILDREN), shares, alone[:, 0])
+    children = alone[..., None].expand(-1, -1, MAX_CHILDREN).contiguous()
+    return Continuations(root[:, None], alone, children, alone.to(torch.float32), alone[:, 0])
 
 
 def no_trust() -> Tensor:

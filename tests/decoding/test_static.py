@@ -14,7 +14,6 @@ from conftest import (
     SLIDING_WINDOW,
     VOCAB_SIZE,
     OracleDrafter,
-    RandomPausing,
     counting_model,
     decode,
     left_padded,
@@ -22,162 +21,24 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from host_traffic import HostTraffic
-from pretended_graphs import pretend_graphs
 from static_oracle import StaticOracle
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
-from medusa.base.causal_lm import home_device, new_cache, output_embedding, seen_hidden
+from medusa.base.causal_lm import new_cache
 from medusa.decoding.batch import StepResult
-from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.decoding.static import MAX_KEPT, StaticState, rounded_slots, static_step
-from medusa.decoding.step import Forward, begin
+from medusa.decoding.state import DecodeRequest
+from medusa.decoding.static import MAX_KEPT, StaticState, rounded_slots
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
-from medusa.drafters.registry import united
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
-CARD = "meta"
-KINDS = ["plain", "heads", "heads that read all", "dynamic", "heads+suffix", "dynamic+suffix"]
-
-
-def drafter_of(kind: str, base, map_is_loaded: bool = True):
-    """A drafter of random heads, or none; tensors without data have no map to check."""
-    if kind == "plain":
-        return PlainDrafter()
-    if kind.endswith("+suffix"):
-        return united([drafter_of(kind.removesuffix("+suffix"), base, map_is_loaded), SuffixDrafter(5)])
-    ids = list(range(3, 40)) if kind in ("heads that read all", "dynamic") else None
-    config = HeadsConfig(
-        32,
-        VOCAB_SIZE,
-        num_heads=3,
-        unembedding="token_map" if ids else "shared",
-        token_map_size=len(ids) if ids else None,
-        reads_path=ids is not None,
-        fused_layers=(1, 2) if kind == "heads that read all" else (),
-    )
-    heads = MedusaHeads(config, token_map=ids if map_is_loaded else None)
-    drafter_type = DynamicHeadsDrafter if kind == "dynamic" else HeadsDrafter
-    return drafter_type(heads.eval(), output_embedding(base), TREE)
-
-
-def sampling(num_rows: int, device="cpu") -> dict:
-    warpers = [hf.TemperatureLogitsWarper(0.9), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.9)]
-    return {
-        "seeds": torch.arange(num_rows, device=device),
-        "temperature": 0.9,
-        "processors": LogitsProcessorList([*warpers, hf.MinPLogitsWarper(0.01)]),
-    }
-
-
-def prefilled(base, drafter, lengths: list[int], **kwargs) -> StaticState:
-    """The state after the prompts, with room for 256 tokens."""
-    prompts = random_prompts(len(lengths), max(lengths))
-    request = DecodeRequest(prompts, torch.tensor(lengths), 30, **kwargs)
-    drafter.begin(len(lengths))
-    forward = Forward(base, drafter.reads_layers)
-    rows, _ = begin(forward, request, new_cache(base, len(lengths)))
-    state = StaticState.like(rows, num_steps=4)
-    state.reserve(256)
-    state.load(rows, num_left=29)
-    return state
-
-
-def on_a_card(base, drafter, device: str) -> StaticState:
-    """Two rows on a graphics card that is only pretended, inside a FakeTensorMode."""
-    config, lengths = base.config, torch.tensor([9, 4]).to(device)
-    cache = new_cache(base, 2)
-    cache.lengths = lengths - 1
-    for layer in cache.tree_layers:
-        empty = torch.empty(2, config.num_key_value_heads, 0, config.head_dim, device=device)
-        layer.lazy_initialization(empty, empty)
-    request = DecodeRequest(
-        lengths.new_zeros(2, 9), lengths, 30, eos_ids=frozenset({3}), **sampling(2, device)
-    )
-    hidden = torch.empty(2, (1 + len(drafter.reads_layers)) * config.hidden_size, device=device)
-    rows = DecodeState([0, 1], request.tokens, lengths, hidden, cache, [request] * 2, request.seeds)
-    state = StaticState.like(rows, num_steps=4)
-    state.reserve(256)
-    state.load(rows, num_left=29)
-    return state
-
-
-def pretended() -> FakeTensorMode:
-    """Tensors without data, so that a second device can be pretended: CARD."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_a_step_moves_nothing_between_host_and_device(kind):
-    """Such traffic waits for the device, and a CUDA graph cannot hold it."""
-    with pretended():
-        with torch.device(CARD):
-            base = ARCHITECTURES["llama"]()
-            drafter = drafter_of(kind, base, map_is_loaded=False)
-        drafter.begin(2)
-        state = on_a_card(base, drafter, CARD)
-        with seen_hidden(base, layers=drafter.reads_layers) as seen, HostTraffic(CARD) as traffic:
-            for _ in range(2):
-                static_step(base, drafter, state, seen)
-        assert not traffic.found
-        assert {state.rows.tokens.device.type, state.finished.device.type} == {CARD}
-
-
-def test_such_traffic_would_be_seen():
-    with pretended(), HostTraffic(CARD) as traffic:
-        there = torch.zeros(3, device=CARD)
-        there + 1
-        assert not traffic.found
-        there + torch.tensor([1, 2, 3]).to(CARD)
-        assert len(traffic.found) > 0
-        with pytest.raises(DataDependentOutputException):
-            there.sum().item()
-
-
-@pytest.mark.parametrize("last", ["cpu", CARD])
-@pytest.mark.parametrize("kind", ["plain", "heads that read all"])
-@torch.no_grad()
-def test_a_step_runs_on_a_model_sharded_over_devices(kind, last):
-    """accelerate's hooks move what passes between layers; what stands around the model has to follow.
-
-    The output embedding is on ``last``: with the last layers, or, as tied ones are, with the first.
-    """
-    hooks = pytest.importorskip("accelerate.hooks")
-    with pretended():
-        parts = {}
-        for device in ("cpu", CARD):
-            with torch.device(device):
-                parts[device] = ARCHITECTURES["llama"]()
-        base, other = parts["cpu"], parts[CARD]
-        base.model.layers[1], base.model.norm = other.model.layers[1], other.model.norm
-        base.lm_head = parts[last].lm_head
-        places = {base.model.layers[1]: CARD, base.model.norm: CARD, base.lm_head: last}
-        places |= dict.fromkeys((base.model.embed_tokens, base.model.rotary_emb, base.model.layers[0]), "cpu")
-        for module, device in places.items():
-            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device))
-        hooks.add_hook_to_module(base, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
-        assert home_device(base) == torch.device(last)
-        with torch.device(last):
-            drafter = drafter_of(kind, base, map_is_loaded=False)
-        drafter.begin(2)
-        state = on_a_card(base, drafter, last)
-        for layer, device in zip(state.cache.tree_layers, ("cpu", CARD), strict=True):
-            layer.set_buffers([entries.to(device) for entries in layer.entries])
-        with seen_hidden(base, layers=drafter.reads_layers) as seen:
-            for _ in range(2):
-                static_step(base, drafter, state, seen)
-
-
 TREES = [
     CandidateTree.chain(0),
     CandidateTree.chain(3),
@@ -515,65 +376,6 @@ def test_a_model_that_layers_were_offloaded_from_runs_static_steps(tmp_path):
         assert torch.equal(MedusaModel(sharded, step=step).generate(prompt, **options), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sampled"),
-    [("plain", False), ("heads", True), ("heads that read all", False), ("dynamic+suffix", True)],
-)
-def test_captured_steps_give_the_tokens_of_the_general_loop(kind, sampled, monkeypatch):
-    """With pretended graphs. The cache grows twice: its slots are other tensors after the second time."""
-    graphs = pretend_graphs(monkeypatch)
-    monkeypatch.setattr("medusa.decoding.static.SLOTS", 8)
-    base = tiny_model("llama")
-    runners, drafter = Steps(base), drafter_of(kind, base)
-    request = DecodeRequest(
-        random_prompts(2, 36), torch.tensor([36, 9]), 50, **(sampling(2) if sampled else {})
-    )
-    expected = tokens_of_one_row(decode(base, drafter, request))
-    setups = []
-    for _ in range(2):
-        statistics = DecodingStatistics()
-        results = list(decode(runners, drafter, request, statistics, None, "captured", 8))
-        assert tokens_of_one_row(results) == expected
-        setups.append(statistics.setup_seconds)
-    assert setups[0] > 0
-    assert len(graphs) > 1 and sum(graph.num_replays for graph in graphs) > len(graphs)
-
-
-def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own_and_both_are_kept(monkeypatch):
-    graphs = pretend_graphs(monkeypatch)
-    base = tiny_model("llama")
-    runners, drafter = Steps(base), drafter_of("heads", base)
-    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 60)
-    expected = tokens_of_one_row(decode(base, drafter, request))
-
-    def answered() -> float:
-        statistics = DecodingStatistics()
-        pausing = RandomPausing(1)
-        results = decode(runners, drafter, request, statistics, pausing, "captured", 4)
-        assert tokens_of_one_row(results) == expected
-        return statistics.setup_seconds
-
-    assert answered() > 0
-    assert answered() == 0 and len(graphs) == 2
-    base = runners.base
-    weight = base.lm_head.weight
-    try:
-        base.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
-        assert answered() > 0 and len(graphs) == 4, "a graph reads weights where they were"
-    finally:
-        base.lm_head.weight = weight
-
-
-def test_fewer_steps_than_a_warm_up_takes_capture_nothing(monkeypatch):
-    graphs = pretend_graphs(monkeypatch)
-    base = tiny_model("llama")
-    runners, drafter = Steps(base), drafter_of("plain", base)
-    request = DecodeRequest(random_prompts(1, 9), torch.tensor([9]), 3)
-    results = decode(runners, drafter, request, None, None, "captured", 8)
-    assert tokens_of_one_row(results) == tokens_of_one_row(decode(base, drafter, request))
-    assert graphs == []
-
-
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -606,6 +408,7 @@ def test_what_was_captured_is_kept_for_the_next_answer_and_captured_anew_when_we
     def answered() -> tuple[torch.Tensor, float]:
         prompt = random_prompts(1, 9).to("cuda")
         options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+        options["drafter"] = "heads"  # which never pauses: a pause has a graph of its own
         out = model_on_a_card.generate(prompt, **options, step="captured")
         assert torch.equal(out.sequences, model_on_a_card.generate(prompt, **options).sequences)
         return out.statistics.setup_seconds

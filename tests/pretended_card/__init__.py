@@ -1,11 +1,11 @@
 """Two graphics cards that are only pretended, for a torch without CUDA: import it before torch.
 
-Tensors on "cuda:0" and "cuda:1" hold numbers in the host's memory, and their operators are those of the CPU, so
-what a card computes here is what the CPU computes. What differs is what a card does otherwise:
+Tensors on "cuda:0" and "cuda:1" hold numbers in the host's memory, and their operators are those of the CPU,
+so what a card computes here is what the CPU computes. What differs is what a card does otherwise:
 
 - tensors of several devices do not mix, by CUDA's own rules;
-- the host waits for the device where it reads a number, a shape or a copy: each time is counted, with the line
-  that asked, and refused while a stream is captured;
+- the host waits for the device where it reads a number, a shape or a copy: each time is counted, with the
+  line that asked, and refused while a stream is captured;
 - ``torch.cuda.CUDAGraph`` replays what was launched on the memory of its capture. It keeps nothing alive but
   what was made in the capture, and a read of memory that was given back is an error.
 
@@ -120,8 +120,8 @@ def _launch(name: str) -> None:
 # ------------------------------------------------------------------ operators
 
 ASKS_HOST = {
-    "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount", "is_nonzero",
-    "repeat_interleave.Tensor", "multinomial", "linalg_inv_ex",
+    "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+    "is_nonzero", "repeat_interleave.Tensor", "multinomial", "linalg_inv_ex",
 }  # fmt: skip
 """Operators of which the host must know the result, or its shape."""
 INDEXING = {"index.Tensor", "_unsafe_index.Tensor", "_index_put_impl_", "index_put", "index_put_"}
@@ -186,7 +186,9 @@ def _run(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     written = iter(written)
     if len(op._schema.returns) == 1:
         return _on_card(results, op._schema.returns[0], written, place)
-    return tuple(_on_card(*each, written, place) for each in zip(results or (), op._schema.returns, strict=True))
+    return tuple(
+        _on_card(*each, written, place) for each in zip(results or (), op._schema.returns, strict=True)
+    )
 
 
 def _computed(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -252,7 +254,9 @@ def _attend(query, key, value, mask, is_causal, scale, grouped):
     return _sdpa(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """One operator where no gradient is wanted, as on a card; the CPU's own."""
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     if wants_gradient or not query.is_cuda:
@@ -404,7 +408,9 @@ TORCH_CUDA: dict[str, Any] = {
 for _name, _instead in TORCH_CUDA.items():
     setattr(torch.cuda, _name, _instead)
 torch.nn.functional.scaled_dot_product_attention = _attention
-_libraries = [torch.library.Library(*each) for each in (("_", "IMPL"), ("aten", "IMPL"), ("pretended_card", "FRAGMENT"))]
+_libraries = [
+    torch.library.Library(*each) for each in (("_", "IMPL"), ("aten", "IMPL"), ("pretended_card", "FRAGMENT"))
+]
 _libraries[0].fallback(_any_operator, "CUDA")
 _libraries[1].impl("copy_", _copy, "CUDA")
 _libraries[1].impl("_local_scalar_dense", _read, "CUDA")

@@ -1,5 +1,5 @@
-"""What decoding and training do on cards that are pretended: run by test_on_a_pretended_card.py, as a process of
-its own in which ``pretended_card`` was imported before torch."""
+"""What decoding and training do on cards that are pretended: run by test_on_a_pretended_card.py, as a process
+of its own in which ``pretended_card`` was imported before torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import warnings
 from itertools import product
 
-import pretended_card
 import pytest
 import tiny_training
 import torch
@@ -15,7 +14,8 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from conftest import (
     GROUPED,
-    VOCAB_SIZE,
+    RandomPausing,
+    decode,
     left_padded,
     random_heads,
     random_prompts,
@@ -26,10 +26,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import medusa.decoding.static
+import pretended_card
 from medusa import CandidateTree, MedusaModel
+from medusa.decoding.state import DecodeRequest
+from medusa.decoding.steps import Steps
+from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+from pretended_card import PretendedGraph
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 GREEDY = {"do_sample": False}
@@ -204,6 +209,47 @@ def test_what_was_captured_is_not_replayed_once_the_base_has_changed(change):
     assert torch.equal(found, before) == (change is renew_buffer), "the change is one of the text"
 
 
+def test_graphs_are_made_for_each_size_of_the_cache_and_kept_for_the_next_answer(models, monkeypatch):
+    """The cache grows on the way."""
+    monkeypatch.setattr(medusa.decoding.static, "SLOTS", 8)
+    graphs = PretendedGraph.made
+    given, options = batch(2), {**SAMPLED, "max_new_tokens": 44, "drafter": "heads", "step": "captured"}
+    expected = models[0].generate(**given, **options | {"step": "general"})
+    model, setups = MedusaModel(models[1].base, random_heads(), TREE), []
+    options["return_dict_in_generate"] = True
+    graphs.clear()
+    for _ in range(2):
+        out = model.generate(**on_card(given), **options)
+        assert torch.equal(out.sequences.cpu(), expected)
+        setups.append((out.statistics.setup_seconds > 0, len(graphs)))
+    assert setups == [(True, setups[0][1]), (False, setups[0][1])]
+    assert len(graphs) > 1 and sum(graph.num_replays for graph in graphs) > len(graphs)
+
+
+def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own(models):
+    base, graphs = models[1].base, PretendedGraph.made
+    runners, drafter = Steps(base), HeadsDrafter(models[1].heads, base.lm_head, TREE)
+    tokens = random_prompts(1, 9).to("cuda")
+    request = DecodeRequest(tokens, torch.tensor([9], device="cuda"), 60)
+
+    def answered(**options) -> list[int]:
+        return [token for step in decode(runners, drafter, request, **options) for token in step.tokens[0]]
+
+    expected = answered()
+    graphs.clear()
+    for num_steps in (2, 2):
+        assert answered(pausing=RandomPausing(1), step="captured", host_sync_interval=4) == expected
+        assert len(graphs) == num_steps
+
+
+def test_fewer_steps_than_a_warm_up_takes_capture_nothing(models):
+    PretendedGraph.made.clear()
+    options = {**GREEDY, "max_new_tokens": 3, "drafter": "plain"}
+    model, prompt = MedusaModel(models[1].base), random_prompts(1, 9).to("cuda")
+    assert torch.equal(model.generate(prompt, **options, step="captured"), model.generate(prompt, **options))
+    assert PretendedGraph.made == []
+
+
 @pytest.mark.parametrize("what", ["mixtral-moe", "dynamic rope", "eta_cutoff", "a hook"])
 def test_steps_that_cannot_be_captured_run_static_and_say_why(what):
     """Mixtral sorts tokens by expert on the host, dynamic RoPE asks for the longest position."""
@@ -273,7 +319,9 @@ SHARDED = [("early-exit", "general"), ("draft-model", "general"), ("eagle3", "ge
 def sharded(request):
     first, last = PLACES[request.param]
     places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": last, "lm_head": last}
-    places |= {f"model.layers.{each}": first if each < NUM_LAYERS // 2 else last for each in range(NUM_LAYERS)}
+    places |= {
+        f"model.layers.{each}": first if each < NUM_LAYERS // 2 else last for each in range(NUM_LAYERS)
+    }
     return dispatch_model(llama(), device_map=places, main_device=0, force_hooks=True)
 
 
@@ -281,13 +329,15 @@ def sharded(request):
 def test_a_base_in_several_places_gives_the_tokens_of_the_cpu(models, sharded, drafter, step):
     heads = random_heads(fused_layers=(1, 4), token_map=list(range(3, 40)), reads_path=True)
     model = MedusaModel(sharded, heads, TREE)
-    assert model.device == (torch.device("cuda", 1) if sharded.lm_head.weight.device.index else torch.device("cuda", 0))
+    assert model.device == torch.device("cuda", sharded.lm_head.weight.device.index or 0)
     same_as_cpu(models[0], model, drafter, step, 3, **SAMPLED)
 
 
 def test_a_draft_model_on_another_card_is_refused(models):
     settings = DrafterSettings(draft_model=llama(1).to("cuda:1"))
-    with pytest.raises(ValueError, match=r"draft model must be on cuda:0, .* got one on cuda:1; move it with "):
+    with pytest.raises(
+        ValueError, match=r"draft model must be on cuda:0, .* got one on cuda:1; move it with "
+    ):
         Drafters(models[1], settings).make("draft-model")
 
 
@@ -383,7 +433,13 @@ def test_the_pretended_card_refuses_what_a_card_refuses():
     with pytest.raises(TypeError, match="cuda:0"):
         here.numpy()
     with pretended_card.watched() as seen:
-        here.tolist(), here[here > 0], torch.equal(here, here), here.sum().item(), torch.tensor([1], device="cuda")
+        (
+            here.tolist(),
+            here[here > 0],
+            torch.equal(here, here),
+            here.sum().item(),
+            torch.tensor([1], device="cuda"),
+        )
     assert len(seen.waits) == 5
     graph = torch.cuda.CUDAGraph()
     with (
