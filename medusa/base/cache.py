@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 GROWTH_STEP = 256
 """Slots that are added at a time."""
 READ_STEP = {"cuda": 64}
-"""Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen by length, and
-is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
+"""Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen by length,
+and is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
 MOST_BEHIND = 12
 """Tokens to be read again (:attr:`TreeCache.num_behind`) from which on a step has no drafts."""
 
@@ -194,8 +194,8 @@ class TreeCache(Cache):
             layer.move(source, target)
 
     def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
-        """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept; ``known`` are the same
-        numbers, where the host has them."""
+        """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept; ``known`` are the
+        same numbers, where the host has them."""
         known = num_kept.tolist() if known is None else known
         self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, known))
 

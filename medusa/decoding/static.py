@@ -64,7 +64,7 @@ WARM_UP_STEPS = 3
 MAX_KEPT = 16
 """Settings whose graphs a model keeps at most."""
 KEPT_SHARE = 4
-"""The caches of kept graphs, but for the newest one's, take at most one part in so many of the memory left."""
+"""The caches of kept graphs but the newest one's take at most one part in so many of the memory left."""
 
 
 def keep_newest(kept: dict[Hashable, StepRunner], key: Hashable, runner: StepRunner) -> None:

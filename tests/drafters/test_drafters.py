@@ -233,6 +233,18 @@ def log_probabilities_after(drafter, context, row: int, path: tuple[int, ...]) -
     return {token: value for token, value in enumerate(scores.tolist()) if value > -math.inf}
 
 
+def test_dynamic_heads_without_a_suffix_match_look_for_none(monkeypatch):
+    base, prompt, options = (
+        tiny_model("llama"),
+        random_prompts(1, 9),
+        {"max_new_tokens": 8, "do_sample": False},
+    )
+    drafter = dynamic(heads_drafter(base))
+    expected = MedusaModel(base).generate(prompt, **options)
+    monkeypatch.setattr("medusa.drafters.dynamic.continuations", lambda *given: pytest.fail("it has looked"))
+    assert torch.equal(MedusaModel(base).generate(prompt, **options, drafter=drafter), expected)
+
+
 def test_in_a_union_every_drafter_reads_its_own_layers():
     base, batch = tiny_model("llama"), left_padded(random_prompts(2, 20), [20, 7])
     ways = {

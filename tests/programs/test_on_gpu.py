@@ -1,65 +1,72 @@
-"""scripts/on_gpu.py: every question is asked in a process of its own, and no answer is lost."""
+"""scripts/on_gpu.py: every question is asked, no answer is lost, and nothing has to be installed for it."""
 
 from __future__ import annotations
 
 import json
-import re
+import subprocess
 import sys
 
 import pytest
-from conftest import REAL_BASE, program
+from conftest import CHECKOUT, program
 
-from medusa.files import read_json
+BARE = ("tyro", "gguf", "fastapi", "uvicorn", "prometheus_client", "peft", "datasets", "matplotlib")
+"""Of what pyproject.toml names, what images with torch and transformers do not have."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def on_gpu():
     return program("scripts/on_gpu.py")
 
 
-@pytest.fixture
-def asked(on_gpu, monkeypatch, tmp_path):
-    """Three questions: one that is answered, one that fails, one that hangs; how often each was asked."""
-    report, times = tmp_path / "report.json", tmp_path / "times"
-    count = f"open({str(times)!r}, 'a').write('x'); open({str(report)!r}, 'w').write('{{\"ms\": 2}}')"
-    commands = {"good": count, "bad": "raise SystemExit(3)", "hangs": "import time; time.sleep(60)"}
-    questions = [
-        on_gpu.Experiment(name, [sys.executable, "-c", code], report) for name, code in commands.items()
-    ]
-    monkeypatch.setattr(on_gpu, "experiments", lambda options: questions)
-    return times
+def answers(capsys) -> dict[str, dict]:
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({each["question"] for each in found}) == len(found)
+    return {each.pop("question"): each for each in found}
 
 
-def test_what_was_measured_is_kept_and_not_measured_again(on_gpu, asked, tmp_path):
-    given = ["--dry-run", "--output", str(tmp_path / "out"), "--minutes", "0.03"]
-    assert on_gpu.main([*given, "--only", "good", "bad"]) == 1
-    assert on_gpu.main(given) == 1
-    answers = read_json(tmp_path / "out/results.json")["answers"]
-    assert {name: answer["status"] for name, answer in answers.items()} == {"good": 0, "bad": 3, "hangs": -1}
-    assert answers["good"]["report"] == {"ms": 2} and answers["bad"]["report"] is None
-    assert "the time was up" in (tmp_path / "out/logs/hangs.log").read_text()
-    assert asked.read_text() == "x"
-    on_gpu.main([*given, "--only", "good", "--again"])
-    assert asked.read_text() == "xx"
+def test_a_dry_run_answers_every_question_on_a_cpu(on_gpu, capsys):
+    assert on_gpu.main(["--dry-run"]) == 0
+    found = answers(capsys)
+    assert list(found) == [name for name, _ in on_gpu.questions(on_gpu.Card("cpu", True))]
+    assert all("answer" in each for each in found.values())
+    assert {each["answer"]["same"][1] for name, each in found.items() if name.startswith("exact")} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [(["--dry-run", "--only", "speed"], r"only must be of \['tests', .* got \['speed'\]"), ([], "no CUDA")],
-)
-def test_what_cannot_be_asked_here_is_refused_with_what_to_do(
-    on_gpu, capsys, tmp_path, monkeypatch, given, message
-):
+def test_what_fails_is_an_answer_and_the_others_are_asked(on_gpu, capsys, monkeypatch):
+    monkeypatch.setattr(on_gpu, "noise", lambda card: [][1])
+    monkeypatch.setattr(on_gpu, "versions", lambda card: "good")
+    assert on_gpu.main(["--dry-run", "--only", "versions", "noise", "theirs"]) == 1
+    found = answers(capsys)
+    assert found["versions"]["answer"] == "good"
+    assert found["noise"]["error"] == "IndexError: list index out of range"
+    assert found["theirs: as it is"]["answer"]["ms"] > 0
+
+
+def test_a_text_that_is_not_exact_is_a_failure(on_gpu, monkeypatch):
+    monkeypatch.setattr(on_gpu, "agreement", lambda card, dtype, *given: {"same": [1.0, 0.9]})
+    assert on_gpu.main(["--dry-run", "--only", "same"]) == 0
+    assert on_gpu.main(["--dry-run", "--only", "exact"]) == 1
+
+
+def test_no_question_is_begun_when_the_time_is_up(on_gpu, capsys):
+    assert on_gpu.main(["--dry-run", "--minutes", "-1", "--only", "versions"]) == 0
+    assert answers(capsys) == {"versions": {"left": "the time was up"}}
+
+
+def test_without_a_card_it_says_so(on_gpu, capsys, monkeypatch):
     monkeypatch.setattr(on_gpu.torch.cuda, "is_available", lambda: False)
-    assert on_gpu.main(["--output", str(tmp_path / "out"), *given]) == 1
-    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert on_gpu.main([]) == 1
+    assert "device must be one that torch sees, got 'cuda', and it sees no CUDA" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL_BASE.exists(), reason="the embedded base is not here; run `make models`")
-def test_a_dry_run_asks_everything_of_a_tiny_model(on_gpu, tmp_path):
-    assert on_gpu.main(["--dry-run", "--output", str(tmp_path), "--base", str(REAL_BASE)]) == 0
-    answers = json.loads((tmp_path / "results.json").read_text())["answers"]
-    assert list(answers) == [each.name for each in on_gpu.experiments(on_gpu.OnGpuOptions(dry_run=True))]
-    assert answers["tiny: steps"]["report"]["by_num_nodes"]
-    assert answers["tiny: training from stored states"]["report"]
+def test_it_starts_where_torch_and_transformers_alone_are_installed():
+    """transformers brings safetensors, huggingface_hub, httpx, yaml and rich."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({BARE!r}))\n"
+        "sys.argv = ['on_gpu.py', '--dry-run', '--only', 'versions', 'exact: static, heads']\n"
+        f"runpy.run_path({str(CHECKOUT / 'scripts' / 'on_gpu.py')!r}, run_name='__main__')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) == 3
