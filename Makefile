@@ -3,6 +3,7 @@
 #
 #   make demo     answer prompts, train heads on the answers, measure them, answer side by side
 #   make test     the tests, exactness on the real base model included
+#   make test-oldest  tests with the oldest transformers that is allowed; ROOMS="tests/base ..." names some
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
 #   make docs     the documentation with the API reference, into site/; a broken link is an error
@@ -14,11 +15,12 @@ BIN    := .venv/bin
 BASE   := models/smollm2-135m-instruct
 DEMO   := runs/demo
 TEST_PROCESSES ?= 2
+ROOMS  ?= tests/base tests/decoding tests/drafters tests/engine tests/heads
 
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint check format docs bench measure setup models
+.PHONY: help demo test test-oldest lint check format docs bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -84,6 +86,16 @@ lint: .venv/.installed
 
 test: lint | $(BASE)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+# The oldest transformers that pyproject.toml allows, and the hub that it wants, before the packages of .venv.
+OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
+.venv-oldest/.$(OLDEST): | .venv/.installed
+	rm -rf .venv-oldest
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv-oldest transformers==$(OLDEST) 'huggingface_hub<2'
+	@touch $@
+
+test-oldest: .venv-oldest/.$(OLDEST) .venv/.installed
+	PYTHONPATH=.venv-oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(ROOMS)
 
 check: lint
 	$(BIN)/ruff format --check .

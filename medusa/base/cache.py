@@ -265,6 +265,11 @@ class FixedTreeCache(TreeCache):
     pass may be compiled or captured. ``longest`` is that of the last :meth:`load`.
     """
 
+    @property
+    def known_lengths(self) -> list[int]:
+        """Read anew each time: passes change ``lengths`` in place."""
+        return self.lengths.tolist()
+
     def load(self, source: TreeCache) -> None:
         """Hold what ``source`` has committed, which must fit the reserved slots."""
         self.longest, self.num_positions = source.longest, source.num_positions

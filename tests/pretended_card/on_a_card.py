@@ -15,6 +15,7 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from conftest import (
     GROUPED,
+    VOCAB_SIZE,
     RandomPausing,
     decode,
     left_padded,
@@ -33,6 +34,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.steps import Steps
 from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -135,6 +137,34 @@ def test_heads_that_read_path_layers_and_a_token_map_give_the_tokens_of_the_cpu(
     card = MedusaModel(copy.deepcopy(base).to("cuda"), random_heads(**config), TREE)
     on_cpu = MedusaModel(base, random_heads(**config), TREE)
     same_as_cpu(on_cpu, card, "dynamic-heads+suffix", step, 3, **SAMPLED)
+
+
+POISON = 60
+
+
+class PoisonedLevels(LevelDrafter):
+    """Guesses a token on which the base is not finite, among others."""
+
+    vocab_size = VOCAB_SIZE
+
+    def logits_after(self, context, tokens, nodes):
+        liked = torch.tensor([POISON, 7], device=tokens.device)
+        logits = torch.zeros(len(tokens), nodes.stop - nodes.start, VOCAB_SIZE, device=tokens.device)
+        return logits.index_fill(2, liked, 4.0)
+
+
+@pytest.mark.parametrize(
+    "options", [GREEDY, SAMPLED, SAMPLED | {"acceptance": "multi_draft"}], ids=["greedy", "sampled", "a rule"]
+)
+def test_a_guess_on_which_the_base_is_not_finite_leaves_the_text_of_the_cpu(options):
+    base = llama(2)
+    with torch.no_grad():
+        base.get_input_embeddings().weight[POISON] = float("nan")
+    given, options = batch(3), {**options, "max_new_tokens": 12, "suppress_tokens": [POISON]}
+    expected = MedusaModel(base).generate(**given, **options, drafter=PoisonedLevels(TREE, "cpu"))
+    card = MedusaModel(copy.deepcopy(base).to("cuda"))
+    found = card.generate(**on_card(given), **options, drafter=PoisonedLevels(TREE, "cuda"))
+    assert torch.equal(found.cpu(), expected)
 
 
 # ------------------------------------------------------------------ waits
