@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base.causal_lm import hidden_states, layers_of, output_embedding, switch_length
+from medusa.base.causal_lm import hidden_states, home_device, layers_of, output_embedding, switch_length
 from medusa.base.recurrent import keeps_state
 from medusa.heads.ahead import AheadHead, Heads, drafted_states
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
@@ -77,10 +77,10 @@ def calibrate_each(
         indices, batch = zip(*ordered[start:end], strict=True)
         ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
         if states is None:  # padding stands on the right, where no token of a row sees it
-            read = hidden_states(base, ids.to(base.device), layers=layers)
+            read = hidden_states(base, ids.to(home_device(base)), layers=layers)
         else:
             read = pad_sequence([states[index] for index in indices], batch_first=True)
-            read = read.to(base.device, base.dtype)
+            read = read.to(home_device(base), base.dtype)
         for heads, found in zip(sets, answers, strict=True):
             theirs = layers_of(read, layers, heads.reads_layers)
             ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
@@ -105,7 +105,7 @@ def _batch_ranks(
 ) -> Iterator[list[Tensor]]:
     """For each row, the ranks (P, K) of its answers, given its tokens and states."""
     if isinstance(heads, AheadHead):
-        states = _drafted_states(base, heads, ids.to(base.device), states)  # (B, T, K, D)
+        states = _drafted_states(base, heads, ids.to(home_device(base)), states)  # (B, T, K, D)
     else:
         states = heads.fuse(states)  # (B, T, D)
         if heads.reads_text:
@@ -124,7 +124,7 @@ def _batch_ranks(
 def _drafted_states(base: PreTrainedModel, head: AheadHead, ids: Tensor, hidden: Tensor) -> Tensor:
     """The states (B, T, K, D) from which a head that runs ahead guesses each depth, at the position before
     the root; ids (B, T) long, hidden (B, T, (1 + L) * D)."""
-    following = base.get_input_embeddings()(ids.roll(-1, dims=1))
+    following = base.get_input_embeddings()(ids.roll(-1, dims=1)).to(hidden.device)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     by_last_entry = drafted_states(head, hidden, following, positions)
     # A draft of d entries from position t ends at entry t + d - 1; what wraps around lies past every answer.

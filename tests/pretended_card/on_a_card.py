@@ -4,6 +4,7 @@ of its own in which ``pretended_card`` was imported before torch."""
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import warnings
 from itertools import product
@@ -31,11 +32,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import medusa.decoding.static
 import pretended_card
 from medusa import CandidateTree, MedusaModel
+from medusa.base.causal_lm import home_device
+from medusa.decoding.batch import BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.steps import Steps
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from pretended_card import PretendedGraph
@@ -165,6 +169,24 @@ def test_a_guess_on_which_the_base_is_not_finite_leaves_the_text_of_the_cpu(opti
     card = MedusaModel(copy.deepcopy(base).to("cuda"))
     found = card.generate(**on_card(given), **options, drafter=PoisonedLevels(TREE, "cuda"))
     assert torch.equal(found.cpu(), expected)
+
+
+def test_requests_that_share_passes_get_the_tokens_of_the_cpu_alone(models):
+    requests = [
+        (random_prompts(1, 17), GREEDY | {"repetition_penalty": 1.3}),
+        (random_prompts(1, 5, seed=1), SAMPLED),
+        (random_prompts(1, 9, seed=2), GREEDY | {"no_repeat_ngram_size": 2}),
+    ]
+    limits = {"max_new_tokens": 10}
+    expected = [models[0].generate(ids, **options, **limits)[0, ids.shape[1] :] for ids, options in requests]
+    shared = models[1].continuous_batch(BatchLimits(max_rows=3, chunk=8))
+    rows = [Row(models[1].request(ids.to("cuda"), **options, **limits)) for ids, options in requests]
+    for row in rows:
+        shared.add(row)
+        shared.step()
+    while shared.is_busy:
+        shared.step()
+    assert [row.tokens for row in rows] == [each.tolist() for each in expected]
 
 
 # ------------------------------------------------------------------ waits
@@ -343,26 +365,56 @@ def test_nothing_is_collected_in_a_capture_and_one_stream_serves_all(models, mon
 # ------------------------------------------------------------------ several places
 
 PLACES = {"two cards": (0, 1), "LM head offloaded": (0, "cpu"), "embedding offloaded": ("cpu", 0)}
-SHARDED = [("early-exit", "general"), ("draft-model", "general"), ("eagle3", "general"), ("heads", "static"),
-           ("dynamic-heads+suffix", "general"), ("plain", "general")]  # fmt: skip
+OF_SHARDED = [
+    ("plain", "general"),
+    ("heads", "static"),
+    ("dynamic-heads+suffix", "general"),
+    *((name, "general") for name in OTHER_DRAFTERS),
+]
+CORE_OF_OFFLOADED = [
+    ("LM head offloaded", "dynamic-heads+suffix"),
+    ("embedding offloaded", "heads"),
+    ("embedding offloaded", "eagle3"),
+]
 
 
-@pytest.fixture(scope="module", params=PLACES)
-def sharded(request):
-    first, last = PLACES[request.param]
+@functools.cache
+def base_at(name: str):
+    """The base over the places of that name."""
+    first, last = PLACES[name]
     places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": last, "lm_head": last}
-    places |= {
-        f"model.layers.{each}": first if each < NUM_LAYERS // 2 else last for each in range(NUM_LAYERS)
-    }
+    for layer in range(NUM_LAYERS):
+        places[f"model.layers.{layer}"] = first if layer < NUM_LAYERS // 2 else last
     return dispatch_model(llama(), device_map=places, main_device=0, force_hooks=True)
 
 
-@pytest.mark.parametrize(("drafter", "step"), SHARDED)
-def test_a_base_in_several_places_gives_the_tokens_of_the_cpu(models, sharded, drafter, step):
+def at_places(cases):
+    """Each of ``cases``, which begin with a drafter or a kind of heads, at all places: most of them slow."""
+    for name, case in product(PLACES, cases):
+        is_core = name == "two cards" or (name, case[0]) in CORE_OF_OFFLOADED
+        yield pytest.param(name, *case, marks=() if is_core else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "drafter", "step"), at_places(OF_SHARDED))
+def test_a_base_in_several_places_gives_the_tokens_of_the_cpu(models, name, drafter, step):
     heads = random_heads(fused_layers=(1, 4), token_map=list(range(3, 40)), reads_path=True)
-    model = MedusaModel(sharded, heads, TREE)
-    assert model.device == torch.device("cuda", sharded.lm_head.weight.device.index or 0)
+    model = MedusaModel(base_at(name), heads, TREE)
+    assert model.device == torch.device("cuda", int(name == "two cards"))
     same_as_cpu(models[0], model, drafter, step, 3, **SAMPLED)
+
+
+@pytest.mark.parametrize(("name", "kind"), at_places([("medusa",), ("eagle3",)]))
+def test_heads_are_evaluated_on_a_base_in_several_places_as_on_the_cpu(models, name, kind):
+    answers = [AnsweredTokens.after_prompt(row.tolist(), 5) for row in random_prompts(3, 20)]
+    heads = random_heads(fused_layers=(1, 4), reads_path=True)
+    if kind == "eagle3":
+        torch.manual_seed(5)
+        heads = Eagle3Head(Eagle3Config.of_base(models[0].base, max_depth=3, fused_layers=(1, 2, 3))).eval()
+    expected = calibrate(models[0].base, heads, answers)
+    sharded = base_at(name)
+    found = calibrate(sharded, heads.to(home_device(sharded)), answers)
+    for ours, theirs in zip(found.ranks, expected.ranks, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_draft_model_on_another_card_is_refused(models):
