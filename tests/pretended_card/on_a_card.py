@@ -42,6 +42,7 @@ from medusa.drafters.registry import Drafters, DrafterSettings
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+from medusa.training.states.base import end_on
 from pretended_card import PretendedGraph
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
@@ -378,14 +379,19 @@ CORE_OF_OFFLOADED = [
 ]
 
 
+def places(first, last, num_layers: int = NUM_LAYERS) -> dict:
+    """Half of the layers here, half there."""
+    found = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": last, "lm_head": last}
+    halves = {
+        f"model.layers.{layer}": last if 2 * layer >= num_layers else first for layer in range(num_layers)
+    }
+    return found | halves
+
+
 @functools.cache
 def base_at(name: str):
     """The base over the places of that name."""
-    first, last = PLACES[name]
-    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": last, "lm_head": last}
-    for layer in range(NUM_LAYERS):
-        places[f"model.layers.{layer}"] = first if layer < NUM_LAYERS // 2 else last
-    return dispatch_model(llama(), device_map=places, main_device=0, force_hooks=True)
+    return dispatch_model(llama(), device_map=places(*PLACES[name]), main_device=0, force_hooks=True)
 
 
 def at_places(cases):
@@ -437,10 +443,17 @@ def test_a_draft_model_on_another_card_is_refused(models):
         pytest.param({"cache_hidden_states": True}, id="stored states"),
     ],
 )
-def test_losses_of_training_are_those_of_the_cpu(tmp_path, monkeypatch, options):
+@pytest.mark.parametrize("place", ["one card", "two cards"])
+def test_losses_of_training_are_those_of_the_cpu(tmp_path, monkeypatch, options, place):
+    if "joint" in options and place == "two cards":
+        pytest.skip("an adapter is trained on a base that is whole on each device")
+
     def losses(directory, accelerator, device) -> list[float]:
         AcceleratorState._reset_state(True)
         base = tiny_training.tiny_base().to(device)
+        if device == "cuda" and place == "two cards":
+            base = dispatch_model(base.cpu(), device_map=places(0, 1, 2), main_device=0, force_hooks=True)
+            end_on(base, torch.device("cuda", 0))
         monkeypatch.setattr(tiny_training, "accelerator_of", lambda configuration: accelerator())
         monkeypatch.setattr(tiny_training, "tiny_base", lambda: base)
         trainer = tiny_training.new_trainer(

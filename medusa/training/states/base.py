@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa.base import loading
 from medusa.base.architecture_check import check_decodable
-from medusa.base.causal_lm import CausalLM, context_length, hidden_states, switch_length
+from medusa.base.causal_lm import (
+    CausalLM,
+    context_length,
+    hidden_states,
+    home_device,
+    output_embedding,
+    switch_length,
+)
 from medusa.base.recurrent import keeps_state
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate
@@ -103,11 +111,24 @@ def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float
     )
     check_decodable(base, attends_here=False)
     base.requires_grad_(False).eval()
+    if options.base_placement == "auto":
+        end_on(base, device)
     live = LiveStates(base)
     if options.is_shared:
         live = _SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
     check_causal(live, options.base)
     return live
+
+
+def end_on(base: CausalLM, device: torch.device) -> None:
+    """Have the output embedding of a base over several devices lie on ``device``, where heads are trained:
+    ``device_map="auto"`` puts it beside the last layers."""
+    if home_device(base) == device or not hasattr(base, "hf_device_map"):
+        return
+    embedding = output_embedding(base)
+    remove_hook_from_module(embedding)
+    embedding.to(device)
+    add_hook_to_module(embedding, AlignDevicesHook(execution_device=device))
 
 
 def _dtype(options: BaseOptions, device: torch.device) -> str:
