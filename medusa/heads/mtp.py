@@ -52,7 +52,7 @@ def missing_mtp(base: CausalLM) -> str | None:
 def _modules() -> Any:
     """``transformers``' own ``MtpModel``; None where it has none that can be filled."""
     is_new = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # older ones load no weights
-    return transformers.modeling_layers.MtpModel if is_new else None
+    return getattr(transformers.modeling_layers, "MtpModel", None) if is_new else None
 
 
 @dataclass(frozen=True, kw_only=True)
