@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_cpu(models, drafter, step, num_rows, rule):
         same_as_cpu(*models, drafter, step, num_rows, **RULES[rule])
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ["general", pytest.param("static", marks=pytest.mark.slow), "captured"])
 def test_heads_that_read_path_layers_and_a_token_map_give_the_tokens_of_the_cpu(step):
     config = {"reads_path": True, "fused_layers": (1, 3), "token_map": list(range(3, 40))}
     base = llama()
@@ -438,9 +438,9 @@ def test_a_draft_model_on_another_card_is_refused(models):
     "options",
     [
         pytest.param({"reads_path": True, "fused_layers": [1], "context_layers": 1}, id="medusa"),
-        pytest.param(tiny_training.EAGLE3, id="eagle3"),
+        pytest.param(tiny_training.EAGLE3, id="eagle3", marks=pytest.mark.slow),
         pytest.param(tiny_training.JOINT | {"max_steps": 3}, id="joint"),
-        pytest.param({"cache_hidden_states": True}, id="stored states"),
+        pytest.param({"cache_hidden_states": True}, id="stored states", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("place", ["one card", "two cards"])
