@@ -1,7 +1,7 @@
 """Tries everything at the widths that people have: random models of two layers, each as wide as a known one.
 
-    python scripts/full_widths.py                       # all families, some minutes each; writes the page
-    python scripts/full_widths.py --only 'Qwen3 0.6B'   # one of them
+    python scripts/full_widths.py                       # all families, some minutes each
+    python scripts/full_widths.py --only 'Qwen3 0.6B'   # one of them; what the others gave is kept
 
 A random model runs as a trained one of its width does, and two layers show what a width breaks. Some
 channels are ten to thirty times the others, as in trained models. For each family: the engines packed and
@@ -10,7 +10,8 @@ EAGLE-3 head, greedy and sampled, one row and three ragged ones. What each write
 of the same engine writes; packed, what ``generate`` of transformers writes in float32. Then `medusa train`
 (live, and from stored states), `export`, `info` and `generate`.
 
-The result of a run over all families is docs/guides/sizes.md. The exit status is 1 where anything failed.
+The page docs/guides/sizes.md is written after each family, from runs/full_widths.json. The exit status is 1
+where anything failed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from medusa.hardware import device_name
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.options import Engine, StepKind
 
+KEPT = Path(__file__).parent.parent / "runs" / "full_widths.json"
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "sizes.md"
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 NEW_TOKENS = 20
@@ -367,20 +369,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=FAMILIES, help="families to try; writes no page")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, help="families to try")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, for one family")
     options = parser.parse_args()
     if options.json:
         print(json.dumps(vars(try_family(FAMILIES[options.only[0]]))))
         return 0
-    found = {}
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for name in options.only or FAMILIES:
-        found[name] = tried = _in_a_process_of_its_own(name)
+        tried = _in_a_process_of_its_own(name)
+        kept[name] = vars(tried)
         counts = ", ".join(f"{column}: {_count(tried, column)}" for column in COLUMNS)
         print(f"{name}: {counts} ({tried.seconds:.0f} s)", *tried.failed, sep="\n    ", flush=True)
-        if options.only is None:
-            PAGE.write_text(page(found))
-    return int(any(tried.failed for tried in found.values()))
+        KEPT.parent.mkdir(parents=True, exist_ok=True)
+        KEPT.write_text(json.dumps(kept, indent=1))
+        PAGE.write_text(page({name: Tried(**kept[name]) for name in FAMILIES if name in kept}))
+    return int(any(kept[name]["failed"] for name in options.only or FAMILIES))
 
 
 if __name__ == "__main__":
