@@ -111,10 +111,11 @@ def advanced(
         draft = draft.root_alone()
     clock.lap("draft")
     hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
-    walks = logits.device.type == "cpu"
+    walks = _walks(state, draft, logits)
     # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting
     # has other effects, or reads numbers itself.
-    looks_first = walks or state.lockstep_batch is not None or bool(state.cache.rows_apart)
+    is_on_cpu = logits.device.type == "cpu"
+    looks_first = is_on_cpu or state.lockstep_batch is not None or bool(state.cache.rows_apart)
     seen, rule_state = None, state.rule_state
     if looks_first:
         is_broken = bool((hidden * 0).any())
@@ -146,6 +147,19 @@ def advanced(
     state.append(advance.tokens, given if is_whole else None)
     clock.lap("commit")
     return advance
+
+
+SCORES_AT_ONCE = 2**21
+"""Scores among which the largest of every node are found sooner than those of a path one after the other."""
+
+
+def _walks(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
+    """Whether scoring accepted nodes alone, one depth after the other, takes less time than scoring all."""
+    num_nodes = draft.topology.num_nodes
+    if logits.device.type != "cpu" or num_nodes == 1:
+        return False
+    is_dear = state.seeds is not None or any(request.processors for request in state.requests)
+    return is_dear or len(logits) * num_nodes * logits.shape[2] > SCORES_AT_ONCE
 
 
 @dataclass(frozen=True)
