@@ -46,7 +46,7 @@ from medusa.options import Engine, StepKind
 KEPT = Path(__file__).parent.parent / "runs" / "full_widths.json"
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "sizes.md"
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 LENGTHS = (17, 5, 11)
 ENGINES: tuple[Engine, ...] = ("packed", "int8")
 STEPS: tuple[StepKind, ...] = ("general", "compiled")

@@ -29,6 +29,7 @@ from medusa.cli.options import (
     ModelOptions,
     PromptOptions,
     command,
+    how_to_train,
     words_of,
 )
 from medusa.console import counted, log_console, track
@@ -98,9 +99,6 @@ def load_model(
     if with_heads and template is not None and checkpoint is not None:
         _warn_of_other_template(checkpoint, tokenizer, template.told)
     heads = "no heads"
-    if named is None and with_heads:
-        train = command("train", "--config", "smollm2", "--base", name)
-        heads = f"no heads, so guesses are copied from the text; to train some: {train}"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
@@ -109,6 +107,11 @@ def load_model(
     for dtype, size in packed_bytes(model.runner).items():
         heads += f", {megabytes(size)} of weights packed in {str(dtype).removeprefix('torch.')}"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
+    if named is None and with_heads:
+        text = (
+            f"no heads were given, so guesses are copied from the text; to train some: {how_to_train(name)}"
+        )
+        log.print(text, style="dim", soft_wrap=not log.is_terminal)
     return model
 
 

@@ -362,10 +362,9 @@ class ModelOptions:
             ValueError: there are none.
         """
         if (named := self.named_heads) is None:
-            train = command("train", "--config", "smollm2", "--base", self.base)
             raise ValueError(
                 f"this command is about heads, and base {self.base!r} has got none; give --heads, or train "
-                f"some: {train}"
+                f"some: {how_to_train(self.base)}"
             )
         return named
 
@@ -467,6 +466,15 @@ class ProgramOptions:
 def command(name: str, *words: object) -> str:
     """``medusa NAME WORD ...`` as a shell reads it."""
     return shlex.join(["medusa", name, *map(str, words)])
+
+
+def how_to_train(base: str | None) -> str:
+    """The two commands that train heads for ``base``, with the prompts that ship."""
+    of_base = () if base is None else ("--base", base)
+    data, run = "runs/data/answers.jsonl", "runs/mine"
+    answer = command("distill", *of_base, "--prompts", "demo_prompts", "--output", data)
+    train = command("train", "--config", "smollm2_demo", *of_base, "--data", data, "--output_dir", run)
+    return f"{answer} && {train}"
 
 
 def print_next(commands: Sequence[str]) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import re
@@ -32,6 +33,30 @@ OTHER_DEVICE = "xpu" if torch.cuda.is_available() else "cuda"
 def saved(tmp_path_factory):
     base, heads = save_chat_model(tmp_path_factory.mktemp("model"))
     return ["--base", base, "--heads", heads]
+
+
+@pytest.mark.parametrize("heads", [[], ["--heads", "none"]])
+def test_a_base_without_heads_answers_and_one_line_says_how_to_train_some(saved, capsys, heads):
+    assert main(["generate", *saved[:2], *heads, "--max-new-tokens", "8", "Hello"]) == 0
+    said = capsys.readouterr().err
+    assert "no heads were given, so guesses are copied from the text" in said
+    assert f"medusa distill --base {saved[1]} --prompts demo_prompts" in said
+    assert f"&& medusa train --config smollm2_demo --base {saved[1]} --data" in said
+
+
+def test_heads_of_other_sizes_are_refused_before_the_base_is_loaded(saved, capsys, monkeypatch):
+    monkeypatch.setattr("medusa.cli.loading.load_for_engine", lambda *given, **more: pytest.fail("loaded"))
+    assert main(["generate", *saved[:2], "--heads", "smollm2-135m-instruct", "Hello"]) == 1
+    said = capsys.readouterr().err
+    assert "heads were trained for hidden_size=576, base model" in said and "(--heads none)" in said
+
+
+@pytest.mark.parametrize("command", ["tune", "evaluate"])
+def test_what_is_about_heads_says_how_to_train_some_where_there_are_none(saved, capsys, command):
+    with contextlib.suppress(SystemExit):
+        main([command, *saved[:2]])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "is about heads, and base" in said and "medusa distill --base" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
