@@ -29,7 +29,7 @@ from medusa.drafters.registry import SPARE_NODES, Drafters, DrafterSettings
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.engine.prepared import Prepared
 from medusa.hardware import multiplies_in_float32, release_threads
-from medusa.heads.ahead import Heads, check_sizes_fit
+from medusa.heads.ahead import AheadHead, Heads, check_sizes_fit
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind, check_read_by
@@ -423,7 +423,7 @@ class MedusaModel:
             guide_for,
             self._prepared.guard(),
             limits or BatchLimits(),
-            needs_features=heads is not None and heads.reads_text,
+            needs_features=isinstance(heads, AheadHead),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + SPARE_NODES,
         )
 

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import program
 from safetensors.torch import load_file, save_file
+from stateful_models import TINY
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from medusa.heads.ahead import drafted_states
-from medusa.heads.mtp import MtpConfig, MtpHead, num_mtp_layers
-from medusa.interop.mtp import stored_tensors
+from medusa.heads.mtp import UNSAID, MtpConfig, MtpHead, num_mtp_layers, without_weights
 
-STATEFUL = program("scripts/stateful_types.py").TINY
+STATEFUL = TINY
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -61,6 +62,35 @@ def made_base(model_type: str, num_layers: int = 1, **settings: Any) -> Any:
         sizes = {**FAMILIES[model_type], "vocab_size": FEW_TOKENS, **given, **settings}
         config = AutoConfig.for_model(model_type, **sizes)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+AROUND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+AROUND_MTP = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+}
+"""What stands around a layer, as ``transformers`` and as files call it."""
+
+
+def stored_tensors(head: MtpHead) -> dict[str, Tensor]:
+    """The weights of ``head`` as the base's files have them."""
+    base = without_weights(head.config.base_config)
+    first, is_mtp = base.config.num_hidden_layers, base.config.model_type in UNSAID
+    around, stored = (AROUND_MTP if is_mtp else AROUND), {}
+    layer: Any
+    for number, layer in enumerate(head.layers):
+        prefix = "mtp." if is_mtp else f"model.layers.{first + number}."
+        block = f"mtp.layers.{number}." if is_mtp else prefix
+        of_base = {f"model.layers.0.{name}": each for name, each in layer.mtp_block.state_dict().items()}
+        for name, each in revert_weight_conversion(base, of_base).items():
+            stored[block + name.removeprefix("model.layers.0.")] = each
+        for name, each in layer.state_dict().items():
+            module, _, rest = name.partition(".")
+            if module in around:
+                stored[f"{prefix}{around[module]}.{rest}"] = each
+    return stored
 
 
 def save_base(directory: Path, model_type: str, num_layers: int = 1, **settings: Any) -> Path:

@@ -420,7 +420,7 @@ def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "tree"), [("typical", TREE), ("traversal", TREE), ("block", CandidateTree.chain(3))]
+    ("acceptance", "tree"), [("typical", TREE), ("multi_draft", TREE), ("block", CandidateTree.chain(3))]
 )
 def test_where_drafts_decide_the_text_the_heads_alone_draft(model, monkeypatch, acceptance, tree):
     (drafter,) = drafters_of(model, monkeypatch, **SAMPLED, acceptance=acceptance)

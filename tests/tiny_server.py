@@ -14,7 +14,7 @@ from tiny_chat import chat_tokenizer
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.batch import Batch
 from medusa.serving.application import create_application
-from medusa.serving.server import MAX_CONNECTIONS, SignalledServer, bound_socket, bounded_protocol
+from medusa.serving.server import SignalledServer, bound_socket
 from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions, ServiceOptions
 
@@ -67,15 +67,13 @@ def running(
     model: MedusaModel,
     access: AccessOptions | None = None,
     *,
-    max_connections: int = MAX_CONNECTIONS,
     grace_seconds: float = 30.0,
     **options,
 ) -> Iterator[Running]:
-    protocol = bounded_protocol(max_connections)
     service = tiny_service(model, num_owners=len(access.api_key) if access else 0, **options)
     listening = bound_socket("127.0.0.1", 0)
     app = create_application(service, access or AccessOptions())
-    server = SignalledServer(uvicorn.Config(app, log_level="error", http=protocol), service, grace_seconds)
+    server = SignalledServer(uvicorn.Config(app, log_level="error"), service, grace_seconds)
     service.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

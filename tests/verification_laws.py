@@ -103,7 +103,6 @@ def exact_law(
     tree: CandidateTree,
     num_tokens: int,
     *,
-    replacement: bool = True,
     carry: bool = True,
 ) -> Tensor:
     """Joint law of the first ``num_tokens`` tokens under ``rule``. ``carry``: keep the state."""
@@ -112,7 +111,7 @@ def exact_law(
     text = torch.tensor([[*START, *[-1] * num_tokens]])
     live = _Branches(torch.ones(1, dtype=torch.float64), text, torch.zeros(1, dtype=torch.long), None)
     while len(live.weight):
-        stepped, _ = _enumerate_step(rule, target, drafter, tree, live, replacement)
+        stepped, _ = _enumerate_step(rule, target, drafter, tree, live)
         done = stepped.count >= num_tokens
         finished = stepped.rows(done.nonzero()[:, 0])
         law.index_put_(tuple(finished.text[:, 2:].T), finished.weight, accumulate=True)
@@ -122,19 +121,17 @@ def exact_law(
     return law
 
 
-def expected_accepted(
-    rule: VerificationRule, target: Any, drafter: Any, tree: CandidateTree, *, replacement: bool = True
-) -> float:
+def expected_accepted(rule: VerificationRule, target: Any, drafter: Any, tree: CandidateTree) -> float:
     """E[num_accepted] of the first step, by enumeration."""
     text = torch.tensor([[*START, *[-1] * (tree.depth + 1)]])
     live = _Branches(torch.ones(1, dtype=torch.float64), text, torch.zeros(1, dtype=torch.long), None)
-    stepped, accepted = _enumerate_step(rule, target, drafter, tree, live, replacement)
+    stepped, accepted = _enumerate_step(rule, target, drafter, tree, live)
     return (stepped.weight * accepted).sum().item()
 
 
-def _enumerate_step(rule, target, drafter, tree, live, replacement) -> tuple[_Branches, Tensor]:
+def _enumerate_step(rule, target, drafter, tree, live) -> tuple[_Branches, Tensor]:
     topology = tree.topology()
-    live, tokens = _all_drafts(drafter, tree, topology, live, replacement)
+    live, tokens = _all_drafts(drafter, tree, topology, live)
     coins = torch.tensor(list(product([0.0, 1 - 2.0**-53], repeat=tree.num_nodes - 1)), dtype=torch.float64)
     V, R, C = target.table.shape[-1], len(tokens), len(coins)
     which = torch.arange(R).repeat_interleave(C * V)
@@ -163,18 +160,13 @@ def _enumerate_step(rule, target, drafter, tree, live, replacement) -> tuple[_Br
     return stepped.rows(kept), verdict.num_accepted[kept]
 
 
-def _all_drafts(drafter, tree, topology, live, replacement) -> tuple[_Branches, Tensor]:
+def _all_drafts(drafter, tree, topology, live) -> tuple[_Branches, Tensor]:
     """Every draft of every branch, one node after the other."""
     tokens = torch.zeros(len(live.weight), tree.num_nodes, dtype=torch.long)
     tokens[:, 0] = _last(live, 0)
     for node in range(1, tree.num_nodes):
         parent = tree.parents[node]
         q = node_distributions(drafter, _last(live, 1), tokens, topology)[:, parent]
-        if not replacement:
-            siblings = [n for n in range(1, node) if tree.parents[n] == parent]
-            rest = torch.ones_like(q).scatter(1, tokens[:, siblings], 0.0)
-            q = torch.where((q * rest).sum(1, keepdim=True) > 0, q * rest, rest)  # exhausted: fillers
-            q = q / q.sum(1, keepdim=True)
         R, V = q.shape
         which, token = torch.arange(R).repeat_interleave(V), torch.arange(V).repeat(R)
         live = replace(live.rows(which), weight=(live.weight[:, None] * q).reshape(-1))
@@ -229,7 +221,6 @@ def sampled_law(
     tree: CandidateTree,
     num_tokens: int,
     *,
-    replacement: bool = True,
     num_rows: int = 200_000,
     seed: int = 0,
     noise_source: NoiseSource | None = None,
@@ -259,9 +250,7 @@ def sampled_law(
             return node_distributions(drafter, before, tokens, topology)[:, nodes]
 
         draft_gumbel, noise = (noise_source or random_noise)(step)
-        tokens, proposal = draw_tree(
-            tree, _last(live, 0), proposal_after, draft_gumbel, replacement=replacement
-        )
+        tokens, proposal = draw_tree(tree, _last(live, 0), proposal_after, draft_gumbel)
         draft = SampledDraft(tokens, topology, node_distributions(target, before, tokens, topology), proposal)
         verdict = rule.verify(draft, noise, live.state)
         live = _emit(live, draft, verdict.best, verdict.num_accepted, verdict.next_token)

@@ -5,7 +5,7 @@
 ``exact``     "exact", the default, for any candidates: a node stays if its token equals that one. The text is
               that of plain decoding, token for token
 ``typical``   "typical", LOSSY: a node stays if the base finds it plausible
-``rules``     "token", "block", "traversal", ...: rules for drafts *drawn* from a distribution
+``rules``     "token", "block", "multi_draft", ...: rules for drafts *drawn* from a distribution
 
 The first two answer with an :class:`~medusa.acceptance.exact.Acceptance`: the path that stays and the token
 after it. A rule for drawn drafts is a function of two distributions,

@@ -67,14 +67,11 @@ class DraftKind(Enum):
     RANKED = "ranked candidates (top-k of the heads, a suffix match)"
     CHAIN = "one chain sampled from q"
     WITH_REPLACEMENT = "a tree whose siblings are sampled from q independently"
-    WITHOUT_REPLACEMENT = "a tree whose siblings are sampled from q without replacement"
 
 
 _WHY_NOT = {
     DraftKind.RANKED: "a ranked candidate was not drawn from q, it is a point mass, so a test on p/q is "
     "biased; use acceptance='exact', or have the drafter sample",
-    DraftKind.WITHOUT_REPLACEMENT: "a sibling depends on those drawn before it, and the rule takes each as a "
-    "fresh draw from q; draw with replacement",
 }
 
 
@@ -151,8 +148,8 @@ class VerificationRule:
         """
         if kind not in self.draft_kinds:
             reason = _WHY_NOT.get(kind, f"it is exact for {self.draft_kinds[0].value}")
-            if self.only_chains and kind in (DraftKind.WITH_REPLACEMENT, DraftKind.WITHOUT_REPLACEMENT):
-                reason = "the rule walks one path; draft a chain, or use a tree rule such as 'traversal'"
+            if self.only_chains and kind is DraftKind.WITH_REPLACEMENT:
+                reason = "the rule walks one path; draft a chain, or use a tree rule such as 'multi_draft'"
             raise ValueError(f"acceptance={self.name!r} cannot verify {kind.value}: {reason}")
         if self.context_only_proposal and not context_only:
             raise ValueError(
@@ -206,7 +203,7 @@ def check_chain(name: str, draft: SampledDraft) -> None:
     if not draft.topology.is_chain:
         raise ValueError(
             f"acceptance={name!r} walks one chain, got a tree of {num_nodes} nodes and depth {max_depth}; "
-            "use CandidateTree.chain(g).topology(), or a tree rule such as 'traversal'"
+            "use CandidateTree.chain(g).topology(), or a tree rule such as 'multi_draft'"
         )
 
 
@@ -285,37 +282,15 @@ def next_candidates(on_path: Tensor, depth: Tensor, draft: SampledDraft) -> Tens
     return on_path.gather(1, parents) & (draft.topology.depths == depth[:, None] + 1)
 
 
-def without(distribution: Tensor, token: Tensor) -> Tensor:
-    """``distribution`` (B, V) once ``token`` (B,) long was drawn and not put back; 0 when nothing is left."""
-    rest = distribution.scatter(1, token[:, None], 0.0)
-    return normalised(rest, fallback=torch.zeros_like(rest))
-
-
 ProposalAfter = Callable[[Tensor, slice], Tensor]
 
 
-def draw_without_replacement(proposal: Tensor, gumbel: Tensor, num_draws: int) -> Tensor:
-    """``num_draws`` different tokens from ``proposal`` (..., V), in the order drawn: (..., num_draws) long.
-
-    The largest of log q + ``gumbel`` (..., V), in falling order, are successive draws without replacement
-    (Gumbel top-k, arXiv 1903.06059). Where fewer tokens have q > 0, tokens with q = 0 fill the end: the
-    rules take them as not drafted.
-
-    Raises:
-        ValueError: more draws than the vocabulary has tokens.
-    """
-    if num_draws > proposal.shape[-1]:
-        raise ValueError(
-            f"num_draws must be at most the vocabulary, {proposal.shape[-1]} tokens, got {num_draws}; "
-            "make the tree narrower"
-        )
-    return (proposal.log() + gumbel).topk(num_draws, dim=-1).indices
-
-
 def draw_tree(
-    tree: CandidateTree, root: Tensor, proposal_after: ProposalAfter, gumbel: Tensor, *, replacement: bool
+    tree: CandidateTree, root: Tensor, proposal_after: ProposalAfter, gumbel: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tokens (B, N) long of ``tree`` below ``root`` (B,) long, and the q (B, N, V) they were drawn from.
+
+    Siblings are independent draws.
 
     ``proposal_after(tokens, nodes)`` is asked once a level, with the tokens (B, N) filled so far and the
     nodes of that level as a slice; it answers with q after those nodes (B, M, V). ``gumbel`` is
@@ -330,14 +305,8 @@ def draw_tree(
     levels = _levels(tree)
     for nodes, children in pairwise(levels):
         proposal[:, nodes] = proposal_after(tokens, nodes)
-        parents, places = _places(tree, children)
-        if replacement:
-            drawn = (proposal[:, parents].log() + gumbel[:, children]).argmax(-1)
-        else:
-            widest = max(places) + 1
-            drawn = draw_without_replacement(proposal[:, parents], gumbel[:, parents], widest)
-            drawn = drawn.gather(2, torch.tensor(places, device=root.device).expand(B, -1)[..., None])[..., 0]
-        tokens[:, children] = drawn
+        parents = list(tree.parents[children])
+        tokens[:, children] = (proposal[:, parents].log() + gumbel[:, children]).argmax(-1)
     return tokens, proposal
 
 
@@ -354,23 +323,15 @@ def independent_chains(num_chains: int, length: int) -> CandidateTree:
     )
 
 
-def kind_drawn(tree: CandidateTree, replacement: bool) -> DraftKind:
+def kind_drawn(tree: CandidateTree) -> DraftKind:
     """The kind of draft that :func:`draw_tree` makes of ``tree``."""
-    if tree.depth == tree.num_nodes - 1:
-        return DraftKind.CHAIN
-    return DraftKind.WITH_REPLACEMENT if replacement else DraftKind.WITHOUT_REPLACEMENT
+    return DraftKind.CHAIN if tree.depth == tree.num_nodes - 1 else DraftKind.WITH_REPLACEMENT
 
 
 def _levels(tree: CandidateTree) -> list[slice]:
     """The nodes of each depth; they are contiguous, because a CandidateTree is in breadth-first order."""
     depths = [len(path) for path in tree.paths]
     return [slice(depths.index(d), depths.index(d) + depths.count(d)) for d in range(tree.depth + 1)]
-
-
-def _places(tree: CandidateTree, children: slice) -> tuple[list[int], list[int]]:
-    """The parent of each node in ``children`` and its place among its siblings, from 0."""
-    parents = list(tree.parents[children])
-    return parents, [parents[:i].count(parent) for i, parent in enumerate(parents)]
 
 
 _DRAFT, _COIN, _RESIDUAL = 0x5DEECE66D, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85

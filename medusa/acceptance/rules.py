@@ -1,5 +1,5 @@
 """The rules for sampled drafts, for one chain: "token", "block" and "greedy_block"; and for trees:
-"multi_draft", "spectr" and "traversal".
+"multi_draft" and "spectr".
 
 :mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back.
 """
@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from medusa.acceptance.protocol import (
     open_proposal,
     ratio,
     row_at,
-    without,
 )
 
 # ------------------------------------------------------------------ one chain
@@ -227,24 +225,19 @@ class _Walk:
     proposal: Tensor  # (B, V)
 
 
-def verify_drafts(
-    draft: SampledDraft, noise: VerificationNoise, state: Any = None, *, replacement: bool = True
-) -> Verdict:
-    """Recursive rejection over several drafts a node, drawn with or without replacement.
-
-    SpecInfer, arXiv 2305.09781 (algorithm 2), for independent drafts; without replacement as in Sequoia,
-    arXiv 2402.12374, and recursive rejection sampling, arXiv 2402.14160.
+def verify_drafts(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
+    """Recursive rejection over several independent drafts a node: SpecInfer, arXiv 2305.09781 (algorithm 2).
 
     Each child x in turn stays with probability min(1, p(x)/q(x)); a miss leaves p = norm(max(p - q, 0)).
 
-    Without replacement a miss also removes x from q. Chains that share their accepted tokens are one
+    Chains that share their accepted tokens are one
     path: the drafts of all of them are tried.
     """
     acceptance = torch.full_like(noise.uniform, torch.nan)
     acceptance[:, 0] = 1
     walk = _start(draft)
     for node in range(1, draft.tokens.shape[1]):
-        walk, probability = _try_node(walk, node, draft, noise, replacement)
+        walk, probability = _try_node(walk, node, draft, noise)
         acceptance[:, node] = probability
     return conclude(draft, noise, walk.best, walk.target, acceptance)
 
@@ -256,9 +249,7 @@ def _start(draft: SampledDraft) -> _Walk:
     return _Walk(root, root, on_path, draft.target[:, 0], draft.proposal[:, 0])
 
 
-def _try_node(
-    walk: _Walk, node: int, draft: SampledDraft, noise: VerificationNoise, replacement: bool
-) -> tuple[_Walk, Tensor]:
+def _try_node(walk: _Walk, node: int, draft: SampledDraft, noise: VerificationNoise) -> tuple[_Walk, Tensor]:
     """The walk after ``node`` was tried, and what its coin was compared with (B,); NaN: it was not tried."""
     token = draft.tokens[:, node]
     p, q = entry_at(walk.target, token), entry_at(walk.proposal, token)
@@ -266,22 +257,16 @@ def _try_node(
     tried = candidates[:, node] & (q > 0)
     probability = ratio(p, q).clamp(max=1)
     accepted = tried & (noise.uniform[:, node] < probability)
-    missed = tried & ~accepted
     same = candidates & (draft.tokens == token[:, None]) & accepted[:, None]  # (B, N)
-    proposal = walk.proposal if replacement else without(walk.proposal, token)
+    left = torch.where((tried & ~accepted)[:, None], excess(walk.target, walk.proposal), walk.target)
     after = _Walk(
         torch.where(accepted, node, walk.best),
         walk.depth + accepted,
         walk.on_path | same,
-        _choose(accepted, draft.target[:, node], missed, excess(walk.target, walk.proposal), walk.target),
-        _choose(accepted, draft.proposal[:, node], missed, proposal, walk.proposal),
+        torch.where(accepted[:, None], draft.target[:, node], left),
+        torch.where(accepted[:, None], draft.proposal[:, node], walk.proposal),
     )
     return after, probability.masked_fill(~tried, torch.nan)
-
-
-def _choose(first: Tensor, a: Tensor, second: Tensor, b: Tensor, otherwise: Tensor) -> Tensor:
-    """Rows (B, V) of ``a`` where ``first`` (B,) holds, of ``b`` where ``second`` does, else ``otherwise``."""
-    return torch.where(first[:, None], a, torch.where(second[:, None], b, otherwise))
 
 
 def verify_spectr(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
@@ -372,69 +357,6 @@ def residual_after_all(p: Tensor, q: Tensor, rho: Tensor, num_drafts: Tensor) ->
     return normalised((p - covered).clamp(min=0), fallback=p)
 
 
-def verify_traversal(draft: SampledDraft, noise: VerificationNoise, state: Any = None) -> Verdict:
-    """Traversal verification: a tree drawn without replacement, judged from its leaves to its root.
-
-    arXiv 2505.12398. On a chain it is block verification; on a tree it is to recursive rejection what block
-    verification is to token verification.
-
-    The paper's traversal visits a node after its children and stops at the first it accepts. What it holds
-    against each coin does not depend on the coins, so all nodes are judged first, parents before children,
-    and the traversal reduces to finding the first accepted node in the order of the visit.
-
-    The first node, children before parents and siblings in draw order, whose coin is below its weight."""
-    acceptance, residual = judge(draft)
-    best = first_accepted(draft, noise.uniform < acceptance)
-    return conclude(draft, noise, best, row_at(residual, best), acceptance)
-
-
-def judge(draft: SampledDraft) -> tuple[Tensor, Tensor]:
-    """The weight of each node once its children are rejected (B, N), and what is then left of p (B, N, V).
-
-    A child x starts with min(1, a p(x)/q(x)) of its parent's weight a; rejecting it turns the parent's
-    p into norm(max(a p - q, 0)), a into R / (R + 1 - a) with R the mass of that, and takes x out of q.
-    The root stays whatever its weight.
-    """
-    parents = draft.topology.parents.expand_as(draft.tokens)
-    target, proposal = draft.target.clone(), draft.proposal.clone()
-    weight = torch.ones_like(draft.target[..., 0])
-    for node in range(1, draft.tokens.shape[1]):
-        parent, token = parents[:, node], draft.tokens[:, node]
-        p, q, a = row_at(target, parent), row_at(proposal, parent), entry_at(weight, parent)
-        drawn = entry_at(q, token)
-        weight[:, node] = (a * ratio(entry_at(p, token), drawn)).clamp(max=1)
-        excess = (a[:, None] * p - q).clamp(min=0)
-        left = excess.sum(-1)
-        was_drawn = drawn > 0
-        _put(weight, parent, torch.where(was_drawn, kept_share(left, a), a))
-        _put(target, parent, torch.where(was_drawn[:, None], normalised(excess, fallback=p), p))
-        _put(proposal, parent, torch.where(was_drawn[:, None], without(q, token), q))
-    weight[:, 0] = 1
-    return weight, target
-
-
-def _put(values: Tensor, node: Tensor, rows: Tensor) -> None:
-    """Write ``rows`` (B, ...) into ``values`` (B, N, ...) at ``node`` (B,) long, in place."""
-    values[torch.arange(values.shape[0], device=values.device), node] = rows
-
-
-def first_accepted(draft: SampledDraft, accepted: Tensor) -> Tensor:
-    """The first accepted node in the order of the visit (B,) long; ``accepted`` is (B, N) bool.
-
-    Going down from the root, the first child whose subtree holds an accepted node leads to it.
-    """
-    num_nodes = accepted.shape[1]
-    parents = draft.topology.parents.expand_as(draft.tokens)
-    nodes = torch.arange(num_nodes, device=accepted.device)
-    holds = (draft.topology.ancestors & accepted[:, :, None]).any(1)  # (B, N)
-    best = torch.zeros_like(draft.tokens[:, 0])
-    for _ in range(draft.topology.max_depth):
-        leads = holds & (parents == best[:, None]) & (nodes > 0)
-        first = torch.where(leads, nodes, num_nodes).amin(1)
-        best = torch.where(first < num_nodes, first, best)
-    return best
-
-
 # ------------------------------------------------------------------ by name
 
 
@@ -445,17 +367,7 @@ RULES: dict[str, VerificationRule] = {
         VerificationRule("block", verify_block, (DraftKind.CHAIN,)),
         VerificationRule("greedy_block", verify_greedy_block, (DraftKind.CHAIN,), context_only_proposal=True),
         VerificationRule("multi_draft", verify_drafts, (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN)),
-        VerificationRule(
-            "multi_draft_without_replacement",
-            partial(verify_drafts, replacement=False),
-            (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-        ),
         VerificationRule("spectr", verify_spectr, (DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN)),
-        VerificationRule(
-            "traversal",
-            verify_traversal,
-            (DraftKind.WITHOUT_REPLACEMENT, DraftKind.WITH_REPLACEMENT, DraftKind.CHAIN),
-        ),
     )
 }
 """Every rule for sampled drafts, by name."""

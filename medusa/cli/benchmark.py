@@ -102,7 +102,7 @@ class BenchmarkOptions(ProgramOptions):
     transformers-static, which compiles, not on a CPU."""
     acceptance: tuple[str, ...] = (EXACT,)
     """Rules that each drafter is measured under: exact, typical (LOSSY), token, block, greedy_block,
-    multi_draft, multi_draft_without_replacement, spectr, traversal. Those for sampled drafts sample from all
+    multi_draft, spectr. Those for sampled drafts sample from all
     tokens but what flags leave out. A pair that cannot be exact is listed with the reason."""
     llama_cpp: tuple[Path, ...] | None = None
     """GGUF files of the base for llama.cpp, each a contender: MODEL-q8_0.gguf is llama.cpp-q8_0. None is

@@ -214,7 +214,7 @@ class ExportOptions:
     to: ForeignName
     """Who reads the result. Plain Medusa heads: vllm-medusa is vLLM's medusa method. An EAGLE-3 head:
     vllm-eagle3 is what vLLM, SGLang and llama.cpp read, speculators the layout from which vLLM starts
-    alone. mtp are tensors as the base's own files have them."""
+    alone."""
     output: Path
     """Directory to write."""
     base: str | None = None

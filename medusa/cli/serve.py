@@ -17,11 +17,11 @@ KEY_VARIABLE = "MEDUSA_API_KEY"
 def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM."""
     from medusa.serving.gate import is_loopback
-    from medusa.serving.server import bound_socket, bound_unix_socket, check_certificate, run_server
+    from medusa.serving.server import bound_socket, check_certificate, run_server
     from medusa.serving.service import Service
 
     address, keys = options.address, api_keys(options.access.api_key, os.environ)
-    if address.unix_socket is None and not is_loopback(address.host) and not keys:
+    if not is_loopback(address.host) and not keys:
         log_console().print(
             f"warning: listening on {address.host} without --api-key: whoever reaches this machine "
             "may use the model",
@@ -35,8 +35,7 @@ def serve(options: ServeOptions) -> list[str]:
         allowed_host=(address.host, *options.access.allowed_host),
     )
     check_certificate(address)
-    path = address.unix_socket
-    with bound_socket(address.host, address.port) if path is None else bound_unix_socket(path) as bound:
+    with bound_socket(address.host, address.port) as bound:
         model = load_model(options.model, template=options.template)
         service = Service(model, options.service, options.template.told, num_owners=len(keys))
         run_server(service, access, bound, address)

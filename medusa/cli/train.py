@@ -64,6 +64,6 @@ def next_steps(configuration: TrainOptions) -> list[str]:
     heads = Path(run.output_dir, "heads")
     use = ("--base", configuration.base.base, "--heads", heads)
     steps = [command("tune", *use), command("chat", *use)]
-    if (to := {"eagle3": "vllm-eagle3", "mtp": "mtp"}.get(configuration.kind)) is not None:
-        steps.append(command("export", heads, "--to", to, "--output", heads.with_name("export")))
+    if configuration.kind == "eagle3":
+        steps.append(command("export", heads, "--to", "vllm-eagle3", "--output", heads.with_name("export")))
     return steps

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, place_of
 from medusa.base.causal_lm import output_embedding as output_embedding_of
-from medusa.drafters.ahead import AheadDrafter, LayerCache
+from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import Draft, DraftContext, Drafter
+from medusa.drafters.protocol import Draft, DraftContext
 from medusa.heads.ahead import AheadHead, Heads
 from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.medusa_heads import MedusaHeads
@@ -26,9 +26,6 @@ class HeadsDrafter(LevelDrafter):
     very noise that will choose the token at that position (Gumbel coupling, arXiv 2408.07978), so
     that more guesses hit. That is exact under the equality rule and biased under any ratio rule, for
     which candidates are drawn from the heads' distributions instead.
-
-    Heads with a layer over the text (``context`` of their configuration) read the tokens of each step with it
-    first; what it has read is kept here.
     """
 
     context_only = False  # what a head says of a token depends on how far ahead it stands
@@ -38,13 +35,12 @@ class HeadsDrafter(LevelDrafter):
 
     def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
         self.heads, self.output_embedding = heads, output_embedding
-        self.reads_layers, self.needs_features = heads.reads_layers, heads.reads_text
+        self.reads_layers = heads.reads_layers
         super().__init__(tree, place_of(output_embedding))
 
     def _shape(self, tree: CandidateTree) -> None:
         check_tree_fits(tree, self.heads)
         super()._shape(tree)
-        self._entries = LayerCache(self._device)
         levels = self.levels if self.heads.config.reads_path else []
         self._ancestors = [
             torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
@@ -63,26 +59,12 @@ class HeadsDrafter(LevelDrafter):
     def tensors(self) -> list[Tensor]:
         return [*self.heads.parameters(), *self.heads.buffers()]
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
-        self._entries.begin(num_rows, after._entries if isinstance(after, HeadsDrafter) else None)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        if self.needs_features:
-            self._entries.keep_rows(rows)
-
     def draft(self, context: DraftContext) -> Draft:
         return self.draft_from(replace(context, hidden=self.read(context)))
 
     def read(self, context: DraftContext) -> Tensor:
         """What the heads read of what is known, (B, D)."""
-        if not self.needs_features:
-            return self.heads.fuse(context.hidden)
-
-        def run(hidden: Tensor, following: Tensor, mask: Tensor, positions: Tensor) -> list[Tensor]:
-            fused, cache = self.heads.fuse(hidden), self._entries.cache
-            return [self.heads.attend(fused, following, self.output_embedding, mask, positions, cache)]
-
-        return self._entries.read(context, run)[0][:, 0]
+        return self.heads.fuse(context.hidden)
 
     def draft_from(self, context: DraftContext) -> Draft:
         """A draft where ``context.hidden`` is what :meth:`read` gives."""

@@ -71,7 +71,7 @@ class LevelDrafter(StatelessDrafter):
         return self._ranked(context) if context.sampled is None else self._sampled(context)
 
     def sampled_kind(self, wanted: DraftKind) -> DraftKind:
-        return kind_drawn(self.tree, replacement=wanted is DraftKind.WITH_REPLACEMENT)
+        return kind_drawn(self.tree)
 
     def _ranked(self, context: DraftContext) -> Draft:
         tokens = context.root[:, None].repeat(1, self.tree.num_nodes)
@@ -112,8 +112,7 @@ class LevelDrafter(StatelessDrafter):
 
         assert context.seeds is not None
         noise = draft_noise(context.seeds, context.lengths - 1, self.tree.num_nodes, self.vocab_size)
-        replacement = context.sampled is DraftKind.WITH_REPLACEMENT
-        tokens, proposal = draw_tree(self.tree, context.root, proposal_after, noise, replacement=replacement)
+        tokens, proposal = draw_tree(self.tree, context.root, proposal_after, noise)
         return Draft(tokens, self.topology, proposal)
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -101,7 +101,7 @@ def parts_of_heads(heads: Any, output_embedding: nn.Module) -> list[Part]:
     if not isinstance(heads, QuickHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
     config, tokens = heads.config, embedding_rows(output_embedding)
-    settings = (replace(config, context=None),)
+    settings = (config,)
     trials = [
         (
             torch.randn(rows, nodes, config.hidden_size),

@@ -60,11 +60,6 @@ class AheadHead(TokenMapped):
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
 
-    @property
-    def reads_text(self) -> bool:
-        """True: its entries attend to all before them."""
-        return True
-
     def fuse(self, hidden: Tensor) -> Tensor:
         """The features (..., D) of what the base gives, (..., (1 + L) * D): by default its last states."""
         return hidden

@@ -108,9 +108,6 @@ def _batch_ranks(
         states = _drafted_states(base, heads, ids.to(home_device(base)), states)  # (B, T, K, D)
     else:
         states = heads.fuse(states)  # (B, T, D)
-        if heads.reads_text:
-            following = ids.roll(-1, dims=1).to(states.device)  # what wraps around lies past every answer
-            states = heads.attend(states, following, output_embedding(base))
     for i, row in enumerate(rows):
         answers = []
         for start, end in _answer_spans(row.is_label):

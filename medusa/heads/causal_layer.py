@@ -1,8 +1,7 @@
-"""One causal transformer layer that drafting heads run over the text, as Llama's but for what it reads.
+"""The causal transformer layer of EAGLE-3 heads (arXiv 2503.01840): Llama's, but for its input.
 
 An entry joins a *feature* of token t, made of the base's hidden states, with the embedding of token t + 1.
-EAGLE-3 heads (arXiv 2503.01840) are such a layer, in the form that serving engines load; Medusa heads may
-have one below them. This module knows nothing of heads, trees or files.
+It has the form that serving engines load. This module knows nothing of heads, trees or files.
 
 Shapes: D hidden, E entries, S entries that can be seen.
 """
@@ -182,9 +181,3 @@ def document_pairs(positions: Tensor) -> tuple[Tensor, Tensor]:
     if bool((document == document[:, :1]).all()):
         document = document[:1]  # a row is one document: one mask serves all rows
     return document[:, :, None] == document[:, None, :], entries[:, None] - entries[None, :]
-
-
-def document_mask(positions: Tensor) -> Tensor:
-    """(B or 1, 1, E, E) bool: each entry sees those before it in its document, and itself."""
-    together, distance = document_pairs(positions)
-    return (together & (distance >= 0))[:, None]

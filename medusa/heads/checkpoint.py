@@ -76,7 +76,9 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 """Every kind of heads, with its configuration."""
 OWN_HEADS = "mtp"
 """Names the heads that the base comes with."""
-_HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, _ADAPTER)
+_CONTEXT = "context"
+"""Key of an earlier version: the sizes of a causal layer under Medusa heads; null in all others."""
+_HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, _ADAPTER, _CONTEXT)
 """Keys of config.json that are no part of a module's configuration."""
 _BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 
@@ -297,6 +299,11 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     if kind not in list(KINDS):  # what a file says may not be hashable
         known = " or ".join(map(repr, KINDS))
         raise ValueError(f"{config_path} says kind={kind!r}, this version of medusa reads {known}")
+    if raw.get(_CONTEXT) is not None:
+        raise ValueError(
+            f"{config_path} has a causal layer over the text ({_CONTEXT}), which this version of medusa "
+            "does not run any more; train the heads again without context_layers"
+        )
     module, config_type = KINDS[kind]
     config = _strict_config(config_type, raw, config_path)
     loaded = read_tensors(path, integers=("token_map",))

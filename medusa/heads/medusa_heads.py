@@ -4,9 +4,8 @@ Head d (d = 1 .. K) reads the hidden state that the base model's own output embe
 position t and scores the token at t + d + 1. A head is residual blocks followed by an
 unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
 sequentially dependent (Hydra, arXiv 2402.05109). It may read the states of earlier layers beside the last
-(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads. A causal
-layer over the text may stand between the two (:meth:`MedusaHeads.attend`; as Hydra's prefix attention, but it
-sees the token after each state too). This module knows nothing of trees or files.
+(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads. This
+module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or fewer with a token map).
 """
@@ -15,16 +14,16 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_rows
-from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, CausalLayer, LayerConfig, checked_layers
+from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, checked_layers
 from medusa.heads.token_map import TokenMapped
 from medusa.options import check_counts
 
@@ -56,8 +55,6 @@ class HeadsConfig:
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
     logit_scale: float = 1.0
     """What the base multiplies its logits by after its output embedding (Granite, Cohere); theirs too."""
-    context: LayerConfig | None = None
-    """The causal layer over the text whose output all heads read; None: they read one state."""
 
     def __post_init__(self) -> None:
         check_counts(self, MAX_SIZE, "hidden_size", "vocab_size")
@@ -70,18 +67,6 @@ class HeadsConfig:
         scale = self.logit_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise ValueError(f"logit_scale must be a number above 0, got {reprlib.repr(scale)}")
-        if isinstance(self.context, Mapping):  # where it comes from a file
-            try:
-                object.__setattr__(self, "context", LayerConfig(**self.context))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"context: {error}") from error
-        if self.context is not None and (
-            not isinstance(self.context, LayerConfig) or self.context.hidden_size != self.hidden_size
-        ):
-            raise ValueError(
-                f"context must be null or the sizes of a layer with hidden_size={self.hidden_size}, got "
-                f"{reprlib.repr(self.context)}"
-            )
         if self.unembedding not in get_args(Unembedding):
             raise ValueError(f"unembedding must be one of {get_args(Unembedding)}, got {self.unembedding!r}")
         if (self.unembedding == "token_map") != (self.token_map_size is not None):
@@ -137,10 +122,6 @@ class MedusaHeads(TokenMapped):
             self.fusion = nn.Linear(width, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)  # untrained, the heads see the last state alone
             self.register_buffer("layer_scale", torch.ones(width))
-        if config.context is not None:
-            self.context = CausalLayer(config.context)
-            for last in (self.context.self_attn.o_proj, self.context.mlp.down_proj):
-                nn.init.zeros_(last.weight)  # untrained, it is the identity
 
     layer_scale: Tensor
     """(L * D,): the size of each dimension of the states of the fused layers; they are read in this unit."""
@@ -153,11 +134,6 @@ class MedusaHeads(TokenMapped):
     def reads_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether what :meth:`fuse` gives goes through :meth:`attend` before heads read it."""
-        return self.config.context is not None
 
     @property
     def scores_base_rows(self) -> bool:
@@ -188,25 +164,6 @@ class MedusaHeads(TokenMapped):
         last, below = hidden[..., :size], hidden[..., size:] / self.layer_scale
         below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
         return last + self.fusion(below)
-
-    def attend(
-        self,
-        fused: Tensor,
-        next_tokens: Tensor,
-        output_embedding: nn.Module,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,
-    ) -> Tensor:
-        """What heads with a ``context`` layer read, (B, E, D), of the states of E tokens in a row.
-
-        Args:
-            fused: (B, E, D), of :meth:`fuse`.
-            next_tokens: (B, E) long, the token after each state's own.
-            attention_mask, position_ids, cache: as for :class:`medusa.heads.causal_layer.CausalLayer`.
-        """
-        rows = self._unit_rows(next_tokens, output_embedding)
-        return self.context(self._typed(fused), rows, attention_mask, position_ids, cache)
 
     def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').

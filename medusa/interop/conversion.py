@@ -28,7 +28,6 @@ from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.tensor_files import check_finite
 from medusa.hub import hub_directory
 from medusa.interop.eagle3 import SPECULATORS, VLLM_EAGLE3
-from medusa.interop.mtp import MTP
 from medusa.interop.plain_heads import MEDUSA, MEDUSA_FULL
 from medusa.interop.protocol import ExportedFiles, ForeignFormat, ForeignHeads, ReadRequest, ToExport
 from medusa.interop.vllm_medusa import VLLM_MEDUSA
@@ -36,7 +35,7 @@ from medusa.model import MedusaModel
 from medusa.trees.candidate_tree import CandidateTree
 
 FORMATS: dict[str, ForeignFormat] = {
-    each.name: each for each in (VLLM_MEDUSA, VLLM_EAGLE3, SPECULATORS, MTP, MEDUSA, MEDUSA_FULL)
+    each.name: each for each in (VLLM_MEDUSA, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
 }
 """Every format that is read; those with ``export`` are written too."""
 

@@ -101,8 +101,6 @@ def checked_plain(request: ToExport) -> MedusaHeads:
     config, more = heads.config, []
     if config.reads_path:
         more.append("reads_path is true: each head also reads the tokens before its guess")
-    if config.context is not None:
-        more.append("context is set: the heads read the text through a layer of their own")
     if config.fused_layers:
         layers = ", ".join(map(str, config.fused_layers))
         more.append(f"fused_layers is [{layers}]: the heads also read those layers of the base")

@@ -11,21 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from medusa.serving.application import create_application
-from medusa.serving.gate import MAX_REQUESTS
 from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions, AddressOptions
-
-MAX_CONNECTIONS = MAX_REQUESTS + 64
-"""Connections at once, also to those paths that are never refused. Less than the 1,024 files that processes
-usually may open."""
 
 LAST_SECONDS = 2.0
 """In which clients can read what they are told of answers that the end of the server cuts off."""
@@ -99,7 +91,6 @@ def run_server(
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                http=bounded_protocol(MAX_CONNECTIONS),
                 ssl_certfile=address.tls_certificate,
                 ssl_keyfile=address.tls_key,
             )
@@ -109,7 +100,7 @@ def run_server(
             scheme = "https://" if address.tls_certificate else "http://"
             gc.collect()
             gc.freeze()  # a full collection need not look at model and libraries, with all clients waiting
-            log.info("ready: %s%s", "" if where.startswith("unix:") else scheme, where)
+            log.info("ready: %s%s", scheme, where)
             SignalledServer(config, service, address.grace).run(sockets=[bound])
         finally:
             service.worker.close()
@@ -133,37 +124,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-@contextmanager
-def bound_unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket with a path for its address, which does not listen yet; the path is gone when the block ends.
-
-    One that is there because a server before was killed is replaced.
-
-    Raises:
-        OSError: the path cannot be had.
-    """
-    with socket.socket(socket.AF_UNIX) as bound:
-        with _address_errors(f"unix:{path}"):
-            if Path(path).is_socket() and not _is_answered(path):
-                Path(path).unlink()
-            bound.bind(path)
-        try:
-            yield bound
-        finally:
-            Path(path).unlink(missing_ok=True)
-
-
-def _is_answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as asking:
-        return asking.connect_ex(path) == 0
-
-
 def address_of(bound: socket.socket) -> str:
-    """As it is written behind ``http://``, or ``unix:`` and the path."""
-    address = bound.getsockname()
-    if isinstance(address, str):
-        return f"unix:{address}"
-    host, port = address[:2]
+    """The host and port of a URL."""
+    host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -173,9 +136,7 @@ def _address_errors(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = (
-            "choose another --unix-socket" if where.startswith("unix:") else "choose another --host or --port"
-        )
+        advice = "choose another --host or --port"
         raise OSError(f"cannot listen on {where}: {error.strerror or error}; {advice}") from error
 
 
@@ -192,54 +153,3 @@ def log_to_standard_error() -> Iterator[None]:
     finally:
         log.handlers, log.propagate = handlers, propagate
         log.setLevel(level)
-
-
-HEADER_SECONDS = 10.0
-"""In which the head of a request must have come, from the connection or the last answer on."""
-
-
-def bounded_protocol(most: int) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, for one server with ``most`` connections at once.
-
-    One more takes the place of that which has asked nothing for longest; where all have asked, it is closed.
-    """
-    waiting: dict[Any, None] = {}  # the longest first
-
-    class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        patience: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                oldest = next(iter(waiting), self)
-                waiting.pop(oldest, None)
-                oldest.transport.close()
-            self._look()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._look()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._look()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
-            super().connection_lost(exc)
-
-        def _look(self) -> None:
-            """Have it wait where no request of it is under way."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._forget()
-            elif self.patience is None and not self.transport.is_closing():
-                waiting[self] = None
-                self.patience = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-        def _forget(self) -> None:
-            waiting.pop(self, None)
-            if self.patience is not None:
-                self.patience.cancel()
-                self.patience = None
-
-    return BoundedProtocol

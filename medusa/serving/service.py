@@ -452,11 +452,8 @@ class Service:
         """
         if not self.options.remember:
             return None
-        is_shared = self.options.remember_together
-        owner = None if is_shared else owner
         if owner not in self._corpora:
-            num_parts = 1 if is_shared else max(1, self.num_owners)
-            self._corpora[owner] = SuffixCorpus(self.options.remember * 2**20 // num_parts)
+            self._corpora[owner] = SuffixCorpus(self.options.remember * 2**20 // max(1, self.num_owners))
         return self._corpora[owner]
 
     def submit(self, answers: Sequence[Answer]) -> None:

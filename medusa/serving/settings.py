@@ -33,9 +33,6 @@ class ServiceOptions:
     remember: int = 0
     """Remember so many MiB of questions and answers, and copy guesses from them: repeated questions are
     answered sooner, with the same text. Each API key has a part of its own. 0 remembers nothing."""
-    remember_together: bool = False
-    """Let the answers to one API key help to guess those to others: the time to answer tells what others were
-    told."""
     max_rows: int = 16
     """Answers that decode together."""
     max_waiting: int = 64
@@ -57,8 +54,6 @@ class ServiceOptions:
         check_at_least(self, 1, "max_rows", "cache_mib", "chunk", "max_new_tokens")
         check_at_least(self, 0, "remember", "max_waiting", "prefix_mib")
         check_above(self, 0, "timeout")
-        if self.remember_together and not self.remember:
-            raise ValueError("remember_together goes with remember, which is 0; say how much to remember")
         if self.plain and self.remember:
             raise ValueError("plain guesses nothing, and remember is for guessing; give one of them")
 
@@ -71,8 +66,6 @@ class AddressOptions:
     """Address to listen on; 0.0.0.0 is every network, and wants an API key."""
     port: int = 8000
     """0 takes any that is free, and says which."""
-    unix_socket: str | None = None
-    """A path to listen on instead, for a proxy on this machine; whoever may write there may ask."""
     tls_certificate: str | None = None
     """A file with the certificate, and those between it and a known one (PEM): answers over https alone."""
     tls_key: str | None = None

@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import yaml
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
 from medusa.heads.mtp import MtpConfig
@@ -68,7 +67,7 @@ class HeadOptions:
     L - 3 of L, which other engines expect."""
     start_from: str | None = None
     """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
-    map is taken from the new data all the same, of any size; fused_layers, context_layers and more num_layers
+    map is taken from the new data all the same, of any size; fused_layers and more num_layers
     may be added. Lower the learning_rate too, to 2e-4 or so: else the heads forget more than they learn."""
 
 
@@ -84,13 +83,6 @@ class MedusaOptions:
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra), which makes far more guesses right.
     false: the heads of the Medusa paper, which other engines can serve."""
-    context_layers: int = 0
-    """1: all heads read the text through a causal layer of the base's sizes, run once on the tokens of each
-    step. It wants much data; and steps of fixed shape (static, captured) cannot draft with it."""
-
-    def __post_init__(self) -> None:
-        if self.context_layers not in (0, 1):
-            raise ValueError(f"context_layers must be 0 or 1, got {self.context_layers}")
 
 
 @dataclass(frozen=True)
@@ -279,9 +271,8 @@ class RunOptions:
     unless a limit is higher now."""
     inspect: bool = False
     """Print a sample of documents, the tokens trained on in colour, and stop."""
-    stop_after: Literal["plan", "states"] | None = None
-    """states: store the hidden states, and stop. plan: say only which are to be stored, for another program
-    to compute, and stop. --resume auto goes on."""
+    stop_after: Literal["states"] | None = None
+    """states: store the hidden states, and stop. --resume auto goes on."""
     logging_steps: int = 10
     """Steps between log entries."""
     evaluation_steps: int | None = None
@@ -356,11 +347,6 @@ class TrainingConfiguration:
                 "mtp, which reads the last states alone; leave it out",
             ),
             (
-                joint and self.medusa.context_layers,
-                f"context_layers={self.medusa.context_layers} and joint exclude each other, got both: joint "
-                "training does not run the layer; train the heads alone",
-            ),
-            (
                 joint and self.optimisation.cache_hidden_states,
                 "cache_hidden_states and joint exclude each other, got both: stored states are those of a "
                 "base that stays as it is, and the adapter changes them; leave cache_hidden_states out",
@@ -400,7 +386,7 @@ class TrainingConfiguration:
     @property
     def reads_text(self) -> bool:
         """Whether heads read all states of a text up to the one they guess from."""
-        return self.kind in ("eagle3", "mtp") or bool(self.medusa.context_layers)
+        return self.kind in ("eagle3", "mtp")
 
     def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config | MtpConfig:
         """The heads that are asked for, on ``base``.
@@ -415,11 +401,10 @@ class TrainingConfiguration:
         if heads.head_kind == "eagle3":
             own = dataclasses.asdict(self.eagle3)
             return Eagle3Config.of_base(base, fused_layers=heads.fused_layers, **sizes, **own)
-        config = self._medusa_heads(hidden_size(base), vocab_size(base))
-        return replace(config, context=LayerConfig.of_base(base)) if self.medusa.context_layers else config
+        return self._medusa_heads(hidden_size(base), vocab_size(base))
 
     def _medusa_heads(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
-        """Medusa heads on a base of these sizes, without a layer over the text."""
+        """Medusa heads on a base of these sizes."""
         return HeadsConfig(
             hidden_size,
             vocab_size,

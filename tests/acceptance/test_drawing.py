@@ -1,17 +1,14 @@
 """Drawing drafts, the noise of a step, and the expected number of tokens."""
 
-from itertools import permutations
-
 import pytest
 import torch
-from verification_laws import FALSE_ALARM_RATE, law_of, p_value, sampled_law, toy_pair, toy_table
+from verification_laws import FALSE_ALARM_RATE, law_of, p_value, sampled_law, toy_pair
 
 from medusa.acceptance import protocol as noise
 from medusa.acceptance.protocol import (
     DraftKind,
     draft_noise,
     draw_tree,
-    draw_without_replacement,
     independent_chains,
     kind_drawn,
     verification_noise,
@@ -19,37 +16,12 @@ from medusa.acceptance.protocol import (
 from medusa.acceptance.rules import rule_named
 from medusa.trees.candidate_tree import CandidateTree
 
-NUM_DRAWS = 200_000
-
 
 def gumbel(*shape, seed=0):
     return -torch.empty(*shape).exponential_(generator=torch.Generator().manual_seed(seed)).log()
 
 
-def test_draws_without_replacement_come_in_the_order_of_successive_draws():
-    q = toy_table(2, 4)
-    drawn = draw_without_replacement(q.float().expand(NUM_DRAWS, 4), gumbel(NUM_DRAWS, 4), 3)
-    law = torch.zeros(4, 4, 4, dtype=torch.float64)
-    for a, b, c in permutations(range(4), 3):
-        law[a, b, c] = q[a] * q[b] / (1 - q[a]) * q[c] / (1 - q[a] - q[b])
-    counts = torch.bincount(drawn[:, 0] * 16 + drawn[:, 1] * 4 + drawn[:, 2], minlength=64)
-    assert p_value(counts, law) > FALSE_ALARM_RATE
-
-
-def test_draws_without_replacement_run_out_into_tokens_of_no_probability():
-    q = torch.tensor([0.0, 0.7, 0.0, 0.3])
-    drawn = draw_without_replacement(q.expand(1000, 4), gumbel(1000, 4), 3)
-    assert bool((q[drawn[:, :2]] > 0).all())
-    assert bool((q[drawn[:, 2]] == 0).all())
-
-
-def test_more_draws_than_tokens_are_refused():
-    with pytest.raises(ValueError, match="num_draws must be at most the vocabulary, 4 tokens, got 5"):
-        draw_without_replacement(torch.ones(1, 4) / 4, gumbel(1, 4), 5)
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_a_tree_is_drawn_from_the_q_of_each_nodes_own_path(replacement):
+def test_a_tree_is_drawn_from_the_q_of_each_nodes_own_path():
     """q after a token allows only the next two token ids, so every path can be checked by arithmetic."""
     tree = CandidateTree.from_paths([(0,), (3,), (0, 0), (3, 1), (3, 2), (0, 0, 5)])  # ranks with gaps
     allowed = torch.zeros(6, 6)
@@ -62,14 +34,14 @@ def test_a_tree_is_drawn_from_the_q_of_each_nodes_own_path(replacement):
         return allowed[tokens[:, nodes]]
 
     root = torch.arange(6).repeat(50)
-    tokens, proposal = draw_tree(tree, root, proposal_after, gumbel(300, 7, 6), replacement=replacement)
+    tokens, proposal = draw_tree(tree, root, proposal_after, gumbel(300, 7, 6))
     assert asked == [(0, 1), (1, 3), (3, 6)]
     parents = torch.tensor(tree.parents)
     assert bool(((tokens[:, 1:] - tokens[:, parents[1:]]) % 6 - 1 <= 1).all())
     assert torch.equal(proposal[:, :6], allowed[tokens[:, :6]])
     assert bool((proposal[:, 6] == 0).all())
     siblings_differ = (tokens[:, 1] != tokens[:, 2]) & (tokens[:, 4] != tokens[:, 5])
-    assert bool(siblings_differ.all()) is not replacement
+    assert not bool(siblings_differ.all())
 
 
 def test_independent_chains_share_only_the_root():
@@ -81,9 +53,8 @@ def test_independent_chains_share_only_the_root():
 
 
 def test_the_kind_of_a_draft_follows_from_its_shape():
-    assert kind_drawn(CandidateTree.chain(4), replacement=False) is DraftKind.CHAIN
-    assert kind_drawn(independent_chains(2, 2), replacement=True) is DraftKind.WITH_REPLACEMENT
-    assert kind_drawn(independent_chains(2, 2), replacement=False) is DraftKind.WITHOUT_REPLACEMENT
+    assert kind_drawn(CandidateTree.chain(4)) is DraftKind.CHAIN
+    assert kind_drawn(independent_chains(2, 2)) is DraftKind.WITH_REPLACEMENT
 
 
 def test_counter_based_noise_is_reproducible_row_by_row_and_differs_between_streams():
@@ -119,11 +90,11 @@ def test_a_tree_beyond_the_spacing_of_the_counters_is_refused():
         draft_noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1025, 2)
 
 
-@pytest.mark.parametrize("name", ["block", "traversal"])
+@pytest.mark.parametrize("name", ["block", "multi_draft"])
 def test_texts_follow_the_law_with_counter_based_noise(name):
     """The three streams of a step are independent enough for the same chi-square as true random numbers."""
     target, drafter = toy_pair(seed=41, vocab_size=3)
-    tree = CandidateTree.chain(2) if name == "block" else CandidateTree.from_paths([(0,), (1,), (0, 0)])
+    tree = CandidateTree.chain(2) if name == "block" else independent_chains(2, 1)
     seeds = torch.arange(100_000)
 
     def counted(step):
@@ -136,7 +107,6 @@ def test_texts_follow_the_law_with_counter_based_noise(name):
         drafter,
         tree,
         3,
-        replacement=False,
         num_rows=len(seeds),
         noise_source=counted,
     )

@@ -16,7 +16,7 @@ from verification_laws import (
     toy_table,
 )
 
-from medusa.acceptance.protocol import DraftKind, independent_chains, kind_drawn
+from medusa.acceptance.protocol import independent_chains, kind_drawn
 from medusa.acceptance.rules import RULES, rule_named
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -34,24 +34,20 @@ SHAPES = {
 def pairs_of_rule_and_draft():
     for name, rule in RULES.items():
         for shape, tree in SHAPES.items():
-            for replacement in (True, False):
-                kind = kind_drawn(tree, replacement)
-                if kind in rule.draft_kinds and not (kind is DraftKind.CHAIN and not replacement):
-                    yield pytest.param(name, tree, replacement, id=f"{name}, {shape}, {kind.name.lower()}")
+            if kind_drawn(tree) in rule.draft_kinds:
+                yield pytest.param(name, tree, id=f"{name}, {shape}")
 
 
 def usual_tree(name):
-    kind = RULES[name].draft_kinds[0]
-    tree = {DraftKind.CHAIN: CandidateTree.chain(3), DraftKind.WITH_REPLACEMENT: independent_chains(2, 2)}
-    return tree.get(kind, BUSHY), kind is not DraftKind.WITHOUT_REPLACEMENT
+    return CandidateTree.chain(3) if RULES[name].only_chains else independent_chains(2, 2)
 
 
-@pytest.mark.parametrize(("name", "tree", "replacement"), pairs_of_rule_and_draft())
+@pytest.mark.parametrize(("name", "tree"), pairs_of_rule_and_draft())
 @pytest.mark.parametrize("zeros", [0.0, 0.3])
-def test_the_joint_law_over_several_steps_is_the_targets_by_enumeration(name, tree, replacement, zeros):
+def test_the_joint_law_over_several_steps_is_the_targets_by_enumeration(name, tree, zeros):
     target, drafter = toy_pair(seed=tree.num_nodes, vocab_size=3, zeros=zeros)
     num_tokens = 4 if tree.num_nodes < 5 else 3
-    law = exact_law(RULES[name], target, drafter, tree, num_tokens, replacement=replacement)
+    law = exact_law(RULES[name], target, drafter, tree, num_tokens)
     assert law.sum().item() == pytest.approx(1, abs=1e-10)
     assert total_variation(law, law_of(target, num_tokens)) < 1e-10
 
@@ -66,16 +62,16 @@ def test_greedy_block_verification_is_exact_while_several_changes_of_the_target_
 def test_drafters_whose_q_depends_on_the_depth_alone_are_exact_too(name):
     target, _ = toy_pair(seed=11, vocab_size=3)
     heads = DepthWise(toy_table(12, 5, 3))
-    tree, replacement = usual_tree(name)
-    law = exact_law(RULES[name], target, heads, tree, 3, replacement=replacement)
+    tree = usual_tree(name)
+    law = exact_law(RULES[name], target, heads, tree, 3)
     assert total_variation(law, law_of(target, 3)) < 1e-10
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_sampled_texts_follow_the_law_in_float32(name):
     target, drafter = toy_pair(seed=21, vocab_size=4, zeros=0.2)
-    tree, replacement = usual_tree(name)
-    counts = sampled_law(RULES[name], target, drafter, tree, 4, replacement=replacement, num_rows=80_000)
+    tree = usual_tree(name)
+    counts = sampled_law(RULES[name], target, drafter, tree, 4, num_rows=80_000)
     assert p_value(counts, law_of(target, 4)) > FALSE_ALARM_RATE
 
 
@@ -85,11 +81,9 @@ def test_the_published_toy_accepts_10_11_and_12_ninths():
     chain = CandidateTree.chain(2)
     accepted = {
         name: expected_accepted(RULES[name], target, drafter, chain)
-        for name in ("token", "block", "greedy_block", "traversal")
+        for name in ("token", "block", "greedy_block")
     }
-    assert accepted == pytest.approx(
-        {"token": 10 / 9, "block": 11 / 9, "greedy_block": 12 / 9, "traversal": 11 / 9}
-    )
+    assert accepted == pytest.approx({"token": 10 / 9, "block": 11 / 9, "greedy_block": 12 / 9})
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -102,18 +96,6 @@ def test_one_step_accepts_least_by_token_then_by_block_then_by_greedy_block(seed
     assert by_token <= by_block + 1e-12 <= by_greedy + 2e-12
     if seed == 0:
         assert by_token + 0.01 < by_block < by_greedy - 0.01
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_traversal_accepts_no_less_than_recursive_rejection(seed):
-    target, drafter = toy_pair(seed, vocab_size=3)
-    by_traversal, by_recursion = (
-        expected_accepted(RULES[name], target, drafter, BUSHY, replacement=False)
-        for name in ("traversal", "multi_draft_without_replacement")
-    )
-    assert by_recursion <= by_traversal + 1e-12
-    if seed == 0:
-        assert by_recursion + 0.001 < by_traversal
 
 
 @pytest.mark.parametrize("name", ["multi_draft", "spectr"])

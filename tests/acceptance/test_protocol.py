@@ -23,13 +23,9 @@ from medusa.acceptance.rules import (
 )
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
-BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-
 
 def tree_for(rule):
-    kind = rule.draft_kinds[0]
-    trees = {DraftKind.CHAIN: CandidateTree.chain(3), DraftKind.WITH_REPLACEMENT: independent_chains(3, 3)}
-    return trees.get(kind, BUSHY)
+    return CandidateTree.chain(3) if rule.only_chains else independent_chains(3, 3)
 
 
 def target_and_proposal(shape, seed, spread=1.0, zeros=0.0, same=False, sharp=False):
@@ -50,8 +46,7 @@ def random_step(rule, num_rows, vocab_size, seed=0, dtype=torch.float64, **distr
     generator = torch.Generator().manual_seed(seed)
     gumbel = -torch.empty(shape, dtype=dtype).exponential_(generator=generator).log()
     root = torch.zeros(num_rows, dtype=torch.long)
-    replacement = rule.draft_kinds[0] is not DraftKind.WITHOUT_REPLACEMENT
-    tokens, _ = draw_tree(tree, root, lambda tokens, nodes: q[:, nodes], gumbel, replacement=replacement)
+    tokens, _ = draw_tree(tree, root, lambda tokens, nodes: q[:, nodes], gumbel)
     uniform = torch.rand(shape[:2], generator=generator, dtype=dtype)
     last = -torch.empty(num_rows, vocab_size, dtype=dtype).exponential_(generator=generator).log()
     return SampledDraft(tokens, topology, p, q), VerificationNoise(uniform, last)
@@ -130,9 +125,6 @@ def test_a_chain_worked_out_by_hand(name, coins, num_accepted, next_token):
     ("name", "coins", "num_accepted", "next_token"),
     [
         # token 1 after p/q = 5/8; then p = (1/3, 0, 2/3), q = (1/2, 0, 1/2): token 0 with 2/3; then (0, 0, 1)
-        ("multi_draft_without_replacement", [0.62, 0.99], 1, 0),
-        ("multi_draft_without_replacement", [0.63, 0.66], 1, 0),
-        ("multi_draft_without_replacement", [0.63, 0.67], 0, 2),
         # independent: token 0 is then accepted with (1/3) / (1/10), always
         ("multi_draft", [0.63, 0.99], 1, 0),
     ],
@@ -201,7 +193,7 @@ def test_a_row_of_a_batch_gets_the_verdict_it_gets_alone(rule):
         torch.testing.assert_close(alone.residual[0], together.residual[row])
 
 
-@pytest.mark.parametrize("name", ["multi_draft", "multi_draft_without_replacement", "spectr", "traversal"])
+@pytest.mark.parametrize("name", ["multi_draft", "spectr"])
 def test_every_row_may_have_a_tree_of_its_own(name):
     rule = RULES[name]
     draft, noise = random_step(rule, 64, 5)
@@ -229,9 +221,7 @@ def test_every_row_may_have_a_tree_of_its_own(name):
     ("tree_rule", "chain_rule"),
     [
         ("multi_draft", "token"),
-        ("multi_draft_without_replacement", "token"),
         ("spectr", "token"),
-        ("traversal", "block"),
     ],
 )
 def test_on_a_chain_a_tree_rule_is_the_chain_rule_it_extends(tree_rule, chain_rule):
@@ -242,7 +232,7 @@ def test_on_a_chain_a_tree_rule_is_the_chain_rule_it_extends(tree_rule, chain_ru
     torch.testing.assert_close(by_tree.residual, by_chain.residual)
 
 
-@pytest.mark.parametrize("name", ["token", "block", "multi_draft", "spectr", "traversal"])
+@pytest.mark.parametrize("name", ["token", "block", "multi_draft", "spectr"])
 def test_a_row_of_zeros_in_q_ends_the_draft_there(name):
     draft, noise = random_step(RULES["token"], 5000, 4)
     proposal = draft.proposal.clone()
@@ -349,8 +339,6 @@ def test_greedy_block_refuses_another_draft_length_while_its_state_is_alive():
             "acceptance='token' cannot verify ranked candidates.*use acceptance='exact'",
         ),
         ("block", DraftKind.WITH_REPLACEMENT, "walks one path; draft a chain, or use a tree rule"),
-        ("greedy_block", DraftKind.WITHOUT_REPLACEMENT, "walks one path; draft a chain"),
-        ("spectr", DraftKind.WITHOUT_REPLACEMENT, "fresh draw from q; draw with replacement"),
     ],
 )
 def test_an_impossible_pair_is_refused_with_the_reason(name, kind, reason):
@@ -366,9 +354,9 @@ def test_a_rule_takes_every_kind_it_names_and_a_chain(rule):
 
 @pytest.mark.parametrize("name", ["token", "block", "greedy_block"])
 def test_a_chain_rule_refuses_a_tree(name):
-    draft, noise = random_step(RULES["traversal"], 2, 5)
+    draft, noise = random_step(RULES["multi_draft"], 2, 5)
     with pytest.raises(
-        ValueError, match=f"acceptance='{name}' walks one chain, got a tree of 7 nodes and depth 3"
+        ValueError, match=f"acceptance='{name}' walks one chain, got a tree of 10 nodes and depth 3"
     ):
         rule_named(name).verify(draft, noise)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import ARCHITECTURES, GROUPED, SIZES, needs_newest, random_prompts, tiny_model
-from stateful_models import DECODABLE, stateful_model, stateful_types
+from stateful_models import DECODABLE, stateful_model, tiny_stateful_model
 from test_causal_lm import OTHERS
 from transformers import (
     BertConfig,
@@ -67,7 +67,7 @@ REFUSED = {
         "MambaForCausalLM reads several tokens at a time as if none stood before them",
     ),
     "a state in its modules": (
-        lambda: stateful_types.tiny_model("recurrent_gemma"),
+        lambda: tiny_stateful_model("recurrent_gemma"),
         "RecurrentGemmaForCausalLM keeps its recurrent state in its modules",
     ),
     "a state outside of the cache": (
@@ -75,11 +75,11 @@ REFUSED = {
         "RwkvForCausalLM keeps its recurrent state outside of transformers' cache",
     ),
     "a state in cache layers of its own": (
-        lambda: stateful_types.tiny_model("qwen4_exp_text"),
+        lambda: tiny_stateful_model("qwen4_exp_text"),
         "Qwen4ExpForCausalLM keeps what it has read in DynamicIndexedLayer, which medusa cannot copy",
     ),
     "another rule for one token": (
-        lambda: stateful_types.tiny_model("zamba2"),
+        lambda: tiny_stateful_model("zamba2"),
         r"Zamba2ForCausalLM limits its time steps to \(0.001, inf\) where a pass reads several tokens",
     ),
     "no position_ids": (

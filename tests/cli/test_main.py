@@ -13,7 +13,7 @@ import torch
 from conftest import CHECKOUT, tiny_model
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from stateful_models import stateful_model, stateful_types
+from stateful_models import stateful_model, tiny_stateful_model
 from tiny_chat import chat_heads, save_chat_model, wide_tree
 from transformers import PreTrainedTokenizerBase, T5Config
 
@@ -232,7 +232,7 @@ def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
             },
         ),
         (
-            lambda: stateful_types.tiny_model("jamba"),
+            lambda: tiny_stateful_model("jamba"),
             {
                 "decodes": "no: JambaForCausalLM reads several tokens at a time as if none stood before "
                 "them, so no draft can be verified on it; use its own generate"

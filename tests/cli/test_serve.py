@@ -192,25 +192,6 @@ def served(monkeypatch, bound, **address):
         thread.join()
 
 
-def test_a_unix_socket_is_answered_and_gone_at_the_end(monkeypatch, tmp_path):
-    path = tmp_path / "medusa.sock"
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.bind(str(path))  # nobody listens there any more
-    with server.bound_unix_socket(str(path)) as bound, served(monkeypatch, bound):
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
-            asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-            assert client.post("http://localhost/v1/chat/completions", json=asked).status_code == 200
-            assert client.get("http://evil.example/health").status_code == 403
-        said = f"cannot listen on unix:{path}.*choose another --unix-socket"
-        with pytest.raises(OSError, match=said), server.bound_unix_socket(str(path)):
-            pass
-    assert not path.exists()
-    path.write_text("mine")
-    with pytest.raises(OSError, match="cannot listen on"), server.bound_unix_socket(str(path)):
-        pass
-    assert path.read_text() == "mine"
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     if shutil.which("openssl") is None:

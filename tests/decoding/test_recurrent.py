@@ -20,7 +20,6 @@ from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import BestPathDrafter, best_path
 from medusa.drafters.protocol import Draft
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -185,13 +184,12 @@ def test_a_streamer_and_the_steps_of_a_stream_give_the_same_tokens():
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "qwen3_5_text"])
-def test_an_eagle3_head_and_heads_that_read_the_text_draft(model_type):
+def test_an_eagle3_head_and_heads_with_fused_layers_draft(model_type):
     base, prompt = stateful_model(model_type), random_prompts(1, 9)
-    context = LayerConfig(32, 4, 2, 8, 48)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2)))
-    for heads in (head, random_heads(4, context=context), random_heads(4, fused_layers=(1,))):
+    for heads in (head, random_heads(4, fused_layers=(1,))):
         model = MedusaModel(base, heads)
         expected = model.generate(prompt, max_new_tokens=24, do_sample=False, tree=CandidateTree.chain(0))
         for drafter in ("heads", "dynamic-heads", "dynamic-heads+suffix"):

@@ -372,7 +372,7 @@ SAMPLED = {
 
 
 LAWS = [(rule, "draft-model") for rule in RULES]
-LAWS += [("traversal", source) for source in SAMPLED if source != "draft-model"]
+LAWS += [("multi_draft", source) for source in SAMPLED if source != "draft-model"]
 MORE_LAWS = [
     pytest.param(rule, source, marks=pytest.mark.slow)
     for rule in RULES
@@ -392,9 +392,8 @@ def test_a_sampled_rule_keeps_the_exact_joint_law_through_the_loop(rule, source)
     check_the_law_of_three_tokens(base, drafter, rule, [TopKLogitsWarper(3)], {"top_k": 3}, min_cells=6)
 
 
-@pytest.mark.parametrize("rule", ["token", "greedy_block", "multi_draft_without_replacement"])
+@pytest.mark.parametrize("rule", ["token", "greedy_block", "multi_draft"])
 def test_a_sampled_rule_keeps_the_law_where_every_flag_leaves_tokens_out(rule):
-    """Where q keeps fewer tokens than siblings are drawn, too."""
     base = tiny_model("gpt-neox")
     tree = CHAIN if RULES[rule].only_chains else CandidateTree.from_paths([(0,), (1,), (2,), (1, 0)])
     flags = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.2}
@@ -459,7 +458,7 @@ def watched(drafter):
     return drafter, drafts
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "traversal"])
+@pytest.mark.parametrize("rule", ["token", "block", "multi_draft"])
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.3}])
 def test_a_drafter_leaves_out_what_the_base_leaves_out_so_a_perfect_one_is_always_accepted(rule, cut):
     base = tiny_model("llama")

@@ -4,14 +4,12 @@ import pytest
 import torch
 from conftest import VOCAB_SIZE, tiny_model
 
-from medusa import CandidateTree, HeadsConfig, MedusaHeads
+from medusa import CandidateTree
 from medusa.base.cache import TreeCache
 from medusa.drafters.ahead import AheadDrafter
-from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 BASE = tiny_model("llama")
@@ -51,49 +49,34 @@ def context_of(texts: list[Text]) -> DraftContext:
 class Counted:
     """Drafters of one set of weights, and the entries that their layer was run on."""
 
-    def __init__(self, kind: str):
+    def __init__(self):
         torch.manual_seed(3)
-        if kind == "eagle3":
-            self.heads = Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=(1, 2))).eval()
-        else:
-            sizes = {"num_heads": 3, "fused_layers": (1, 2), "context": LayerConfig.of_base(BASE)}
-            self.heads = MedusaHeads(HeadsConfig(SIZE, VOCAB_SIZE, **sizes)).eval()
+        self.heads = Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=(1, 2))).eval()
         for parameter in self.heads.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
-        layer = self.heads.midlayer if kind == "eagle3" else self.heads.context
-        layer.register_forward_pre_hook(lambda _, args: self.count(args[0]))
+        self.heads.midlayer.register_forward_pre_hook(lambda _, args: self.count(args[0]))
         self.num_entries = 0
 
     def count(self, features: torch.Tensor) -> None:
         self.num_entries += features.shape[0] * features.shape[1]
 
     def drafter(self, depth: int = 3):
-        tree = CandidateTree.chain(depth)
-        if isinstance(self.heads, Eagle3Head):
-            return AheadDrafter(self.heads, BASE, tree)
-        return HeadsDrafter(self.heads, BASE.get_output_embeddings(), tree)
-
-
-def read(drafter, context: DraftContext) -> torch.Tensor:
-    """What a drafter makes of the texts, before it ranks tokens."""
-    if isinstance(drafter, AheadDrafter):
-        return drafter.logits_after_root(context)
-    return drafter.read(context)
+        return AheadDrafter(self.heads, BASE, CandidateTree.chain(depth))
 
 
 def check_as_if_new(counted: Counted, drafter, texts: list[Text]) -> int:
     """``drafter`` reads in the texts what a new one does; the entries that it ran its layer on."""
     context, new = context_of(texts), counted.drafter()
     new.begin(len(texts))
-    expected = read(new, context)
+    expected = new.logits_after_root(context)
     before = counted.num_entries
-    torch.testing.assert_close(read(drafter, context), expected)
+    torch.testing.assert_close(drafter.logits_after_root(context), expected)
     return counted.num_entries - before
 
 
-@pytest.fixture(params=["eagle3", "medusa heads with a context layer"])
-def counted(request) -> Counted:
-    return Counted(request.param)
+@pytest.fixture
+def counted() -> Counted:
+    return Counted()
 
 
 def test_a_row_that_joins_is_read_alone_and_the_others_not_again(counted):

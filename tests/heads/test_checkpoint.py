@@ -73,7 +73,6 @@ def edit_weights(directory: Path, edit) -> None:
 
 SIZES = LayerConfig(8, 4, 2, 4, 12)
 OTHER_KINDS = {
-    "a layer over the text": lambda: MedusaHeads(HeadsConfig(8, 21, 3, reads_path=True, context=SIZES)),
     "eagle3": lambda: Eagle3Head(Eagle3Config(**vars(SIZES), vocab_size=21, fused_layers=(1,), max_depth=3)),
 }
 
@@ -266,7 +265,8 @@ def test_a_tensor_of_another_type_is_named_with_its_type(name, dtype, rule, tmp_
         ),
         ("shared", {"unembedding": "full"}, r"lacks unembed.0, .* of 'full' heads"),
         ("shared", {"num_head": 3}, r"unknown key 'num_head'; did you mean 'num_heads'\?"),
-        ("shared", {"zzz": 3}, r"unknown key 'zzz'; known are \['context', 'fused_layers'"),
+        ("shared", {"zzz": 3}, r"unknown key 'zzz'; known are \['fused_layers', 'hidden_size'"),
+        ("shared", {"context": {"hidden_size": 32}}, "a causal layer over the text .* train the heads again"),
         ("shared", {"hidden_size": DROPPED}, "config.json must say hidden_size"),
         ("shared", {"format_version": DROPPED}, "format_version=None, this version of medusa reads 2"),
     ],

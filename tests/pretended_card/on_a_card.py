@@ -437,7 +437,7 @@ def test_a_draft_model_on_another_card_is_refused(models):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"reads_path": True, "fused_layers": [1], "context_layers": 1}, id="medusa"),
+        pytest.param({"reads_path": True, "fused_layers": [1]}, id="medusa"),
         pytest.param(tiny_training.EAGLE3, id="eagle3", marks=pytest.mark.slow),
         pytest.param(tiny_training.JOINT | {"max_steps": 3}, id="joint"),
         pytest.param({"cache_hidden_states": True}, id="stored states", marks=pytest.mark.slow),

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -36,7 +35,6 @@ from medusa.base.cache import TreeCache
 from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch
 from medusa.serving import application, gate
-from medusa.serving import server as connections
 from medusa.serving.application import create_application
 from medusa.serving.replies import Replies
 from medusa.serving.requests import ChatRequest, CompletionRequest
@@ -369,22 +367,6 @@ def test_what_grows_with_a_body_or_an_answer_is_computed_off_the_event_loop(
     wait_until(lambda: server.num_active == 0)
     assert {"unread", "usage_of", "_replies", "loads"} < found.keys()
     assert set().union(*found.values()) == {False}, found
-
-
-@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: "])
-def test_a_connection_that_asks_nothing_is_given_up(server, monkeypatch, head):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as idle:
-        idle.sendall(head)
-        assert idle.recv(1) == b""
-
-
-def test_idle_connections_lock_nobody_out(text):
-    with running(chat_model(), max_connections=4) as small, ExitStack() as opened:
-        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", small.port))) for _ in range(12)]
-        assert whole(small) == text and httpx.get(f"{small.url}/health").status_code == 200
-        idle[0].settimeout(10)
-        assert idle[0].recv(1) == b""  # the one that has waited longest made room
 
 
 def test_where_too_many_requests_are_under_way_health_is_answered_and_others_come_back_later(

@@ -392,7 +392,6 @@ def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, t
         {"fused_layers": [1]},
         {"fused_layers": [1], "objective": "kl", "train_on": "everything"},
         {"packing": True},
-        {"fused_layers": [1], "context_layers": 1},
     ],
     ids=str,
 )

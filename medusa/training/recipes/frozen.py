@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from medusa.base.causal_lm import output_embedding
 from medusa.heads.ahead import AheadHead, drafted_states
-from medusa.heads.causal_layer import document_mask
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.training.config import LossOptions, TrainingConfiguration
 from medusa.training.data.dataset import Documents, trained_on
@@ -80,7 +79,7 @@ class HeadsLoss(nn.Module):
 
     def forward(
         self,
-        given: Tensor | StateBatch,
+        states: Tensor | StateBatch,
         alignment: Alignment,
         output_embedding: nn.Module,
         num_scored: Tensor,
@@ -89,20 +88,16 @@ class HeadsLoss(nn.Module):
         """The weighted loss, a scalar, and its sums.
 
         Args:
-            given: rows of states that ``alignment`` counts row by row. For heads that do not read the text
-                states alone will do, (P, (1 + L) * D); gradients reach them when they want them.
+            states: rows of states that ``alignment`` counts row by row, or the states alone,
+                (P, (1 + L) * D); gradients reach them when they want them.
             output_embedding: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
         heads = self.heads
-        hidden = given.hidden if isinstance(given, StateBatch) else given
-        read = heads.fuse(hidden)
-        if heads.reads_text:
-            assert isinstance(given, StateBatch)
-            mask = document_mask(given.positions)
-            read = heads.attend(read, given.next_tokens, output_embedding, mask, given.positions)
-        hidden, read = hidden.flatten(0, -2), read.flatten(0, -2)  # (P, (1 + L) * D), (P, D)
+        hidden = states.hidden if isinstance(states, StateBatch) else states
+        hidden = hidden.flatten(0, -2)  # (P, (1 + L) * D)
+        fused = heads.fuse(hidden)  # (P, D)
         last = hidden.detach()[:, : heads.config.hidden_size]
 
         def logits_of(index: int, block: slice, states: Tensor) -> Tensor:
@@ -120,7 +115,7 @@ class HeadsLoss(nn.Module):
             teacher_states=lambda block: last[alignment.sources[0, block]],
             split=self.split,
         )
-        return work(read, list(heads.parameters())), work.sums
+        return work(fused, list(heads.parameters())), work.sums
 
 
 class AheadRecipe(Recipe):

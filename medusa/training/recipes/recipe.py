@@ -180,7 +180,7 @@ def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: 
 def start_from(heads: Heads, source: str) -> None:
     """Copy the weights of the heads in ``source`` into ``heads``, all but the token map, whose size is free.
 
-    Heads that fuse layers, read the text or have more residual blocks may start from heads that do not: they
+    Heads that fuse layers or have more residual blocks may start from heads that do not: they
     begin as those, since all of that begins as the identity.
 
     Raises:
@@ -198,8 +198,6 @@ def start_from(heads: Heads, source: str) -> None:
     if isinstance(heads, MedusaHeads) and isinstance(given.heads, MedusaHeads):
         if not given.heads.reads_layers:
             ours["fused_layers"] = ()
-        if not given.heads.reads_text:
-            ours["context"] = None
         ours["num_layers"] = min(ours["num_layers"], theirs["num_layers"])
     if differing := differences(theirs, ours):
         raise ValueError(

@@ -205,8 +205,6 @@ def stored_states(
                 return states.begin(run.overwrite, line)  # noqa: B023
 
             missing = on_main_process(accelerator, begin)
-            if run.stop_after == "plan":
-                continue
             mine = missing[rank::count]
             if mine or (missing and configuration.base.is_shared):
                 with accelerator.autocast():
@@ -215,7 +213,6 @@ def stored_states(
         present = [shard for shard in range(len(states.ends)) if shard not in missing]
         states.check(present[rank::count])
         accelerator.wait_for_everyone()
-        states.begin_reading()
     return found
 
 

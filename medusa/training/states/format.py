@@ -9,9 +9,6 @@ A row has the state that the output embedding reads first, then those after the 
 shard is there whole or not at all. It carries the digest of its manifest, a checksum of its states and who
 wrote it, so that several writers, or one that was stopped, can fill a directory in any order. Which
 documents a shard holds depends on their number and size alone.
-
-A program that fills such a directory in another environment, such as that of a serving engine, needs this
-module and :mod:`medusa.files`, and PyTorch, NumPy and safetensors.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +39,6 @@ NUM_BLOCKS, BLOCK = 8, 4096
 class StatesDirectory:
     """The states of some documents, written or still to be written."""
 
-    norm: Callable[[Tensor], Tensor] | None = None
-    """What the base does to the last layer's states (..., D) before its output embedding reads them."""
-
     def __init__(self, directory: Path, header: Mapping[str, Any], starts: np.ndarray, is_needed: np.ndarray):
         """``header`` is what the manifest says, or shall say; document i has the positions ``starts[i]`` to
         ``starts[i + 1]``, and the states of those that ``is_needed`` are kept."""
@@ -55,7 +49,7 @@ class StatesDirectory:
         self.size: int = self.header["width"]
         self.ends: list[int] = self.header["shards"]
         self._digest = hashlib.sha256(json.dumps(self.header, sort_keys=True).encode()).hexdigest()
-        self._opened: dict[int, tuple[Any, bool]] = {}
+        self._opened: dict[int, Any] = {}  # slices of shards, read where they are asked for
 
     @classmethod
     def read(cls, directory: Path) -> tuple[StatesDirectory, np.ndarray]:
@@ -93,11 +87,10 @@ class StatesDirectory:
         """The positions of the document at ``index`` among those of all documents."""
         return slice(self.starts[index], self.starts[index + 1])
 
-    def write(self, shard: int, states: Iterable[tuple[int, Tensor]], writer: str, is_normed: bool) -> None:
+    def write(self, shard: int, states: Iterable[tuple[int, Tensor]], writer: str) -> None:
         """Write one shard of the states (T, (1 + L) * D) of each of its documents, given in any order.
 
-        ``is_normed`` says whether the first D numbers are what the output embedding reads, or what it would
-        read after the base's final norm. ``writer`` is recorded.
+        The first D numbers are what the output embedding reads. ``writer`` is recorded.
 
         Raises:
             ValueError: documents are missing, or their states are of other sizes or not finite.
@@ -125,14 +118,10 @@ class StatesDirectory:
             "manifest": self._digest,
             "sha256": _checksum(rows),
             "writer": writer,
-            "last_state": "normed" if is_normed else "before the norm",
+            "last_state": "normed",
         }
         with replaced_file(self.path(shard)) as partial:
             save_file({"states": rows}, partial, metadata=metadata)
-
-    def is_normed(self, shard: int) -> bool:
-        """Whether the first D numbers of a shard's states are what the output embedding reads."""
-        return self._opened_shard(shard)[1]
 
     def damage(self, shard: int) -> str | None:
         """What is wrong with a shard, in words."""
@@ -145,6 +134,8 @@ class StatesDirectory:
             return f"is cut short or damaged ({error})"
         if metadata.get("manifest") != self._digest:
             return "belongs to other states than those of manifest.json"
+        if metadata.get("last_state") != "normed":
+            return "has states from before the base's final norm, which are not read any more"
         return None if metadata.get("sha256") == _checksum(states) else "has other bytes than were written"
 
     def of(self, indices: Iterable[int]) -> Tensor:
@@ -170,21 +161,10 @@ class StatesDirectory:
         begin, end = self.first[[span.start, span.stop]] - self._first_state(shard)
         if begin == end:
             return torch.zeros(0, self.size, dtype=self.dtype)
-        mapped, is_normed = self._opened_shard(shard)
-        states = mapped[int(begin) : int(end)]
-        if is_normed:
-            return states
-        assert self.norm is not None, "states before the norm need the base's"
-        last, below = states.tensor_split([self.size // (1 + len(self.header["layers"]))], dim=-1)
-        return torch.cat([self.norm(last.float()).to(self.dtype), below], dim=-1)
-
-    def _opened_shard(self, shard: int) -> tuple[Any, bool]:
-        """The states of a whole shard, of which slices are read, and whether they are normed."""
         if shard not in self._opened:
-            file = safe_open(self.path(shard), "pt")
-            is_normed = file.metadata()["last_state"] == "normed"
-            self._opened[shard] = file.get_slice("states"), is_normed
-        return self._opened[shard]
+            self._opened[shard] = safe_open(self.path(shard), "pt").get_slice("states")
+        states: Tensor = self._opened[shard][int(begin) : int(end)]
+        return states
 
 
 DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")

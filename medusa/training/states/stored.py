@@ -7,12 +7,11 @@ layers. :mod:`medusa.training.states.format` has the files.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import medusa
-from medusa.base.causal_lm import CausalLM, hidden_size, hidden_states, switch_length
+from medusa.base.causal_lm import CausalLM, hidden_size, switch_length
 from medusa.console import ProgressReporter
 from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.heads.fingerprint import BaseFingerprint
@@ -68,7 +67,7 @@ class StoredStates(StatesDirectory):
         them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its configuration are
         enough here."""
         self.documents, self.layers, self._base = documents, layers, base
-        kind, name = base.device.type, Path(base.name_or_path)  # another program may run in another directory
+        kind, name = base.device.type, Path(base.name_or_path)
         has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
         needed = _needed(documents, num_heads, reads_text)
         parts = (documents.tokens, documents.is_label, needed, documents.starts)
@@ -151,7 +150,7 @@ class StoredStates(StatesDirectory):
         in_full = self.header["arithmetic"] == self.header["base_dtype"]
         with torch.autocast(live.base.device.type, enabled=False) if in_full else nullcontext():
             for number, shard in enumerate(shards, start=1):
-                self.write(shard, self._computed(shard, live, options), f"medusa {medusa.__version__}", True)
+                self.write(shard, self._computed(shard, live, options), f"medusa {medusa.__version__}")
                 line.show(number / len(shards))
             live.finish()
 
@@ -163,15 +162,6 @@ class StoredStates(StatesDirectory):
                     f"{self.path(shard)} {damage}; delete it, and the same command with --resume auto stores "
                     "it again. On several machines the directory must be one that all of them see"
                 )
-
-    def begin_reading(self) -> None:
-        """Take the final norm from the base where a shard was stored before it.
-
-        Raises:
-            ValueError: the base has none.
-        """
-        if not all(self.is_normed(shard) for shard in range(len(self.ends))):
-            self.norm = final_norm(self._base)
 
     def _computed(self, shard: int, live: LiveStates, options: DataOptions) -> Iterator[tuple[int, Tensor]]:
         """The states of each document of a shard."""
@@ -259,34 +249,6 @@ def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarra
             last = needed[start:end].nonzero()[0][-1:]
             needed[start : start + int(last.sum()) + len(last)] = True
     return needed
-
-
-def final_norm(base: CausalLM) -> Callable[[Tensor], Tensor]:
-    """A copy of the last module before the output embedding, in float32 on the CPU: (..., D) -> (..., D).
-
-    Of ``base`` its embeddings and its norm are enough.
-
-    Raises:
-        ValueError: something that is no norm stands between the last layer and the output embedding.
-    """
-    given: list[tuple[nn.Module, Tensor]] = []
-
-    def note(module: nn.Module, _arguments: tuple, output: Any) -> None:
-        if isinstance(output, Tensor):
-            given.append((module, output))
-
-    with ExitStack() as stack, torch.no_grad():
-        for module in base.get_decoder().modules():
-            if not any(True for _ in module.children()):
-                stack.callback(module.register_forward_hook(note).remove)
-        read = hidden_states(base, torch.zeros(1, 1, dtype=torch.long, device=base.device))
-    module, output = given[-1] if given else (base, torch.zeros(0))
-    if "norm" not in type(module).__name__.lower() or not torch.equal(output, read):
-        raise ValueError(
-            f"the states were stored before the final norm, and {type(base).__name__} has no norm right "
-            "before its output embedding; let `medusa train` store them"
-        )
-    return copy.deepcopy(module).to("cpu", torch.float32)
 
 
 _NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
