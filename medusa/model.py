@@ -410,17 +410,17 @@ class MedusaModel:
             self.compile()  # before anybody waits for an answer
         self._check_prepared()
         steps = self._steps
-        forward = steps.forward_of_many(kind, () if heads is None else heads.reads_layers)
+        runner = steps.runner_of_many(kind, () if heads is None else heads.reads_layers)
 
-        def guide_for(num_rows: int, copies: bool) -> tuple[Drafter, Pausing | None]:
+        def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, Pausing | None]:
             drafters = self._drafters
             drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
             return drafter, self._costs.pausing(drafter, self._in_float32, kind, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
         return Batch(
-            forward,
-            guide_for,
+            runner,
+            make_drafter,
             self._prepared.guard(),
             limits or BatchLimits(),
             needs_features=isinstance(heads, AheadHead),
@@ -524,16 +524,16 @@ class MedusaModel:
         kind = options.step or self.step
         drafter = self._drafter(options, request)
         pausing = self._pausing(options, request, drafter)
-        way = self._steps.way(kind, drafter, request)
+        plan = self._steps.plan(kind, drafter, request)
         statistics = DecodingStatistics() if statistics is None else statistics
-        statistics.setup_seconds += way.setup_seconds
+        statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
-            way.forward,
-            lambda *_: (way.drafter, pausing),
+            plan.runner,
+            lambda *_: (plan.drafter, pausing),
             guard,
             statistics=statistics,
-            static=way.static,
-            needs_features=way.drafter.needs_features,
+            static=plan.static,
+            needs_features=plan.drafter.needs_features,
             is_streamed=is_streamed,
         )
         return _releasing_threads(decode(batch, request))

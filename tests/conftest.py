@@ -188,11 +188,11 @@ def decode(
 ) -> Iterator[StepResult]:
     """The steps of one request; ``base`` may be :class:`Steps`, which keep what they have compiled."""
     steps = base if isinstance(base, Steps) else Steps(base)
-    way = steps.way(step, drafter, request, host_sync_interval)
-    features = way.drafter.needs_features
-    guide = way.drafter, pausing
+    plan = steps.plan(step, drafter, request, host_sync_interval)
+    features = plan.drafter.needs_features
+    guide = plan.drafter, pausing
     batch = Batch(
-        way.forward, lambda *_: guide, statistics=statistics, static=way.static, needs_features=features
+        plan.runner, lambda *_: guide, statistics=statistics, static=plan.static, needs_features=features
     )
     return decoded(batch, request)
 

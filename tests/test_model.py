@@ -381,11 +381,11 @@ def drafters_of(model, monkeypatch, **options):
 
     def noting(steps, kind, drafter, request):
         given.append(drafter)
-        return way(steps, kind, drafter, request)
+        return plan(steps, kind, drafter, request)
 
-    way = Steps.way
+    plan = Steps.plan
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "way", noting)
+        patch.setattr(Steps, "plan", noting)
         model.generate(PROMPT, **options)
     return given
 

@@ -37,7 +37,14 @@ from medusa.decoding.pausing import Pausing
 from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, num_shared
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
-from medusa.decoding.step import Advance, Forward, RowsFailed, advanced, begin, sampled_kind
+from medusa.decoding.step import (
+    ModelRunner,
+    RowsFailed,
+    StepOutput,
+    decode_step,
+    prefill_request,
+    sampled_kind,
+)
 from medusa.drafters.protocol import Drafter, DraftValidator
 from medusa.drafters.references import References
 from medusa.hardware import available_memory
@@ -47,7 +54,7 @@ PREFIX_TOKENS = 32768
 """Tokens of ended texts that are worth their memory."""
 UNKNOWN_MEMORY = 4 * 2**30
 """What is taken to be left where the system does not say."""
-MAX_PASSED = 16
+MAX_OVERTAKES = 16
 """Shorter rows that may begin before one that has no room yet."""
 
 
@@ -87,7 +94,7 @@ class BatchLimits:
         return replace(self, max_slots=slots, prefix_bytes=kept)
 
 
-ALONE = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, prefix_bytes=0)
+SINGLE_REQUEST = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, prefix_bytes=0)
 """Of a batch for one request, which takes what it needs."""
 
 
@@ -110,7 +117,7 @@ class Row:
     """Tokens of the prompt that were not read again."""
     num_read: int = 0
     """Tokens of the prompt that are read, while it is being read."""
-    num_passed: int = 0
+    num_overtaken: int = 0
     """Rows that began before it though they came later, as there was no room for this one."""
     order: int = -1
     """When it joined, among the rows of the batch."""
@@ -130,7 +137,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RowOutput:
     """What a pass gave one row; without tokens where the row has only failed."""
 
     row: Row
@@ -142,7 +149,7 @@ class Progress:
     finish_reason: str | None = None
     """That of the row, where this is the last it gets."""
     drafted: list[int] = field(default_factory=list)
-    """The depth of each guess that the pass verified for it, as in :class:`medusa.decoding.step.Advance`."""
+    """The depth of each verified draft token, as in :class:`medusa.decoding.step.StepOutput`."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class StepResult:
 
 
 @dataclass
-class _Reading:
+class _Prefill:
     """Rows of one request whose prompts are being read."""
 
     rows: Sequence[Row]
@@ -168,7 +175,7 @@ class _Reading:
         return int(self.request.lengths.max())
 
     @property
-    def num_missing(self) -> int:
+    def num_remaining(self) -> int:
         return self.longest - self.prefix.longest
 
 
@@ -178,9 +185,9 @@ class Batch:
     Call :meth:`add` at any time, and :meth:`step` for as long as :attr:`is_busy`.
 
     Args:
-        forward: what runs passes, with the states of the layers that drafters read.
-        guide_for: the drafter for up to so many rows, of which some may copy from other texts (True) or none,
-            and what pauses it (None: nothing). Called once for each power of two and each of these.
+        runner: what runs passes, with the states of the layers that drafters read.
+        make_drafter: called with a maximum number of rows and whether rows have reference texts; returns
+            (drafter, adaptive policy or None). Cached per power of two.
         check_base: raises ValueError where base or heads are no longer those that the batch was made for.
             Called with True for each new request, with False once a turn.
         is_streamed: whether a request alone hands out each token at once; it is checked at its end otherwise.
@@ -191,10 +198,10 @@ class Batch:
 
     def __init__(
         self,
-        forward: Forward,
-        guide_for: Callable[[int, bool], tuple[Drafter, Pausing | None]],
+        runner: ModelRunner,
+        make_drafter: Callable[[int, bool], tuple[Drafter, Pausing | None]],
         check_base: Callable[[bool], None] = lambda is_new_request: None,
-        limits: BatchLimits = ALONE,
+        limits: BatchLimits = SINGLE_REQUEST,
         statistics: DecodingStatistics | None = None,
         static: StaticRows | None = None,
         needs_features: bool = False,
@@ -207,19 +214,19 @@ class Batch:
         """Draft tokens that were verified."""
         self.prefixes = PrefixCache(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
-        self._forward, self._static = replace(forward, keeps_features=needs_features), static
-        self._guide_for, self._check_base = guide_for, check_base
+        self._runner, self._static = replace(runner, keeps_features=needs_features), static
+        self._make_drafter, self._check_base = make_drafter, check_base
         self._max_nodes, self._is_streamed = max_nodes, is_streamed
-        self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(forward.base))
-        self._readings: list[_Reading] = []  # each less than half as long as what the one before has left
+        self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
+        self._prefills: list[_Prefill] = []  # each less than half as long as what the one before has left
         self._has_read = False  # prompts, in the last turn
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
-        self._guides: dict[tuple[int, bool], tuple[Drafter, Pausing | None]] = {}
+        self._drafters: dict[tuple[int, bool], tuple[Drafter, Pausing | None]] = {}
         self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
         self._has_joined = False
-        self._context, self._device = common_context(forward.base), home_device(forward.base)
+        self._context, self._device = common_context(runner.base), home_device(runner.base)
 
     @property
     def num_rows(self) -> int:
@@ -227,14 +234,14 @@ class Batch:
         return len(self._rows)
 
     @property
-    def num_reading(self) -> int:
+    def num_prefilling(self) -> int:
         """Rows whose prompts are being read."""
-        return sum(len(reading.rows) for reading in self._readings)
+        return sum(len(reading.rows) for reading in self._prefills)
 
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to do in a step."""
-        return bool(self._rows or self.waiting or self._readings)
+        return bool(self._rows or self.waiting or self._prefills)
 
     @property
     def num_slots(self) -> int:
@@ -245,7 +252,7 @@ class Batch:
 
     @property
     def _num_slots_read(self) -> int:
-        return sum(reading.prefix.capacity for reading in self._readings)
+        return sum(reading.prefix.capacity for reading in self._prefills)
 
     def add(self, row: Row) -> None:
         """Have ``row`` wait for its turn.
@@ -257,21 +264,21 @@ class Batch:
         """
         self._check_base(True)
         self.check(row.request)
-        if self.num_vacant < 1:
+        if self.free_capacity < 1:
             raise QueueFull(f"{len(self.waiting)} requests wait already")
         self.waiting.append(row)
 
     def start(self, request: DecodeRequest) -> list[Row]:
         """Have the rows of ``request`` decode, together and with no others, in a batch that holds none."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
-        self._readings = [_Reading(rows, request, new_cache(self._forward.base, len(rows)))]
+        self._prefills = [_Prefill(rows, request, new_cache(self._runner.base, len(rows)))]
         return rows
 
     @property
-    def num_vacant(self) -> int:
+    def free_capacity(self) -> int:
         """Requests that can be added now: those that would join at once, and those that may wait."""
-        num_vacant = max(0, self.limits.max_rows - self.num_rows - len(self._readings))
-        return self.limits.max_waiting + num_vacant - len(self.waiting)
+        free_capacity = max(0, self.limits.max_rows - self.num_rows - len(self._prefills))
+        return self.limits.max_waiting + free_capacity - len(self.waiting)
 
     def check(self, request: DecodeRequest) -> None:
         """Raise ValueError unless a batch like this can ever answer ``request``."""
@@ -293,119 +300,119 @@ class Batch:
         """Drop ``row`` wherever it is; nothing happens if it has ended."""
         if row in self.waiting:
             self.waiting.remove(row)
-        self._readings = [reading for reading in self._readings if row not in reading.rows]
+        self._prefills = [reading for reading in self._prefills if row not in reading.rows]
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
     def clear(self) -> None:
         """Drop all rows without looking at them: after a failure that may have broken anything."""
         self.waiting.clear()
-        self._rows, self._state, self._last_drafter, self._readings = {}, None, None, []
+        self._rows, self._state, self._last_drafter, self._prefills = {}, None, None, []
         if self._static is not None:
             self._static.close()
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[RowOutput]:
         """One turn: at most a chunk of prompts, or a pass of all rows; where there is both, by turns. What
         each row got.
 
         Raises:
             ValueError: the weights have changed since the batch was made; rows are as they were.
         """
-        return [progress for each in self.passes() for progress in each]
+        return [progress for each in self.step_outputs() for progress in each]
 
     @torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
     @torch.no_grad()
-    def passes(self) -> list[list[Progress]]:
+    def step_outputs(self) -> list[list[RowOutput]]:
         """As :meth:`step`, by passes: static steps run several in a turn."""
         with pinned_attention(self._device):
-            return self._passes()
+            return self._step_outputs()
 
-    def _passes(self) -> list[list[Progress]]:
-        is_alone = self.limits is ALONE
-        if not is_alone:  # whose rows stay as they were
+    def _step_outputs(self) -> list[list[RowOutput]]:
+        is_single_request = self.limits is SINGLE_REQUEST
+        if not is_single_request:  # whose rows stay as they were
             self._check_base(False)
-        reads = bool(self.waiting or self._readings) and not (self._rows and self._has_read)
+        reads = bool(self.waiting or self._prefills) and not (self._rows and self._has_read)
         self._has_read = reads
         if reads:
-            passes = [self._read_prompts()]
+            outputs = [self._prefill_chunk()]
         else:
-            passes = self._decode() if self._rows else []
-        if is_alone and (self._is_streamed or not self.is_busy):  # no token of other weights is handed out
-            self._check_base(False)
-        return passes
+            outputs = self._decode() if self._rows else []
+        if is_single_request and (self._is_streamed or not self.is_busy):
+            self._check_base(False)  # no token of other weights is handed out
+        return outputs
 
-    def _read_prompts(self) -> list[Progress]:
-        """At most a chunk of prompts: half of it is for the one that was begun first, and the shortest ones
-        come before it with the other half."""
-        progress: list[Progress] = []
+    def _prefill_chunk(self) -> list[RowOutput]:
+        """Prefill up to ``chunk`` tokens: half of the budget is reserved for the oldest prompt, the rest goes to
+        shorter prompts first."""
+        outputs: list[RowOutput] = []
         self._clock.start()
         budget, kept = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
-        while budget > 0 and self._begin_reading():
-            passes = len(self._readings) > 1 and budget > kept
-            reading = self._readings[-1 if passes else 0]
-            most = budget - kept if passes else budget
+        while budget > 0 and self._begin_prefill():
+            overtakes = len(self._prefills) > 1 and budget > kept
+            reading = self._prefills[-1 if overtakes else 0]
+            most = budget - kept if overtakes else budget
             try:
-                if reading.num_missing > most:
+                if reading.num_remaining > most:
                     self._read_chunk(reading, most)
                     budget -= most
-                elif self._rows and not self._fits(reading.longest, len(self._readings)):
-                    self._read_later(reading)  # the others have grown meanwhile
+                elif self._rows and not self._fits(reading.longest, len(self._prefills)):
+                    self._postpone(reading)  # the others have grown meanwhile
                     break
                 else:
-                    budget -= reading.num_missing
-                    self._readings.remove(reading)
-                    progress += self._read_to_the_end(reading)
+                    budget -= reading.num_remaining
+                    self._prefills.remove(reading)
+                    outputs += self._finish_prefill(reading)
             except Exception as error:  # whatever a request does to the model is its own loss
-                self._readings = [each for each in self._readings if each is not reading]
-                progress += [self._failed(row, _cause(error)) for row in reading.rows]
+                self._prefills = [each for each in self._prefills if each is not reading]
+                outputs += [self._failed(row, _cause(error)) for row in reading.rows]
         self._clock.lap_prefill()
-        return progress
+        return outputs
 
-    def _begin_reading(self) -> bool:
+    def _begin_prefill(self) -> bool:
         """Whether a prompt is being read, after one that waits was begun if any may be.
 
         A row may pass one that is being read where it is less than half of what that has left, and one for
         which there is no room, but not for ever: after so many have passed it, that one is next.
         """
-        longest = self._readings[-1].num_missing / 2 if self._readings else float("inf")
+        longest = self._prefills[-1].num_remaining / 2 if self._prefills else float("inf")
         passed = []
         for row in self.waiting:
             length = int(row.request.lengths[0]) + len(row.tokens)
             if not self._has_room_for(length):
-                if row.num_passed >= MAX_PASSED:
+                if row.num_overtaken >= MAX_OVERTAKES:
                     break
                 passed.append(row)
             elif length <= longest:
                 for each in passed:
-                    each.num_passed += 1
+                    each.num_overtaken += 1
                 self.waiting.remove(row)
-                self._readings.append(self._reading_of(row))
+                self._prefills.append(self._prefill_of(row))
                 break
-        return bool(self._readings)
+        return bool(self._prefills)
 
-    def _reading_of(self, row: Row) -> _Reading:
+    def _prefill_of(self, row: Row) -> _Prefill:
         ids = row.prompt + row.tokens
         tokens = torch.tensor([ids], device=row.request.tokens.device)
         request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
         prefix, row.num_reused = self._known_prefix(ids, row.owner)
         row.num_read = row.num_reused
-        return _Reading([row], request, prefix)
+        return _Prefill([row], request, prefix)
 
     def _has_room_for(self, length: int) -> bool:
         """Whether all rows, those that are read and one of ``length`` tokens can grow for a while."""
-        num_others = self.num_rows + len(self._readings)
+        num_others = self.num_rows + len(self._prefills)
         if not num_others:
             return True
-        return num_others < self.limits.max_rows and self._fits(length, len(self._readings) + 1, GROWTH_STEP)
+        return num_others < self.limits.max_rows and self._fits(length, len(self._prefills) + 1, GROWTH_STEP)
 
     def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
         """Whether so many rows may join, one of ``length`` tokens, all rows grown by so many tokens."""
-        read = [reading.longest for reading in self._readings]
+        read = [reading.longest for reading in self._prefills]
         longest = max(length, 0 if self._state is None else self._state.cache.longest, *read, 0)
         return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
 
-    def _read_later(self, reading: _Reading) -> None:
-        self._readings.remove(reading)
+    def _postpone(self, reading: _Prefill) -> None:
+        self._prefills.remove(reading)
         self.waiting.extendleft(reading.rows)
 
     def _slots(self, num_rows: int, longest: int) -> int:
@@ -430,27 +437,27 @@ class Batch:
         elif prefix is not None:
             read = prefix.copy_of_row(0, length)
         else:
-            read = new_cache(self._forward.base, 1)
+            read = new_cache(self._runner.base, 1)
         return read, read.longest  # 0 where the states of a base have read more
 
-    def _read_chunk(self, reading: _Reading, num_tokens: int) -> None:
+    def _read_chunk(self, reading: _Prefill, num_tokens: int) -> None:
         prefix = reading.prefix
-        self._forward.prefill(reading.request.tokens, prefix.lengths + num_tokens, prefix)
+        self._runner.prefill(reading.request.tokens, prefix.lengths + num_tokens, prefix)
         for row in reading.rows:
             row.num_read = prefix.longest
 
-    def _read_to_the_end(self, reading: _Reading) -> list[Progress]:
+    def _finish_prefill(self, reading: _Prefill) -> list[RowOutput]:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
         rows, request = reading.rows, reading.request
         rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
-        drafter = None if rule is None else self._guide(len(rows), request.references)[0]
-        sampled = None if drafter is None else sampled_kind(drafter, request, self._forward.base)
-        state, advance = begin(
-            self._forward,
+        drafter = None if rule is None else self._drafter_for(len(rows), request.references)[0]
+        sampled = None if drafter is None else sampled_kind(drafter, request, self._runner.base)
+        state, output = prefill_request(
+            self._runner,
             request,
             reading.prefix,
             num_before=len(rows[0].tokens),
-            refuses_nan=self.limits is not ALONE,  # a row of NaN is to leave the others alone
+            refuses_nan=self.limits is not SINGLE_REQUEST,  # a row of NaN is to leave the others alone
         )
         state.sampled = sampled
         self.statistics.num_rows += sum(not row.tokens for row in rows)
@@ -462,7 +469,7 @@ class Batch:
             self._join(state)
         except Exception as error:  # it may have joined in some layers and not in others
             return self._all_failed(error)
-        progress = self._emit(rows, advance)
+        progress = self._emit(rows, output)
         self._drop_ended()
         return progress
 
@@ -475,11 +482,11 @@ class Batch:
         room = self.limits.max_slots // self._slots(1, longest)
         self._state.join(state, min(self.limits.max_rows, room))
 
-    def _decode(self) -> list[list[Progress]]:
+    def _decode(self) -> list[list[RowOutput]]:
         self._make_room()
         state = self._state
         assert state is not None
-        drafter, pausing = self._guide(len(state.rows), state.references)
+        drafter, pausing = self._drafter_for(len(state.rows), state.references)
         has_changed = self._has_joined or drafter is not self._last_drafter
         if has_changed:
             drafter.begin(len(state.rows), self._last_drafter)
@@ -489,9 +496,9 @@ class Batch:
         rows, num_run, setup_seconds = [self._rows[number] for number in state.rows], 1, 0.0
         try:
             if self._static is None:
-                advances = [advanced(self._forward, guessing, state, self._clock, self._validator, pausing)]
+                outputs = [decode_step(self._runner, guessing, state, self._clock, self._validator, pausing)]
             else:
-                advances, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
+                outputs, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
                 self._clock.lap_whole(setup_seconds)
         except RowsFailed as failed:
             progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
@@ -501,20 +508,20 @@ class Batch:
         except Exception as error:
             return [self._all_failed(error)]
         seconds = None if has_changed or setup_seconds else self._clock.step_seconds
-        self._record(advances, guessing is drafter, pausing, num_run, seconds)
-        passes = [self._emit(rows, advance) for advance in advances]
+        self._record(outputs, guessing is drafter, pausing, num_run, seconds)
+        passes = [self._emit(rows, output) for output in outputs]
         self._drop_ended()
         return passes
 
-    def _guide(self, num_rows: int, references: Sequence[References]) -> tuple[Drafter, Pausing | None]:
+    def _drafter_for(self, num_rows: int, references: Sequence[References]) -> tuple[Drafter, Pausing | None]:
         kind = 1 << (num_rows - 1).bit_length(), bool(references)  # what 9 rows teach is of use to 16
-        if kind not in self._guides:
-            self._guides[kind] = self._guide_for(*kind)
-        return self._guides[kind]
+        if kind not in self._drafters:
+            self._drafters[kind] = self._make_drafter(*kind)
+        return self._drafters[kind]
 
     def _record(
         self,
-        advances: list[Advance],
+        outputs: list[StepOutput],
         drafts: bool,
         pausing: Pausing | None,
         num_run: int,
@@ -525,11 +532,11 @@ class Batch:
         ``num_run`` steps took ``seconds``, those behind the end of the text included, which gave nothing;
         both as for :meth:`medusa.decoding.pausing.Pausing.record`.
         """
-        tokens_per_row, first = 0.0, advances[0]
-        for advance in advances:
-            kept = [len(new) - 1 for new in advance.tokens if new]
-            self.statistics.record_step(kept, advance.max_depth, not drafts and advance.max_depth == 0)
-            self.num_drafted += advance.num_drafted * len(kept)
+        tokens_per_row, first = 0.0, outputs[0]
+        for output in outputs:
+            kept = [len(new) - 1 for new in output.tokens if new]
+            self.statistics.record_step(kept, output.max_depth, not drafts and output.max_depth == 0)
+            self.num_drafted += output.num_drafted * len(kept)
             tokens_per_row += 1 + sum(kept) / len(kept)
         if pausing is not None:
             by_stand_in = not drafts and first.max_depth > 0
@@ -537,20 +544,20 @@ class Batch:
             given = tokens_per_row, seconds, num_run
             pausing.record(*given, by_stand_in=by_stand_in, num_nodes=num_nodes)
 
-    def _emit(self, rows: Sequence[Row], advance: Advance) -> list[Progress]:
+    def _emit(self, rows: Sequence[Row], output: StepOutput) -> list[RowOutput]:
         progress = []
         for index, row in enumerate(rows):
             if row.finish_reason is not None:  # it stands still among static ones
                 continue
-            tokens = advance.tokens[index]
+            tokens = output.tokens[index]
             row.tokens.extend(tokens)
-            if advance.has_ended[index]:
+            if output.has_ended[index]:
                 is_full = len(row.tokens) >= row.request.max_new_tokens
                 is_end = tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
-            given = tokens, advance.depths[index], advance.logprobs.get(index)
-            drafted = advance.drafted[index] if advance.drafted else []
-            progress.append(Progress(row, *given, row.finish_reason, drafted))
+            given = tokens, output.depths[index], output.logprobs.get(index)
+            drafted = output.drafted[index] if output.drafted else []
+            progress.append(RowOutput(row, *given, row.finish_reason, drafted))
         return progress
 
     def _make_room(self) -> None:
@@ -560,8 +567,8 @@ class Batch:
             taken = self._slots(self.num_rows, self._state.cache.longest) + self._num_slots_read
             if taken <= self.limits.max_slots:
                 break
-            if self._readings:
-                self._read_later(self._readings[-1])
+            if self._prefills:
+                self._postpone(self._prefills[-1])
                 continue
             youngest = max(self._rows.values(), key=lambda row: row.order)
             self._drop([youngest])
@@ -569,15 +576,15 @@ class Batch:
         if self.num_rows * self._state.cache.capacity > self.limits.max_slots:
             self._state.cache.trim()
 
-    def _all_failed(self, error: Exception) -> list[Progress]:
+    def _all_failed(self, error: Exception) -> list[RowOutput]:
         """A pass has failed, or a join: the rows under way are lost, the batch is not."""
         progress = [self._failed(row, error) for row in self._rows.values()]
         self._rows, self._state, self._last_drafter = {}, None, None
         return progress
 
-    def _failed(self, row: Row, error: Exception) -> Progress:
+    def _failed(self, row: Row, error: Exception) -> RowOutput:
         row.error, row.finish_reason = error, "error"
-        return Progress(row, finish_reason="error")
+        return RowOutput(row, finish_reason="error")
 
     def _drop_ended(self) -> None:
         ended = [row for row in self._rows.values() if row.finish_reason is not None]
@@ -630,7 +637,7 @@ def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
     rows = batch.start(request)
     try:
         while batch.is_busy:
-            for progress in batch.passes():
+            for progress in batch.step_outputs():
                 result = StepResult([[] for _ in rows], [[] for _ in rows])
                 for each in progress:
                     if each.row.error is not None:

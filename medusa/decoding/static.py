@@ -33,7 +33,7 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.decoding.step import Advance, acceptance_of, depths_of, draft_context
+from medusa.decoding.step import StepOutput, acceptance_of, depths_of, draft_context
 from medusa.drafters.protocol import (
     TOKEN_RULES,
     TOPOLOGY_RULES,
@@ -356,7 +356,7 @@ class StaticRows:
         self._lengths: list[int] = []  # of the rows, when the host last read them
         self._ends: list[int] = []  # what each row can reach at most; the length it has, once it has ended
 
-    def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[Advance], int, float]:
+    def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[StepOutput], int, float]:
         """What the next steps gave, which draft or do not, but for those that gave nothing; how many these
         were, the one that mends a broken draft not counted; and the seconds that setting them up took.
 
@@ -369,13 +369,13 @@ class StaticRows:
         seconds = runner.run(num_steps, drafts)
         if not is_medusas_own(drafter):
             raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
-        advances, is_broken = self._read(state, num_steps, drafts)
+        outputs, is_broken = self._read(state, num_steps, drafts)
         if is_broken:
             state.cache.clear_uncommitted()
             state.is_broken.fill_(False)
             seconds += runner.run(1, False)
-            advances += self._read(state, 1, False)[0]
-        return advances, num_steps, seconds
+            outputs += self._read(state, 1, False)[0]
+        return outputs, num_steps, seconds
 
     @property
     def has_begun(self) -> bool:
@@ -415,7 +415,7 @@ class StaticRows:
         )
         return rounded_slots(longest - 1 + self.drafter.num_nodes)
 
-    def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[Advance], bool]:
+    def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[StepOutput], bool]:
         """What the last ``num_steps`` steps gave, those that gave nothing left out, and whether the base was
         not finite on a node of them: all in one read."""
         depth, num_drafted = (self.drafter.max_depth, self.drafter.num_nodes - 1) if drafts else (0, 0)
@@ -440,7 +440,7 @@ class StaticRows:
         for row in range(len(totals)):
             self._ends[row] = self._lengths[row] if has_ended[row] else self._ends[row]
         state.num_unread.zero_()
-        advances, given = [], [0] * len(totals)
+        outputs, given = [], [0] * len(totals)
         for kept, accepted in zip(num_kept, num_accepted, strict=True):
             ends = [start + count for start, count in zip(given, kept, strict=True)]
             tokens = [row[start:end] for row, start, end in zip(new, given, ends, strict=True)]
@@ -449,9 +449,9 @@ class StaticRows:
                 over and end == total for over, end, total in zip(has_ended, ends, totals, strict=True)
             ]
             if any(tokens):
-                advances.append(Advance(tokens, depths, is_over, depth, num_drafted))
+                outputs.append(StepOutput(tokens, depths, is_over, depth, num_drafted))
             given = ends
-        return advances, is_broken
+        return outputs, is_broken
 
 
 def rounded_slots(num_slots: int) -> int:

@@ -1,7 +1,7 @@
 """One step of the decode loop: draft, verify, accept, commit.
 
-Plain decoding is this step with a tree of one node. Rows of a batch advance by as many tokens as each
-accepts. Who takes part is decided in :mod:`medusa.decoding.batch`.
+Plain decoding is this step with a tree of one node. Each row of a batch advances by the number of
+tokens that it accepts. Who takes part is decided in :mod:`medusa.decoding.batch`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from medusa.trees.candidate_tree import TreeTopology
 
 
 @dataclass(frozen=True)
-class Forward:
+class ModelRunner:
     """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes, by
     ``run``. With the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
 
@@ -69,7 +69,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Advance:
+class StepOutput:
     """What one forward pass gave the rows of a state, in their order, cut where a row ends."""
 
     tokens: list[list[int]]
@@ -88,20 +88,20 @@ class Advance:
     """The depth of each guess, row by row; empty for steps of fixed shape, which do not read it back."""
 
 
-def advanced(
-    forward: Forward,
+def decode_step(
+    runner: ModelRunner,
     drafter: Drafter,
     state: DecodeState,
     clock: PhaseClock,
     validator: DraftValidator,
     pausing: Pausing | None = None,
-) -> Advance:
+) -> StepOutput:
     """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
 
     ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
     """
     num_behind = state.cache.num_behind
-    context = draft_context(state, forward.base, 0.0 if pausing is None else pausing.least_worth)
+    context = draft_context(state, runner.base, 0.0 if pausing is None else pausing.least_worth)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if draft.worth is not None:
@@ -110,7 +110,7 @@ def advanced(
     if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
         draft = draft.root_alone()
     clock.lap("draft")
-    hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
+    hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
     walks = _walks(state, draft, logits)
     # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting
     # has other effects, or reads numbers itself.
@@ -126,27 +126,27 @@ def advanced(
     if is_broken:  # not finite: one such node spreads through masked slots to all others
         draft, state.rule_state = _root_alone(state, draft), rule_state
         state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
-        hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
+        hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
     if is_broken or looks_first:
         acceptance, seen = acceptance_of(state, draft, logits, context.noise, walks), None
     while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
         draft = draft.root_alone()
-        num_behind = max(num_behind, _read_plainly(forward, state, rows))
-        hidden, logits = forward.verify(draft.tokens, draft.topology, state.cache)
+        num_behind = max(num_behind, _read_plainly(runner, state, rows))
+        hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
         acceptance = acceptance_of(state, draft, logits, context.noise, walks)
         seen = None
     seen = _seen(draft, acceptance) if seen is None else seen
     _check_numbers(state, seen.broken_rows)
     logprobs = _logprobs(state, logits, acceptance.path, seen.tokens)
-    advance = _cut(state, seen, draft, logprobs, num_behind)
+    output = _cut(state, seen, draft, logprobs, num_behind)
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain, seen.paths)
-    is_whole = advance.tokens == seen.tokens
+    is_whole = output.tokens == seen.tokens
     given = acceptance.tokens(draft.tokens), acceptance.num_accepted + 1
-    state.append(advance.tokens, given if is_whole else None)
+    state.append(output.tokens, given if is_whole else None)
     clock.lap("commit")
-    return advance
+    return output
 
 
 SCORES_AT_ONCE = 2**21
@@ -231,7 +231,7 @@ def _rows_near_a_tie(
     return [row for row in state.cache.rows_apart if is_near[row].any()]
 
 
-def _read_plainly(forward: Forward, state: DecodeState, rows: list[int]) -> int:
+def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> int:
     """Have the base read the text of ``rows`` as plain decoding does, from where it last did so to the root;
     how many tokens that were, in the row that had most."""
     assert isinstance(state.cache, StatefulCache)
@@ -240,7 +240,7 @@ def _read_plainly(forward: Forward, state: DecodeState, rows: list[int]) -> int:
         alone[row].return_to_plain()
         before_root = state.lengths[row : row + 1] - 1
         if num_again := int(before_root - alone[row].lengths):
-            forward.prefill(state.tokens[row : row + 1], before_root, alone[row], chunk=1)
+            runner.prefill(state.tokens[row : row + 1], before_root, alone[row], chunk=1)
             most = max(most, num_again)
     state.cache.count()
     return most
@@ -257,20 +257,20 @@ def _root_alone(state: DecodeState, draft: Draft) -> Draft:
     return draft.root_alone()
 
 
-def begin(
-    forward: Forward,
+def prefill_request(
+    runner: ModelRunner,
     request: DecodeRequest,
     prefix: TreeCache,
     *,
     num_before: int = 0,
     refuses_nan: bool = False,
-) -> tuple[DecodeState, Advance]:
+) -> tuple[DecodeState, StepOutput]:
     """Prefill: the state to go on from, which has each row's first token, and that token.
 
     ``prefix`` holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt
     are of the answer, which then goes on. ``refuses_nan`` is of the state.
     """
-    hidden, logits = forward.prefill(request.tokens, request.lengths, prefix)
+    hidden, logits = runner.prefill(request.tokens, request.lengths, prefix)
     last = request.lengths[:, None] - 1
     num_rows = len(request.lengths)
     state = DecodeState(
@@ -294,9 +294,9 @@ def begin(
     seen = _seen(lone, acceptance)
     _check_numbers(state, seen.broken_rows)
     logprobs = _logprobs(state, logits[:, None], acceptance.path, seen.tokens)
-    advance = _cut(state, seen, lone, logprobs)
-    state.append(advance.tokens, (acceptance.next_token[:, None], torch.ones_like(acceptance.num_accepted)))
-    return state, advance
+    output = _cut(state, seen, lone, logprobs)
+    state.append(output.tokens, (acceptance.next_token[:, None], torch.ones_like(acceptance.num_accepted)))
+    return state, output
 
 
 def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> DraftKind | None:
@@ -454,10 +454,10 @@ def _cut(
     draft: Draft,
     logprobs: dict[int, list[TokenLogprobs]],
     num_again: int = 0,
-) -> Advance:
+) -> StepOutput:
     """What a step gave each row, cut where the row ends."""
     ends = [state.num_until_end(row, new) for row, new in enumerate(seen.tokens)]
-    return Advance(
+    return StepOutput(
         [new[:kept] for new, (kept, _) in zip(seen.tokens, ends, strict=True)],
         [depths_of(len(path) - 1)[:kept] for path, (kept, _) in zip(seen.paths, ends, strict=True)],
         [has_ended for _, has_ended in ends],

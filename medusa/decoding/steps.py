@@ -35,7 +35,7 @@ from medusa.base.causal_lm import CausalLM, output_embedding
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_of_static_steps
-from medusa.decoding.step import Forward
+from medusa.decoding.step import ModelRunner
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.quick_heads import compile_heads, parts_of_heads
@@ -69,10 +69,10 @@ class Libraries:
 
 
 @dataclass(frozen=True)
-class Way:
+class StepPlan:
     """How the steps of one request, or of a batch, are run."""
 
-    forward: Forward
+    runner: ModelRunner
     drafter: Drafter
     static: StaticRows | None = None
     """What runs whole steps; None where they are the general one."""
@@ -88,13 +88,13 @@ class Steps:
         self.captured: dict[Hashable, StepRunner] = {}
         self._checked: set[str] = set()
 
-    def way(
+    def plan(
         self,
         step: StepKind,
         drafter: Drafter,
         request: DecodeRequest,
         host_sync_interval: int | None = None,
-    ) -> Way:
+    ) -> StepPlan:
         """How to decode ``request`` with ``drafter``; ``host_sync_interval`` as for :class:`StaticRows`.
 
         Raises:
@@ -104,38 +104,38 @@ class Steps:
             check_step(step, self.base)
             self._checked.add(step)
         if step == "general":
-            return Way(Forward(self.base, drafter.reads_layers), drafter)
+            return StepPlan(ModelRunner(self.base, drafter.reads_layers), drafter)
         if step == "compiled":
             compiled, seconds = self.libraries.compiled_pass()
-            forward = Forward(self.base, drafter.reads_layers, compiled.verify)
-            return Way(forward, drafter, setup_seconds=seconds)
+            runner = ModelRunner(self.base, drafter.reads_layers, compiled.verify)
+            return StepPlan(runner, drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         if captured is not None and (alteration := alteration_of(self.base)) is not None:
             warn_of_static_steps(f"the base has got {alteration}, which a replay leaves out")
             captured = None
         rows = StaticRows(self.base, checked, captured, host_sync_interval)
-        return Way(Forward(self.base, drafter.reads_layers), checked, rows)
+        return StepPlan(ModelRunner(self.base, drafter.reads_layers), checked, rows)
 
     @property
     def can_compile(self) -> bool:
         """Whether ``compiled`` steps run here, on libraries that are compiled ahead."""
         return missing_for_compiled(self.base) is None
 
-    def forward_of_many(self, step: StepKind, layers: tuple[int, ...]) -> Forward:
+    def runner_of_many(self, step: StepKind, layers: tuple[int, ...]) -> ModelRunner:
         """The passes of a batch that requests join, with the states of ``layers``.
 
         Raises:
             ValueError: steps of this kind have one shape for a whole answer.
         """
         if step == "general":
-            return Forward(self.base, layers)
+            return ModelRunner(self.base, layers)
         if step != "compiled":
             raise ValueError(
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
-        return Forward(self.base, layers, self.libraries.compiled_pass()[0].verify)
+        return ModelRunner(self.base, layers, self.libraries.compiled_pass()[0].verify)
 
 
 def check_step(step: str, base: CausalLM) -> None:

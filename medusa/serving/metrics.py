@@ -27,7 +27,7 @@ class _BatchCollector(Collector):
         gauges = {
             "num_requests_running": (
                 "Requests that decode, or whose prompts are being read",
-                sum(batch.num_rows + batch.num_reading for batch in batches),
+                sum(batch.num_rows + batch.num_prefilling for batch in batches),
             ),
             "num_requests_waiting": (
                 "Requests that wait",

@@ -18,7 +18,7 @@ from typing import Any
 
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.decoding.batch import Batch, Progress, QueueFull, Row
+from medusa.decoding.batch import Batch, QueueFull, Row, RowOutput
 from medusa.decoding.state import DecodeRequest
 from medusa.hardware import release_threads
 from medusa.serving.answer_reader import overlap
@@ -237,7 +237,7 @@ class Worker:
         batch = self.batches[is_plain]
         with self._changed:  # also held by whoever submits
             num_added = sum(answer.is_plain is is_plain for answer in self._added)
-            if num_answers and num_added + num_answers > max(0, batch.num_vacant):
+            if num_answers and num_added + num_answers > max(0, batch.free_capacity):
                 raise QueueFull(f"{len(batch.waiting)} requests wait already")
 
     def cancel(self, answers: Sequence[Answer]) -> None:
@@ -317,7 +317,7 @@ class Worker:
         for each in progress:
             self._tell(each)
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: RowOutput) -> None:
         row, reason = progress.row, progress.finish_reason
         answer, error = row.tag(), None if row.error is None else row.take_error()
         if answer not in self._active:  # a stop string has ended it earlier in the step

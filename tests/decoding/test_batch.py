@@ -23,9 +23,9 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import cache_bytes_per_token
-from medusa.decoding.batch import MAX_PASSED, Batch, BatchLimits, QueueFull, Row
+from medusa.decoding.batch import MAX_OVERTAKES, Batch, BatchLimits, QueueFull, Row
 from medusa.decoding.state import PrefixCache
-from medusa.decoding.step import Forward
+from medusa.decoding.step import ModelRunner
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
@@ -289,7 +289,7 @@ def test_a_row_without_room_is_passed_by_so_many_and_then_comes_next():
         batch.step()
         began.append(sum(bool(row.tokens) for row in rows if row is not long) - 1)
         assert batch.num_slots <= 1024
-    assert began[-1] == MAX_PASSED
+    assert began[-1] == MAX_OVERTAKES
     while batch.is_busy:
         batch.step()
     for row in rows:
@@ -381,7 +381,7 @@ def test_a_pass_that_fails_loses_its_rows_and_not_the_batch(monkeypatch):
         raise MemoryError("out of memory")
 
     batch.step()
-    monkeypatch.setattr(Forward, "verify", fails)
+    monkeypatch.setattr(ModelRunner, "verify", fails)
     batch.step()
     assert (lost.finish_reason, str(lost.error)) == ("error", "out of memory")
     monkeypatch.undo()

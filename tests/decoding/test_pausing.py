@@ -26,7 +26,7 @@ from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, 
 from medusa.decoding.pausing import FIRST_INTERVAL, LAST_INTERVAL, MAX_DEBT, DraftCost, Pausing
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.step import Forward
+from medusa.decoding.step import ModelRunner
 from medusa.decoding.steps import Steps
 from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.draft_model import (
@@ -354,7 +354,7 @@ def clock(monkeypatch) -> FakeClock:
     """A pass of the base takes a second, and so does a draft of heads."""
     clock = FakeClock()
     monkeypatch.setattr(medusa.decoding.batch, "PhaseClock", partial(PhaseClock, now=clock))
-    passes = ((Forward, "verify"), (medusa.decoding.static, "_commit"))
+    passes = ((ModelRunner, "verify"), (medusa.decoding.static, "_commit"))
     drafts = ((HeadsDrafter, "_ranked"), (DynamicHeadsDrafter, "_ranked"))
     for owner, name in (*passes, *drafts):
         monkeypatch.setattr(owner, name, clock.taking(1.0, getattr(owner, name)))

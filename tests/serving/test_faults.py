@@ -128,7 +128,7 @@ def no_numbers(state):
 
 @pytest.mark.parametrize("harm", [out_of_memory, no_numbers])
 def test_a_prompt_that_fails_or_gives_no_numbers_loses_its_own_request(server, text, monkeypatch, harm):
-    fill = decoding_batch.begin
+    fill = decoding_batch.prefill_request
 
     def begin(base, request, *given, **options):
         state, advance = fill(base, request, *given, **options)
@@ -136,7 +136,7 @@ def test_a_prompt_that_fails_or_gives_no_numbers_loses_its_own_request(server, t
             harm(state)
         return state, advance
 
-    monkeypatch.setattr(decoding_batch, "begin", begin)
+    monkeypatch.setattr(decoding_batch, "prefill_request", begin)
     assert_lost_alone(server, text, messages=LONG)
 
 
@@ -427,7 +427,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(server, pat
 def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
     with running(chat_model(), max_rows=1, max_waiting=0) as small:
         monkeypatch.setattr(small.service, "chat_prompt", fails)
-        monkeypatch.setattr(Batch, "num_vacant", 0)
+        monkeypatch.setattr(Batch, "free_capacity", 0)
         with pytest.raises(openai.InternalServerError, match="as many requests wait as may"):
             whole(small)
 

@@ -37,7 +37,7 @@ from tiny_server import (
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.pausing import DraftCosts
-from medusa.decoding.step import Forward
+from medusa.decoding.step import ModelRunner
 from medusa.heads.mtp import own_head
 from medusa.serving.gate import refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
@@ -954,7 +954,7 @@ def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog, monkeypa
         def fails(*_args):
             raise RuntimeError("secret path /etc/passwd")
 
-        monkeypatch.setattr(Forward, "verify", fails)
+        monkeypatch.setattr(ModelRunner, "verify", fails)
         asked = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0}
         with pytest.raises(openai.InternalServerError) as told:
             client_of(broken).chat.completions.create(**asked)
