@@ -17,15 +17,15 @@ from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, home_device, vocab_size
 from medusa.base.loading import load_base, load_tokenizer, sizes_of
 from medusa.base.recurrent import keeps_state
+from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
-from medusa.decoding.pausing import DraftCosts, Pausing
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps, check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
-from medusa.drafters.registry import SPARE_NODES, Drafters, DrafterSettings
+from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory, DrafterSettings
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.engine.prepared import Prepared
 from medusa.hardware import multiplies_in_float32, release_threads
@@ -96,7 +96,7 @@ class MedusaModel:
         check_step(self.step, prepared.runner)
         # all at once from here on: other threads may be in calls
         self._prepared = prepared
-        self._steps, self._drafters = Steps(prepared.runner, prepared.drafting_heads), Drafters(self)
+        self._steps, self._drafters = Steps(prepared.runner, prepared.drafting_heads), DrafterFactory(self)
         self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
         release_threads()
@@ -244,7 +244,7 @@ class MedusaModel:
 
     def drafter_for(self, batch_size: int, step: StepKind | None = None) -> Drafter:
         """A new drafter as for a call with ``batch_size`` rows, in steps of kind ``step``, that names none:
-        see :meth:`medusa.drafters.registry.Drafters.default`."""
+        see :meth:`medusa.drafters.registry.DrafterFactory.default`."""
         return self._drafters.default(batch_size, step or self.step)
 
     def make_drafter(
@@ -278,7 +278,7 @@ class MedusaModel:
         """
         settings = DrafterSettings(draft_length, draft_width, draft_model, exit_layer, eagle3)
         check_read_by(settings, name)
-        return Drafters(self, settings).make(name, tree)
+        return DrafterFactory(self, settings).make(name, tree)
 
     def use_tree(self, tree: CandidateTree) -> None:
         """Decode with ``tree`` from here on, for any number of rows: default and tuned trees are forgotten.
@@ -346,7 +346,7 @@ class MedusaModel:
                 depends on what is drafted (``acceptance``), the heads alone draft by default, in
                 :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains. Where neither
                 tree nor drafter is named and the base is float32, guessing pauses for as long as it does not
-                pay (:mod:`medusa.decoding.pausing`).
+                pay (:mod:`medusa.decoding.adaptive`).
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.
@@ -412,10 +412,10 @@ class MedusaModel:
         steps = self._steps
         runner = steps.runner_of_many(kind, () if heads is None else heads.reads_layers)
 
-        def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, Pausing | None]:
+        def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
             drafters = self._drafters
             drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
-            return drafter, self._costs.pausing(drafter, self._in_float32, kind, num_rows)
+            return drafter, self._costs.adaptive(drafter, self._in_float32, kind, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
         return Batch(
@@ -424,7 +424,7 @@ class MedusaModel:
             self._prepared.guard(),
             limits or BatchLimits(),
             needs_features=isinstance(heads, AheadHead),
-            max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + SPARE_NODES,
+            max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES,
         )
 
     def request(
@@ -523,13 +523,13 @@ class MedusaModel:
         guard = self._prepared.guard()
         kind = options.step or self.step
         drafter = self._drafter(options, request)
-        pausing = self._pausing(options, request, drafter)
+        adaptive = self._adaptive(options, request, drafter)
         plan = self._steps.plan(kind, drafter, request)
         statistics = DecodingStatistics() if statistics is None else statistics
         statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
             plan.runner,
-            lambda *_: (plan.drafter, pausing),
+            lambda *_: (plan.drafter, adaptive),
             guard,
             statistics=statistics,
             static=plan.static,
@@ -573,7 +573,7 @@ class MedusaModel:
         if drafter is not None and not isinstance(drafter, str):
             if tree is None:
                 return drafter
-            return drafter.fill(tree) if tree.depth else self._drafters.make("plain")
+            return drafter.with_tree(tree) if tree.depth else self._drafters.make("plain")
         if drafter is None and tree is None and request.is_exact:
             return self._drafters.default(num_rows, kind, bool(request.references))
         only_chain = request.rule is not None and request.rule.only_chains and tree is None
@@ -588,13 +588,15 @@ class MedusaModel:
             drafter = "plain"
         return self._drafters.make(drafter, tree, num_rows=num_rows, step=kind, only_chain=only_chain)
 
-    def _pausing(self, options: _Options, request: DecodeRequest, drafter: Drafter) -> Pausing | None:
+    def _adaptive(
+        self, options: _Options, request: DecodeRequest, drafter: Drafter
+    ) -> AdaptiveDrafting | None:
         """What pauses guessing in this call; None where a tree or a drafter that the caller has named is
         asked at every step, or where drafts decide the text."""
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
         kind, num_rows = options.step or self.step, len(request.tokens)
-        return self._costs.pausing(drafter, self._in_float32, kind, num_rows)
+        return self._costs.adaptive(drafter, self._in_float32, kind, num_rows)
 
     @property
     def _in_float32(self) -> bool:

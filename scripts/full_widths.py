@@ -237,9 +237,9 @@ def try_decoding(directory: Path, tried: Tried, engines=ENGINES, steps=STEPS) ->
 
 def eagle3_drafter(model: MedusaModel, checkpoint: HeadsCheckpoint) -> Any:
     """A new drafter of the EAGLE-3 head."""
-    from medusa.drafters.registry import Drafters, DrafterSettings
+    from medusa.drafters.registry import DrafterFactory, DrafterSettings
 
-    return Drafters(model, DrafterSettings(eagle3=checkpoint)).make("eagle3")
+    return DrafterFactory(model, DrafterSettings(eagle3=checkpoint)).make("eagle3")
 
 
 def difference(ours: Tensor, theirs: Tensor) -> str | None:

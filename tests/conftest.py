@@ -184,13 +184,13 @@ def counting_heads(size: int, is_trained: bool = True) -> MedusaHeads:
 
 
 def decode(
-    base, drafter, request, statistics=None, pausing=None, step="general", host_sync_interval=None
+    base, drafter, request, statistics=None, adaptive=None, step="general", host_sync_interval=None
 ) -> Iterator[StepResult]:
     """The steps of one request; ``base`` may be :class:`Steps`, which keep what they have compiled."""
     steps = base if isinstance(base, Steps) else Steps(base)
     plan = steps.plan(step, drafter, request, host_sync_interval)
     features = plan.drafter.needs_features
-    guide = plan.drafter, pausing
+    guide = plan.drafter, adaptive
     batch = Batch(
         plan.runner, lambda *_: guide, statistics=statistics, static=plan.static, needs_features=features
     )
@@ -243,24 +243,24 @@ class OracleDrafter(StatelessDrafter):
         self.answers = [self.answers[row] for row in rows.tolist()]
 
 
-class RandomPausing:
+class RandomDrafting:
     """Lets a drafter take part in half of the steps, in stretches of any length, with any part of its draft.
     A match may rest for it."""
 
-    least_worth = 0.0
+    min_accept_prob = 0.0
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.drafts = self.random.random() < 0.5
-        self.stand_in = SuffixDrafter(length=3, min_match=1) if seed % 2 else PlainDrafter()
+        self.fallback = SuffixDrafter(length=3, min_match=1) if seed % 2 else PlainDrafter()
 
-    def chosen(self, drafter):
-        return drafter if self.drafts else self.stand_in
+    def select_drafter(self, drafter):
+        return drafter if self.drafts else self.fallback
 
-    def num_nodes(self, worth, num_spare=0) -> int:
-        return self.random.randint(1, worth.shape[1])
+    def num_nodes(self, path_logprob, num_optional_nodes=0) -> int:
+        return self.random.randint(1, path_logprob.shape[1])
 
-    def record(self, tokens_per_row, seconds, num_steps=1, by_stand_in=False, num_nodes=1) -> None:
+    def record(self, tokens_per_row, seconds, num_steps=1, used_fallback=False, num_nodes=1) -> None:
         self.drafts = self.random.random() < 0.5
 
 

@@ -12,7 +12,7 @@ from medusa import MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.drafters.draft_model import SelfDrafter, early_exit
 from medusa.drafters.protocol import PlainDrafter
-from medusa.drafters.registry import DRAFTERS, Drafters, NamedDrafter
+from medusa.drafters.registry import DRAFTERS, DrafterFactory, NamedDrafter
 from medusa.trees.candidate_tree import CandidateTree
 
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
@@ -39,7 +39,7 @@ def test_a_drafter_is_one_file_and_a_line_in_the_registry(monkeypatch):
     model = MedusaModel(base)
     prompt = random_prompts(1, 3).clamp(max=15)
     options = {"do_sample": False, "max_new_tokens": 11, "return_dict_in_generate": True}
-    out = model.generate(prompt, **options, drafter=Drafters(model).make("echo"))
+    out = model.generate(prompt, **options, drafter=DrafterFactory(model).make("echo"))
     plain = model.generate(prompt, **options, drafter=PlainDrafter())
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert out.statistics.accepted_histogram == [0, 5]

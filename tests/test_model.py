@@ -414,7 +414,7 @@ def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
     (drafter,) = drafters_of(model, monkeypatch, **GREEDY, step="static")
     assert type(drafter) is DynamicHeadsDrafter and drafter.suffix_length == 16
     host_bound = UnionDrafter([drafter, OracleDrafter([], TREE, hit_rate=1.0)])
-    monkeypatch.setattr("medusa.drafters.registry.host_bound_parts", lambda _: [host_bound])
+    monkeypatch.setattr("medusa.drafters.registry.not_capturable", lambda _: [host_bound])
     assert type(model.drafter_for(1)) is DynamicHeadsDrafter
     assert type(model.drafter_for(1, "static")) is HeadsDrafter
 

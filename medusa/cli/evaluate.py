@@ -23,7 +23,7 @@ from medusa.cli.loading import (
 )
 from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, command, words_of
 from medusa.console import counted, log_console, track
-from medusa.drafters.registry import Drafters
+from medusa.drafters.registry import DrafterFactory
 from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation
@@ -193,7 +193,7 @@ def _evaluate_set(options: EvaluationOptions) -> list[str]:
     """Decode with the heads, and ask each about every token of the answers."""
     model, drafter = load_model(options.model, template=options.prompts), options.decoding.drafter
     if drafter is not None:
-        Drafters(model).make(drafter)  # refused before anything is answered
+        DrafterFactory(model).make(drafter)  # refused before anything is answered
     _use_tree_asked_for(model, options)
     prompts = load_prompts(options.prompts)
     encoded = encode_prompts(model, prompts, options.answers.max_new_tokens)

@@ -33,7 +33,7 @@ from medusa.base.causal_lm import (
     new_cache,
     vocab_size,
 )
-from medusa.decoding.pausing import Pausing
+from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, num_shared
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
@@ -199,7 +199,7 @@ class Batch:
     def __init__(
         self,
         runner: ModelRunner,
-        make_drafter: Callable[[int, bool], tuple[Drafter, Pausing | None]],
+        make_drafter: Callable[[int, bool], tuple[Drafter, AdaptiveDrafting | None]],
         check_base: Callable[[bool], None] = lambda is_new_request: None,
         limits: BatchLimits = SINGLE_REQUEST,
         statistics: DecodingStatistics | None = None,
@@ -223,7 +223,7 @@ class Batch:
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
-        self._drafters: dict[tuple[int, bool], tuple[Drafter, Pausing | None]] = {}
+        self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
         self._has_joined = False
         self._context, self._device = common_context(runner.base), home_device(runner.base)
@@ -342,8 +342,8 @@ class Batch:
         return outputs
 
     def _prefill_chunk(self) -> list[RowOutput]:
-        """Prefill up to ``chunk`` tokens: half of the budget is reserved for the oldest prompt, the rest goes to
-        shorter prompts first."""
+        """Prefill up to ``chunk`` tokens: half of the budget is reserved for the oldest prompt, the rest goes
+        to shorter prompts first."""
         outputs: list[RowOutput] = []
         self._clock.start()
         budget, kept = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
@@ -486,17 +486,17 @@ class Batch:
         self._make_room()
         state = self._state
         assert state is not None
-        drafter, pausing = self._drafter_for(len(state.rows), state.references)
+        drafter, adaptive = self._drafter_for(len(state.rows), state.references)
         has_changed = self._has_joined or drafter is not self._last_drafter
         if has_changed:
             drafter.begin(len(state.rows), self._last_drafter)
             self._last_drafter, self._has_joined = drafter, False
         self._clock.start()
-        guessing = drafter if pausing is None else pausing.chosen(drafter)
+        guessing = drafter if adaptive is None else adaptive.select_drafter(drafter)
         rows, num_run, setup_seconds = [self._rows[number] for number in state.rows], 1, 0.0
         try:
             if self._static is None:
-                outputs = [decode_step(self._runner, guessing, state, self._clock, self._validator, pausing)]
+                outputs = [decode_step(self._runner, guessing, state, self._clock, self._validator, adaptive)]
             else:
                 outputs, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
                 self._clock.lap_whole(setup_seconds)
@@ -508,12 +508,14 @@ class Batch:
         except Exception as error:
             return [self._all_failed(error)]
         seconds = None if has_changed or setup_seconds else self._clock.step_seconds
-        self._record(outputs, guessing is drafter, pausing, num_run, seconds)
+        self._record(outputs, guessing is drafter, adaptive, num_run, seconds)
         passes = [self._emit(rows, output) for output in outputs]
         self._drop_ended()
         return passes
 
-    def _drafter_for(self, num_rows: int, references: Sequence[References]) -> tuple[Drafter, Pausing | None]:
+    def _drafter_for(
+        self, num_rows: int, references: Sequence[References]
+    ) -> tuple[Drafter, AdaptiveDrafting | None]:
         kind = 1 << (num_rows - 1).bit_length(), bool(references)  # what 9 rows teach is of use to 16
         if kind not in self._drafters:
             self._drafters[kind] = self._make_drafter(*kind)
@@ -523,14 +525,14 @@ class Batch:
         self,
         outputs: list[StepOutput],
         drafts: bool,
-        pausing: Pausing | None,
+        adaptive: AdaptiveDrafting | None,
         num_run: int,
         seconds: float | None,
     ) -> None:
-        """Count steps, and tell ``pausing`` of them; ``drafts`` unless someone stood in for the drafter.
+        """Count steps, and tell ``adaptive`` of them; ``drafts`` unless someone stood in for the drafter.
 
         ``num_run`` steps took ``seconds``, those behind the end of the text included, which gave nothing;
-        both as for :meth:`medusa.decoding.pausing.Pausing.record`.
+        both as for :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
         """
         tokens_per_row, first = 0.0, outputs[0]
         for output in outputs:
@@ -538,11 +540,11 @@ class Batch:
             self.statistics.record_step(kept, output.max_depth, not drafts and output.max_depth == 0)
             self.num_drafted += output.num_drafted * len(kept)
             tokens_per_row += 1 + sum(kept) / len(kept)
-        if pausing is not None:
-            by_stand_in = not drafts and first.max_depth > 0
+        if adaptive is not None:
+            used_fallback = not drafts and first.max_depth > 0
             num_nodes = 1 + first.num_drafted + first.num_again
             given = tokens_per_row, seconds, num_run
-            pausing.record(*given, by_stand_in=by_stand_in, num_nodes=num_nodes)
+            adaptive.record(*given, used_fallback=used_fallback, num_nodes=num_nodes)
 
     def _emit(self, rows: Sequence[Row], output: StepOutput) -> list[RowOutput]:
         progress = []

@@ -43,8 +43,8 @@ from medusa.drafters.protocol import (
     PlainDrafter,
     StaticDrafter,
     check_shapes,
-    host_bound_parts,
-    is_medusas_own,
+    is_builtin,
+    not_capturable,
     raise_violated,
     token_violations,
     topology_violations,
@@ -173,7 +173,7 @@ def _checked(
     draft: Draft, context: DraftContext, drafter: StaticDrafter, state: StaticState, num_tokens: int
 ) -> Draft:
     """``draft``, with tokens that the base can read; what it violates is added to ``state``."""
-    if is_medusas_own(drafter):
+    if is_builtin(drafter):
         return draft
     check_shapes(drafter, draft, context, num_tokens)
     of_tokens = token_violations(draft.tokens, context.root, num_tokens)
@@ -367,7 +367,7 @@ class StaticRows:
         num_steps = min(self.interval, self._most_left)
         state.reserve(self._slots_needed(num_steps))
         seconds = runner.run(num_steps, drafts)
-        if not is_medusas_own(drafter):
+        if not is_builtin(drafter):
             raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
         outputs, is_broken = self._read(state, num_steps, drafts)
         if is_broken:
@@ -476,7 +476,7 @@ def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> Stati
     """
     problem, instead = "", ""
     reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]
-    if host_bound := host_bound_parts(drafter):
+    if host_bound := not_capturable(drafter):
         problem = f"{type(host_bound[0]).__name__}, which reads its drafts on the host"
         instead = "drafter='heads', 'dynamic-heads', 'suffix', unions of these or 'plain', or "
     elif request.acceptance == "typical" or request.rule is not None:

@@ -20,7 +20,7 @@ class DecodingStatistics:
     A *step* is one forward pass of one row. It emits its accepted draft tokens and one token of the
     base model's own. Tokens cut off by the end of an answer are not counted as accepted.
 
-    Steps in which guessing paused (:mod:`medusa.decoding.pausing`) are steps that accepted nothing, so they
+    Steps in which guessing paused (:mod:`medusa.decoding.adaptive`) are steps that accepted nothing, so they
     lower ``tokens_per_step``, which is about speed. The acceptance rates, which are about guesses, leave them
     out.
     """

@@ -33,7 +33,7 @@ from medusa.acceptance.sampling import (
 from medusa.base.cache import MOST_BEHIND, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.base.recurrent import StatefulCache, keeps_state
-from medusa.decoding.pausing import Pausing
+from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
@@ -94,21 +94,21 @@ def decode_step(
     state: DecodeState,
     clock: PhaseClock,
     validator: DraftValidator,
-    pausing: Pausing | None = None,
+    adaptive: AdaptiveDrafting | None = None,
 ) -> StepOutput:
     """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
 
-    ``pausing`` decides how many nodes are verified of a draft that says what they are worth.
+    ``adaptive`` decides how many nodes are verified of a draft that says what they are worth.
     """
     num_behind = state.cache.num_behind
-    context = draft_context(state, runner.base, 0.0 if pausing is None else pausing.least_worth)
+    context = draft_context(state, runner.base, 0.0 if adaptive is None else adaptive.min_accept_prob)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
-    if draft.worth is not None:
-        whole = draft.topology.num_nodes - draft.num_spare
-        draft = draft.first(whole if pausing is None else pausing.num_nodes(draft.worth, whole))
+    if draft.path_logprob is not None:
+        whole = draft.topology.num_nodes - draft.num_optional_nodes
+        draft = draft.first(whole if adaptive is None else adaptive.num_nodes(draft.path_logprob, whole))
     if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
-        draft = draft.root_alone()
+        draft = draft.root_only()
     clock.lap("draft")
     hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
     walks = _walks(state, draft, logits)
@@ -124,14 +124,14 @@ def decode_step(
         seen = _seen(draft, acceptance, hidden)
         is_broken = seen.is_broken
     if is_broken:  # not finite: one such node spreads through masked slots to all others
-        draft, state.rule_state = _root_alone(state, draft), rule_state
+        draft, state.rule_state = _root_only(state, draft), rule_state
         state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
         hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
     if is_broken or looks_first:
         acceptance, seen = acceptance_of(state, draft, logits, context.noise, walks), None
     while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
-        draft = draft.root_alone()
+        draft = draft.root_only()
         num_behind = max(num_behind, _read_plainly(runner, state, rows))
         hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
         acceptance = acceptance_of(state, draft, logits, context.noise, walks)
@@ -246,7 +246,7 @@ def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> i
     return most
 
 
-def _root_alone(state: DecodeState, draft: Draft) -> Draft:
+def _root_only(state: DecodeState, draft: Draft) -> Draft:
     """The root of ``draft`` alone, where the base is not finite on a guess."""
     rule = state.request.rule
     if state.sampled is not None and rule is not None and rule.context_only_proposal:
@@ -254,7 +254,7 @@ def _root_alone(state: DecodeState, draft: Draft) -> Draft:
             f"the base is not finite (NaN or infinite) on a guess, and acceptance={rule.name!r}, which "
             "carries drafts of one length from step to step, cannot leave one out; use another rule"
         )
-    return draft.root_alone()
+    return draft.root_only()
 
 
 def prefill_request(
@@ -309,7 +309,7 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
     return kind
 
 
-def draft_context(state: DecodeState, base: CausalLM, least_worth: float = 0.0) -> DraftContext:
+def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0.0) -> DraftContext:
     """What a drafter is told, with the noise that chooses after every depth."""
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
@@ -324,7 +324,7 @@ def draft_context(state: DecodeState, base: CausalLM, least_worth: float = 0.0) 
         seeds=state.seeds,
         processors=state.request.processors,
         references=state.references,
-        least_worth=least_worth,
+        min_accept_prob=min_accept_prob,
         vocab_size=vocab_size(base),
     )
 

@@ -15,7 +15,7 @@
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
 Capturing takes as long as a few steps, once for each batch size, tree, sampling setting and number of slots,
-with drafts and without where guessing may pause (``pausing.py``); ``DecodingStatistics.setup_seconds`` says
+with drafts and without where guessing may pause (``adaptive.py``); ``DecodingStatistics.setup_seconds`` says
 what it took. A model keeps what it captured for its last few settings, and the caches too, since a graph
 writes to the tensors it was captured with. Where a step cannot be captured, because the base or a logits
 processor reads a number on the host, or somebody has hung a hook on the base, static steps run, with a

@@ -61,7 +61,7 @@ class DynamicDrafter(LevelDrafter):
 
     suffix_length = 0
     """Tokens of a suffix match that take part."""
-    spare_nodes = 0
+    optional_nodes = 0
     """Nodes beyond those of ``tree``, for whoever leaves out those that do not pay."""
     has_kernels = False
     """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
@@ -81,15 +81,15 @@ class DynamicDrafter(LevelDrafter):
         while len(sizes) < tree.depth:
             fanout = self._fanout + MAX_CHILDREN * (len(sizes) < suffix_length)
             sizes.append(min(self.beam, sizes[-1] if sizes else 1) * fanout)
-        self._num_nodes = 1 + min(wanted + self.spare_nodes, sum(sizes))
+        self._num_nodes = 1 + min(wanted + self.optional_nodes, sum(sizes))
         self._columns = _columns_of(self.token_map, self.vocab_size, device)
 
-    def with_suffix(self, suffix_length: int, spare_nodes: int = 0) -> Self:
-        """The same heads, together with a suffix match of ``suffix_length`` tokens; ``spare_nodes`` more than
-        ``tree`` has."""
+    def with_suffix(self, suffix_length: int, optional_nodes: int = 0) -> Self:
+        """The same heads, together with a suffix match of ``suffix_length`` tokens; ``optional_nodes`` more
+        than ``tree`` has."""
         other = copy.copy(self)
-        other.suffix_length, other.spare_nodes = suffix_length, spare_nodes
-        return other.fill()
+        other.suffix_length, other.optional_nodes = suffix_length, optional_nodes
+        return other.with_tree()
 
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         super().begin(num_rows, after)
@@ -132,8 +132,8 @@ class DynamicDrafter(LevelDrafter):
             return self._ranked_by_kernels(context, expected)
         tokens, values, parents, depths = self._candidates(context, expected)  # (B, C) each
         # No candidate is worth more than its parent, which stands before it and goes first in a tie.
-        worth, order = values.sort(dim=1, descending=True, stable=True)
-        worth, chosen = worth[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
+        path_logprob, order = values.sort(dim=1, descending=True, stable=True)
+        path_logprob, chosen = path_logprob[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
         root = context.root[:, None]
         kept_parents = parents.gather(1, chosen)
         nodes = (chosen[:, None] == kept_parents[..., None]).int().argmax(2) + 1
@@ -143,8 +143,8 @@ class DynamicDrafter(LevelDrafter):
             self.max_depth,
         )
         tokens = torch.cat([root, tokens.gather(1, chosen)], dim=1)
-        worth = torch.nn.functional.pad(worth, (1, 0))
-        return Draft(tokens, topology, worth=worth, num_spare=self.spare_nodes)
+        path_logprob = torch.nn.functional.pad(path_logprob, (1, 0))
+        return Draft(tokens, topology, path_logprob=path_logprob, num_optional_nodes=self.optional_nodes)
 
     def _ranked_by_kernels(self, context: DraftContext, expected: Continuations) -> Draft:
         """The same draft with the operators of :mod:`medusa.engine.kernels`: one for a level in the place of
@@ -161,16 +161,18 @@ class DynamicDrafter(LevelDrafter):
             noise = None if context.noise is None else context.noise.until(depth)
             given = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
             wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
-            limits = wanted, first, self._fanout, self.beam, is_expected, context.least_worth
+            limits = wanted, first, self._fanout, self.beam, is_expected, context.min_accept_prob
             grown, goes_on = kernels.grow(*given, leading, *limits)
-            *level, paths, follows, worth, numbers, parents, leading = grown
+            *level, paths, follows, path_logprob, numbers, parents, leading = grown
             levels += level
-            beam, first = (follows, worth, numbers), first + level[0].shape[1]
+            beam, first = (follows, path_logprob, numbers), first + level[0].shape[1]
             if not goes_on:  # the tree is full, or nothing below is likely enough to be verified
                 break
         sizes = self.num_nodes, self.max_depth
-        tokens, *topology, worth = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
-        return Draft(tokens, TreeTopology(*topology), worth=worth, num_spare=self.spare_nodes)
+        tokens, *topology, path_logprob = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
+        return Draft(
+            tokens, TreeTopology(*topology), path_logprob=path_logprob, num_optional_nodes=self.optional_nodes
+        )
 
     def _expected(self, context: DraftContext) -> Continuations:
         """What the sources beside the heads say of the next tokens."""
@@ -189,7 +191,7 @@ class DynamicDrafter(LevelDrafter):
         """
         paths = context.root[:, None, None]  # (B, M, depth): the beam, tokens from the root on
         beam = paths.new_full(paths.shape[:2], -1)  # (B, M): which candidates they are
-        worth = torch.zeros(beam.shape, dtype=torch.float32, device=beam.device)
+        path_logprob = torch.zeros(beam.shape, dtype=torch.float32, device=beam.device)
         at = torch.zeros_like(beam)  # (B, M): the node of `expected` that they are; -1 for none
         found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         first, parents = 0, None
@@ -203,26 +205,26 @@ class DynamicDrafter(LevelDrafter):
                 tokens, nodes = self._tokens_in(columns), torch.full_like(columns, -1)
             fanout, tokens = tokens.shape[2], tokens.flatten(1)
             log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN or infinity makes a whole row NaN
-            values = (worth[..., None] + log_q).flatten(1)
+            values = (path_logprob[..., None] + log_q).flatten(1)
             found.append(
                 (tokens, values, beam.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
             )
-            worth, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
-            if context.least_worth > 0:
-                width = max(1, int((worth.exp() >= context.least_worth).sum(1).max()))
-                worth, kept = worth[:, :width], kept[:, :width]
+            path_logprob, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
+            if context.min_accept_prob > 0:
+                width = max(1, int((path_logprob.exp() >= context.min_accept_prob).sum(1).max()))
+                path_logprob, kept = path_logprob[:, :width], kept[:, :width]
             parents, at = kept // fanout, nodes.flatten(1).gather(1, kept)
             came_from = parents[..., None].expand(-1, -1, depth)
             paths = torch.cat([paths.gather(1, came_from), tokens.gather(1, kept)[..., None]], dim=2)
             beam, first = first + kept, first + values.shape[1]
-            if context.least_worth > 0 and worth[:, 0].exp().mean() < context.least_worth:
+            if context.min_accept_prob > 0 and path_logprob[:, 0].exp().mean() < context.min_accept_prob:
                 break
         if self.suffix_length > depth:  # of the last level that was looked at
-            found.append(self._below_heads(expected, beam, worth, at, first, depth))
+            found.append(self._below_heads(expected, beam, path_logprob, at, first, depth))
         missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
         if missing > 0:  # levels were left out
             root = context.root[:, None].expand(-1, missing)
-            nothing = torch.full_like(root, -torch.inf, dtype=worth.dtype)
+            nothing = torch.full_like(root, -torch.inf, dtype=path_logprob.dtype)
             found.append((root, nothing, torch.full_like(root, -1), torch.ones_like(root)))
         tokens, values, above, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return tokens, values, above, depths
@@ -272,7 +274,7 @@ class DynamicDrafter(LevelDrafter):
         self,
         expected: Continuations,
         beam: Tensor,
-        worth: Tensor,
+        path_logprob: Tensor,
         at: Tensor,
         first: int,
         beam_depth: int,
@@ -280,12 +282,14 @@ class DynamicDrafter(LevelDrafter):
         """What is expected below the deepest head, as :meth:`_candidates` gives it: all nodes of ``expected``
         but its root; where they do not lie below the last beam they are worth nothing, below the root.
 
-        ``worth``, ``at`` (B, M) are of the beam (B, M) at ``beam_depth``, numbers of candidates; the first of
-        these is number ``first``.
+        ``path_logprob``, ``at`` (B, M) are of the beam (B, M) at ``beam_depth``, numbers of candidates; the
+        first of these is number ``first``.
         """
         rows, num_nodes = expected.tokens.shape
         spare = at.masked_fill(at < 0, num_nodes)  # a column for what is no node
-        value = worth.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, spare, worth)[:, :-1]
+        value = path_logprob.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, spare, path_logprob)[
+            :, :-1
+        ]
         number = torch.arange(first - 1, first - 1 + num_nodes, device=at.device).repeat(rows, 1)
         number = torch.nn.functional.pad(number, (0, 1)).scatter(1, spare, beam)[:, :-1]
         depth = torch.full_like(number, beam_depth)
@@ -311,7 +315,7 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
 
     @property
     def static_key(self) -> Hashable:
-        return "dynamic", self.suffix_length, self.spare_nodes, super().static_key
+        return "dynamic", self.suffix_length, self.optional_nodes, super().static_key
 
     @property
     def num_columns(self) -> int:
@@ -366,7 +370,7 @@ class BestPathDrafter(StatelessDrafter):
     """Drafts the best path of the trees of ``drafter``, as deep as these."""
 
     def __init__(self, drafter: DynamicDrafter):
-        self._drafter = drafter.fill(independent_chains(WIDTH, drafter.tree.depth))
+        self._drafter = drafter.with_tree(independent_chains(WIDTH, drafter.tree.depth))
         self.context_only, self.needs_features = drafter.context_only, drafter.needs_features
         self.reads_layers = drafter.reads_layers
 
@@ -374,9 +378,9 @@ class BestPathDrafter(StatelessDrafter):
     def max_depth(self) -> int:
         return self._drafter.max_depth
 
-    def fill(self, tree: CandidateTree | None = None) -> BestPathDrafter:
+    def with_tree(self, tree: CandidateTree | None = None) -> BestPathDrafter:
         """As deep as ``tree``."""
-        return BestPathDrafter(self._drafter.fill(tree))
+        return BestPathDrafter(self._drafter.with_tree(tree))
 
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
         self._drafter.begin(num_rows, after._drafter if isinstance(after, BestPathDrafter) else None)
@@ -392,14 +396,16 @@ def best_path(draft: Draft) -> Draft:
     """The path of ``draft``, which says what its nodes are worth, on which most guesses are expected to be
     right: a chain, as deep as the deepest of its rows; behind the end of a shorter one its last token stands
     again, and is worth nothing."""
-    assert draft.worth is not None
+    assert draft.path_logprob is not None
     topology = draft.topology
-    expected = (topology.ancestors * draft.worth.exp()[:, None]).sum(2)  # (B, N): of the path to each node
+    expected = (topology.ancestors * draft.path_logprob.exp()[:, None]).sum(
+        2
+    )  # (B, N): of the path to each node
     best = expected.argmax(1)
     depths = topology.depths.expand_as(draft.tokens).gather(1, best[:, None])  # (B, 1)
     lineage = topology.lineage.expand(len(best), -1, -1)[torch.arange(len(best), device=best.device), best]
     path = lineage[:, : int(depths.max()) + 1]  # (B, L)
     is_behind = torch.arange(path.shape[1], device=path.device) > depths
-    worth = draft.worth.gather(1, path).masked_fill(is_behind, -torch.inf)
+    path_logprob = draft.path_logprob.gather(1, path).masked_fill(is_behind, -torch.inf)
     chain = TreeTopology.chain(path.shape[1], path.device, is_draft=True)
-    return Draft(draft.tokens.gather(1, path), chain, worth=worth)
+    return Draft(draft.tokens.gather(1, path), chain, path_logprob=path_logprob)

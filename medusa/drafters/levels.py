@@ -38,7 +38,7 @@ class LevelDrafter(StatelessDrafter):
         self._device = device
         self._shape(tree)
 
-    def fill(self, tree: CandidateTree | None = None) -> Self:
+    def with_tree(self, tree: CandidateTree | None = None) -> Self:
         filled = copy.copy(self)
         filled._shape(self.tree if tree is None else tree)
         return filled

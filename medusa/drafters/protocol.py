@@ -57,7 +57,7 @@ class DraftContext:
     """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
     references: Sequence[References] = ()
     """What each row may copy from beside its own text; () for nothing."""
-    least_worth: float = 0.0
+    min_accept_prob: float = 0.0
     """The probability below which nodes are left out of the pass anyway, in the mean of the rows: there is no
     need to look for them."""
     vocab_size: int = sys.maxsize
@@ -87,10 +87,10 @@ class Draft:
     topology: TreeTopology
     proposal: Tensor | None = None
     """(B, N, V): the distribution each node's children were drawn from; None for best candidates."""
-    worth: Tensor | None = None
+    path_logprob: Tensor | None = None
     """(B, N), falling: the log-probability, by the drafter's account, that the base takes each node's path.
     The first nodes then are a draft as well. None where it does not say."""
-    num_spare: int = 0
+    num_optional_nodes: int = 0
     """Nodes at the end that are to be verified only where they are likely."""
 
     def first(self, num_nodes: int) -> Draft:
@@ -99,7 +99,7 @@ class Draft:
             return self
         return Draft(self.tokens[:, :num_nodes], self.topology.first(num_nodes))
 
-    def root_alone(self) -> Draft:
+    def root_only(self) -> Draft:
         """The draft without its guesses."""
         nothing = None if self.proposal is None else torch.zeros_like(self.proposal[:, :1])
         return Draft(self.tokens[:, :1], TreeTopology.chain(1, self.tokens.device), nothing)
@@ -120,7 +120,7 @@ class Drafter(Protocol):
     def max_depth(self) -> int:
         """Depth of the deepest node that :meth:`draft` ever returns; 0 proposes nothing."""
 
-    def fill(self, tree: CandidateTree | None = None) -> Drafter:
+    def with_tree(self, tree: CandidateTree | None = None) -> Drafter:
         """A new drafter of this kind for ``tree``, by default its own. What is slow to make is shared.
 
         Raises:
@@ -163,12 +163,12 @@ class StaticDrafter(Drafter, Protocol):
         """What drafts read and others may replace: weights."""
 
 
-def host_bound_parts(drafter: Drafter) -> list[Drafter]:
+def not_capturable(drafter: Drafter) -> list[Drafter]:
     """``drafter``, or the drafters that a union joins, as far as they are not static: drafters that keep
     something of the text are not."""
     parts = getattr(drafter, "drafters", None)
     if parts is not None:
-        return [found for part in parts for found in host_bound_parts(part)]
+        return [found for part in parts for found in not_capturable(part)]
     return [] if isinstance(drafter, StaticDrafter) and not drafter.needs_features else [drafter]
 
 
@@ -179,7 +179,7 @@ class StatelessDrafter:
     needs_features = False
     reads_layers: tuple[int, ...] = ()
 
-    def fill(self, tree: CandidateTree | None = None) -> Drafter:
+    def with_tree(self, tree: CandidateTree | None = None) -> Drafter:
         if tree is None:
             return copy.copy(self)  # type: ignore[return-value]  # subclasses have the protocol's methods
         raise ValueError(f"{type(self).__name__} fills no tree but its own; leave tree out")
@@ -208,7 +208,7 @@ class PlainDrafter(StatelessDrafter):
         """See :class:`medusa.drafters.protocol.StaticDrafter`."""
         return self.reads_layers
 
-    def fill(self, tree: CandidateTree | None = None) -> PlainDrafter:
+    def with_tree(self, tree: CandidateTree | None = None) -> PlainDrafter:
         return PlainDrafter(self.reads_layers)
 
     def tensors(self) -> list[Tensor]:
@@ -244,7 +244,7 @@ class DraftValidator:
 
     def check(self, drafter: Drafter, draft: Draft, context: DraftContext) -> None:
         """Raise ValueError, naming the drafter and the rule, unless the base can verify ``draft``."""
-        if is_medusas_own(drafter):
+        if is_builtin(drafter):
             return
         check_shapes(drafter, draft, context, self.vocab_size)
         rules, flags = list(TOKEN_RULES), [token_violations(draft.tokens, context.root, self.vocab_size)]
@@ -258,7 +258,7 @@ class DraftValidator:
         self._topology = draft.topology
 
 
-def is_medusas_own(drafter: Drafter) -> bool:
+def is_builtin(drafter: Drafter) -> bool:
     """Whether ``drafter``, and each drafter that a union joins, is a class of this package."""
     parts = getattr(drafter, "drafters", [])
     return all(type(part).__module__.partition(".")[0] == "medusa" for part in (drafter, *parts))

@@ -34,7 +34,7 @@ from medusa.drafters.draft_model import (
 )
 from medusa.drafters.dynamic import BestPathDrafter, DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import drafter_of_heads
-from medusa.drafters.protocol import Drafter, PlainDrafter, host_bound_parts
+from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, prepared_base
@@ -49,7 +49,7 @@ from medusa.options import StepKind, check_at_least
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
-SPARE_NODES = 12
+MAX_OPTIONAL_NODES = 12
 """Nodes that the default may verify beyond its tree, where text is copied."""
 NO_STATE = "a base whose layers are all attention: this one's states cannot forget its own guesses"
 
@@ -268,7 +268,7 @@ def part_names(name: str) -> list[str]:
     return parts
 
 
-def draft_with_heads(name: str) -> bool:
+def uses_model_heads(name: str) -> bool:
     """Whether the drafter called ``name``, or a part of the union, needs the heads of the model.
 
     Raises:
@@ -277,7 +277,7 @@ def draft_with_heads(name: str) -> bool:
     return any(DRAFTERS[part].needs_heads for part in part_names(name))
 
 
-class Drafters:
+class DrafterFactory:
     """The drafters of one model, by name; what is slow to make, such as loading a model, is done once."""
 
     def __init__(self, host: DraftHost, settings: DrafterSettings | None = None):
@@ -318,7 +318,7 @@ class Drafters:
         of_heads = tree or (models if models.depth and not only_chain else None)
         paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
         in_chains = keeps_state(self._host.base)
-        drafter = united(
+        drafter = combine_drafters(
             [
                 self._filled(part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain or in_chains)
                 for part in paying
@@ -350,9 +350,9 @@ class Drafters:
             return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
         if (step or host.step) in ("general", "compiled") and isinstance(fastest, DynamicDrafter):
-            fastest = fastest.with_suffix(fastest.suffix_length, SPARE_NODES)
+            fastest = fastest.with_suffix(fastest.suffix_length, MAX_OPTIONAL_NODES)
         is_static = (step or host.step) != "general"
-        if is_static and host_bound_parts(fastest):
+        if is_static and not_capturable(fastest):
             return self.make("heads", num_rows=num_rows, step=step)
         return fastest
 
@@ -369,10 +369,10 @@ class Drafters:
         made = self._drafter(part)
         if only_chain and tree is None and made.max_depth:
             tree = CandidateTree.chain(made.max_depth)
-        return made.fill(tree)
+        return made.with_tree(tree)
 
 
-def united(drafters: list[Drafter]) -> Drafter:
+def combine_drafters(drafters: list[Drafter]) -> Drafter:
     """One drafter of one or more: dynamic heads take in a suffix match, the others stand side by side."""
     heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
     suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)

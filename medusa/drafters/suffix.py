@@ -216,7 +216,7 @@ class SuffixDrafter(StatelessDrafter):
         """See :class:`medusa.drafters.protocol.StaticDrafter`."""
         return "suffix", self.length, self.min_match
 
-    def fill(self, tree: CandidateTree | None = None) -> SuffixDrafter:
+    def with_tree(self, tree: CandidateTree | None = None) -> SuffixDrafter:
         """As deep as ``tree``: a chain."""
         return SuffixDrafter(self.length if tree is None else tree.depth, self.min_match)
 
@@ -230,6 +230,10 @@ class SuffixDrafter(StatelessDrafter):
         length = self.length if context.fixed_shape or is_match.any() else 0
         tokens, shares = expected.best_path(length)
         guesses = torch.where(is_match[:, None], tokens, root)
-        worth = torch.where(is_match[:, None], shares, 0).log().cumsum(1)
+        path_logprob = torch.where(is_match[:, None], shares, 0).log().cumsum(1)
         topology = TreeTopology.chain(length + 1, root.device, is_draft=True)
-        return Draft(torch.cat([root, guesses], 1), topology, worth=torch.nn.functional.pad(worth, (1, 0)))
+        return Draft(
+            torch.cat([root, guesses], 1),
+            topology,
+            path_logprob=torch.nn.functional.pad(path_logprob, (1, 0)),
+        )

@@ -27,9 +27,9 @@ class UnionDrafter(StatelessDrafter):
         self.needs_features = any(drafter.needs_features for drafter in drafters)
         self.reads_layers = tuple(sorted({layer for each in drafters for layer in each.reads_layers}))
 
-    def fill(self, tree: CandidateTree | None = None) -> UnionDrafter:
+    def with_tree(self, tree: CandidateTree | None = None) -> UnionDrafter:
         """Each part in ``tree``."""
-        return UnionDrafter([drafter.fill(tree) for drafter in self.drafters])
+        return UnionDrafter([drafter.with_tree(tree) for drafter in self.drafters])
 
     @property
     def max_depth(self) -> int:

@@ -26,10 +26,10 @@ from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
     DEFAULT_DRAFTER,
-    Drafters,
+    DrafterFactory,
     DrafterSettings,
-    draft_with_heads,
     part_names,
+    uses_model_heads,
 )
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.ahead import Heads, check_heads_fit
@@ -140,12 +140,12 @@ def default_names(model: MedusaModel) -> list[str]:
 def needs_heads(names: Iterable[str] | None) -> bool:
     """Whether to load heads for these contenders; by default they take part."""
     return names is None or any(
-        name == DEFAULT or (_is_drafter(name) and draft_with_heads(name)) for name in names
+        name == DEFAULT or (_is_drafter(name) and uses_model_heads(name)) for name in names
     )
 
 
 def _expanded(
-    names: Iterable[str], model: MedusaModel, drafters: Drafters, files: Iterable[str]
+    names: Iterable[str], model: MedusaModel, drafters: DrafterFactory, files: Iterable[str]
 ) -> list[str]:
     """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`ALL_DRAFTERS` stand for."""
     available = drafters.available()
@@ -158,7 +158,9 @@ def _expanded(
 # ------------------------------------------------------------------ our own
 
 
-def _ours(name: str, rule: str, model: MedusaModel, drafters: Drafters, is_greedy: bool) -> Contender | str:
+def _ours(
+    name: str, rule: str, model: MedusaModel, drafters: DrafterFactory, is_greedy: bool
+) -> Contender | str:
     """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size.
 
     Or why the two do not go together: drafts would be biased, or it is another contender in disguise.
@@ -307,7 +309,7 @@ def make_contenders(
             do not fit, or a GGUF file is not one of this base.
     """
     files = llama_cpp_files(model, gguf_files)
-    drafters = Drafters(model, settings)
+    drafters = DrafterFactory(model, settings)
     names = _expanded(names, model, drafters, files)
     for name in filter(_is_drafter, names):
         drafters.make(name)  # refused, if at all, before anything is measured

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import (
     BUSHY,
-    RandomPausing,
+    RandomDrafting,
     random_heads,
     random_prompts,
     tiny_model,
@@ -108,7 +108,7 @@ def test_a_request_says_what_it_says_alone_whatever_is_batched_with_it(
     """Random arrivals, a step or several apart; some begin as others do, some are cancelled midway."""
     model = eagle3_model() if kind == "eagle3" else model_of(kind, seed)
     if pauses:
-        model._costs.pausing = lambda *_: RandomPausing(seed)
+        model._costs.adaptive = lambda *_: RandomDrafting(seed)
     batch = model.continuous_batch(limits)
     arrivals = [
         ((arrivals[0][0][0][:length] + prompt if length else prompt, options), length)

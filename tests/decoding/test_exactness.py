@@ -17,7 +17,7 @@ from conftest import (
     GROUPED,
     VOCAB_SIZE,
     OracleDrafter,
-    RandomPausing,
+    RandomDrafting,
     left_padded,
     random_heads,
     random_prompts,
@@ -267,7 +267,7 @@ def holds(case: Case) -> None:
     case.answers = [row[width - n :].tolist() for row, n in zip(expected, case.lengths, strict=True)]
     drafter, model = DRAFTERS[case.drafter](case), MedusaModel(case.base, step=case.step)
     if case.pauses:
-        model._pausing = lambda *_: RandomPausing(case.seed)
+        model._adaptive = lambda *_: RandomDrafting(case.seed)
     assert model.generate(**case.batch, **case.options, drafter=drafter).tolist() == expected.tolist()
     if not case.options["do_sample"]:
         assert MedusaModel(case.base).generate(**case.batch, **case.options).tolist() == expected.tolist()

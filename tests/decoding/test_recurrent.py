@@ -294,11 +294,11 @@ def test_the_best_path_is_the_one_on_which_most_guesses_are_expected_to_be_right
     parents = torch.tensor([[0, 0, 0, 1, 3]])
     topology = TreeTopology.from_parents(parents, torch.tensor([[0, 1, 1, 2, 3]]), 3)
     probabilities = torch.tensor([[1.0, 0.4, 0.5, 0.3, 0.1], [1.0, 0.3, 0.6, 0.1, 0.05]])
-    draft = Draft(torch.tensor([[5, 6, 7, 8, 9]] * 2), topology, worth=probabilities.log())
+    draft = Draft(torch.tensor([[5, 6, 7, 8, 9]] * 2), topology, path_logprob=probabilities.log())
     path = best_path(draft)
     assert path.tokens.tolist() == [[5, 6, 8, 9], [5, 7, 7, 7]]
     assert path.topology.is_chain
-    assert torch.allclose(path.worth.exp(), torch.tensor([[1, 0.4, 0.3, 0.1], [1, 0.6, 0, 0]]))
+    assert torch.allclose(path.path_logprob.exp(), torch.tensor([[1, 0.4, 0.3, 0.1], [1, 0.6, 0, 0]]))
 
 
 def test_dynamic_heads_and_a_match_draft_the_best_path_by_default():

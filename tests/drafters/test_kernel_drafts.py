@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.causal_lm import output_embedding
-from medusa.decoding.pausing import SPARE_WORTH
+from medusa.decoding.adaptive import OPTIONAL_NODE_PROB
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.protocol import DraftContext, topology_violations
 from medusa.engine import prepared_base
@@ -78,23 +78,23 @@ def both(made, given):
     lengths=st.lists(st.sampled_from([1, 2, 3, 17, 60]), min_size=1, max_size=3),
     is_sampled=st.booleans(),
     num_different=st.sampled_from([2, 5, 50]),
-    spare_nodes=st.sampled_from([0, 12]),
-    least_worth=st.sampled_from([0.0, 0.02, 0.2]),
+    optional_nodes=st.sampled_from([0, 12]),
+    min_accept_prob=st.sampled_from([0.0, 0.02, 0.2]),
 )
 @settings(max_examples=150, deadline=None)
 def test_both_draft_the_same(
-    size, suffix_length, token_map_size, lengths, is_sampled, num_different, spare_nodes, least_worth
+    size, suffix_length, token_map_size, lengths, is_sampled, num_different, optional_nodes, min_accept_prob
 ):
-    made = drafter(*size, suffix_length, token_map_size).with_suffix(suffix_length, spare_nodes)
-    given = replace(context(lengths, is_sampled, made, num_different), least_worth=least_worth)
+    made = drafter(*size, suffix_length, token_map_size).with_suffix(suffix_length, optional_nodes)
+    given = replace(context(lengths, is_sampled, made, num_different), min_accept_prob=min_accept_prob)
     mine, theirs = both(made, given)
-    is_likely = (theirs.worth > math.log(SPARE_WORTH) - 1e-3).any(0)
-    kept = max(theirs.tokens.shape[1] - theirs.num_spare, int(is_likely.sum()))
+    is_likely = (theirs.path_logprob > math.log(OPTIONAL_NODE_PROB) - 1e-3).any(0)
+    kept = max(theirs.tokens.shape[1] - theirs.num_optional_nodes, int(is_likely.sum()))
     mine, theirs = (
-        replace(each.first(kept), worth=each.worth[:, :kept]) for each in (mine, theirs)
+        replace(each.first(kept), path_logprob=each.path_logprob[:, :kept]) for each in (mine, theirs)
     )  # the others are not verified
-    torch.testing.assert_close(mine.worth, theirs.worth, atol=1e-3, rtol=1e-3)
-    is_clear = (theirs.worth.diff(dim=1).abs() > 1e-3).all()  # equals may change places
+    torch.testing.assert_close(mine.path_logprob, theirs.path_logprob, atol=1e-3, rtol=1e-3)
+    is_clear = (theirs.path_logprob.diff(dim=1).abs() > 1e-3).all()  # equals may change places
     if is_clear:
         assert torch.equal(mine.tokens, theirs.tokens)
         for name in ("parents", "depths", "ancestors", "lineage"):
@@ -118,13 +118,13 @@ def test_nodes_that_are_likely_enough_are_found_without_looking_for_others(has_k
         whole = made.draft(given)
         every = sum(levels)
         levels.clear()
-        for least_worth in (0.02, 0.1, 0.5):
-            likely = made.draft(replace(given, least_worth=least_worth))
+        for min_accept_prob in (0.02, 0.1, 0.5):
+            likely = made.draft(replace(given, min_accept_prob=min_accept_prob))
             num_levels.append(len(levels))
-            assert sum(levels) <= every - (every > 1 and least_worth == 0.5)
+            assert sum(levels) <= every - (every > 1 and min_accept_prob == 0.5)
             levels.clear()
             assert likely.tokens.shape == whole.tokens.shape
-            num_likely = int((whole.worth.exp() >= least_worth).sum())
+            num_likely = int((whole.path_logprob.exp() >= min_accept_prob).sum())
             assert torch.equal(likely.tokens[:, :num_likely], whole.tokens[:, :num_likely])
             parents = likely.topology.parents[:, :num_likely], whole.topology.parents[:, :num_likely]
             assert torch.equal(*parents)
@@ -138,7 +138,7 @@ def test_heads_that_are_no_numbers_still_draft_a_tree(broken):
     given.hidden[0, 3] = broken
     draft = made.draft(given)
     assert (draft.tokens >= 0).all() and (draft.tokens < VOCAB_SIZE).all()
-    assert not draft.worth.isnan().any() and (draft.worth.diff(dim=1) <= 0).all()
+    assert not draft.path_logprob.isnan().any() and (draft.path_logprob.diff(dim=1) <= 0).all()
     alone, _ = both(made, context([17, 9], False, made, 5))
     assert torch.equal(draft.tokens[1], alone.tokens[1]), "it spoils no other row"
 
@@ -151,7 +151,7 @@ def test_nodes_below_levels_that_were_left_out_are_as_deep_as_they_stand(has_ker
     made.has_kernels = has_kernels
     made.logits_after_beam = lambda context, paths, parents: torch.zeros(1, paths.shape[1], VOCAB_SIZE)
     row = torch.tensor([[*range(10, 50), 10, 11, 12]])
-    given = replace(context([43], False, made, 7), tokens=row, root=row[:, -1], least_worth=0.7)
+    given = replace(context([43], False, made, 7), tokens=row, root=row[:, -1], min_accept_prob=0.7)
     draft = made.draft(given)
     assert not topology_violations(draft.topology).any()
     assert int(draft.topology.depths.max()) == min(suffix_length, 8)

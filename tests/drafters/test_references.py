@@ -327,4 +327,4 @@ def test_a_chain_follows_the_likeliest_path_and_stops_where_nothing_is_expected(
     corpus.add([5, 6, 7, 8, 11])
     draft = SuffixDrafter(length=4, min_match=2).draft(context_of([5, 6, 7, 8], corpus=corpus))
     assert draft.tokens.tolist() == [[8, 9, 10, 8, 8]]
-    assert draft.worth[0, 3] == -torch.inf
+    assert draft.path_logprob[0, 3] == -torch.inf

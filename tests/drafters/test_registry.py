@@ -13,7 +13,7 @@ from medusa.drafters.draft_model import DraftModelDrafter, LowPrecisionDrafter, 
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
-from medusa.drafters.registry import DRAFTERS, Drafters, DrafterSettings
+from medusa.drafters.registry import DRAFTERS, DrafterFactory, DrafterSettings
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine.kernels import PackedLinear
@@ -36,12 +36,12 @@ def test_heads_take_the_tree_tuned_for_the_rows_and_leave_a_union_where_they_do_
         TunedTree(plain.runtime, 2, CandidateTree.chain(3)),
     ]
     model = MedusaModel(plain.base, plain.heads, BUSHY, tuned=tuned)
-    drafters = Drafters(model)
+    drafters = DrafterFactory(model)
     assert drafters.make("heads", num_rows=2).tree == CandidateTree.chain(3)
     assert drafters.make("heads", num_rows=4).tree == CandidateTree.chain(3), "asked for alone, heads draft"
     assert isinstance(drafters.make("heads+suffix", num_rows=2), UnionDrafter)
     assert isinstance(drafters.make("heads+suffix", num_rows=4), SuffixDrafter)
-    assert Drafters(plain).make("heads", num_rows=4).tree == BUSHY
+    assert DrafterFactory(plain).make("heads", num_rows=4).tree == BUSHY
 
 
 def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
@@ -64,7 +64,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
     options = {"do_sample": True, "temperature": 0.9, "seed": 5, "max_new_tokens": 12}
     plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))
     for name, kind in kinds.items():
-        drafter = Drafters(model, settings).make(name)
+        drafter = DrafterFactory(model, settings).make(name)
         assert type(drafter) is kind
         assert model.generate(prompts, **options, drafter=drafter).tolist() == plain.tolist()
 
@@ -79,7 +79,7 @@ def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
     prompts = random_prompts(2, 7)
     plain = model.generate(prompts, do_sample=False, max_new_tokens=12)
     for name, attribute in (("early-exit", "cheaper"), ("draft-model", "draft_model")):
-        drafter = Drafters(model, settings).make(name)
+        drafter = DrafterFactory(model, settings).make(name)
         layers = getattr(drafter, attribute).modules()
         assert any(isinstance(layer, PackedLinear) for layer in layers)
         drafted = model.generate(prompts, do_sample=False, max_new_tokens=12, drafter=drafter)
@@ -89,43 +89,48 @@ def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
 def test_chains_have_the_length_asked_for_and_heads_keep_their_tree():
     model = model_with_heads()
     settings = DrafterSettings(draft_length=7, exit_layer=1)
-    assert Drafters(model, settings).make("suffix").max_depth == 7
-    assert Drafters(model, settings).make("early-exit").tree == CandidateTree.chain(7)
-    assert Drafters(model, settings).make("heads").tree == BUSHY
-    assert Drafters(model, settings).make("heads", only_chain=True).tree == CandidateTree.chain(3)
+    assert DrafterFactory(model, settings).make("suffix").max_depth == 7
+    assert DrafterFactory(model, settings).make("early-exit").tree == CandidateTree.chain(7)
+    assert DrafterFactory(model, settings).make("heads").tree == BUSHY
+    assert DrafterFactory(model, settings).make("heads", only_chain=True).tree == CandidateTree.chain(3)
     shorter = DrafterSettings(draft_length=2)
-    assert Drafters(model, shorter).make("heads", only_chain=True).tree == CandidateTree.chain(2)
-    assert Drafters(model, settings).make("heads+suffix").max_depth == 7
+    assert DrafterFactory(model, shorter).make("heads", only_chain=True).tree == CandidateTree.chain(2)
+    assert DrafterFactory(model, settings).make("heads+suffix").max_depth == 7
 
 
 def test_heads_whose_tuned_tree_is_the_root_alone_draft_a_chain():
-    assert Drafters(model_with_heads(CandidateTree.chain(0))).make("heads").tree == CandidateTree.chain(3)
+    assert DrafterFactory(model_with_heads(CandidateTree.chain(0))).make("heads").tree == CandidateTree.chain(
+        3
+    )
 
 
 def test_a_wider_draft_is_for_rules_that_take_a_tree():
     model = model_with_heads()
     settings = DrafterSettings(draft_length=4, draft_width=2, exit_layer=1)
-    assert Drafters(model, settings).make("early-exit").tree == independent_chains(2, 4)
-    assert Drafters(model, settings).make("early-exit", only_chain=True).tree == CandidateTree.chain(4)
+    assert DrafterFactory(model, settings).make("early-exit").tree == independent_chains(2, 4)
+    assert DrafterFactory(model, settings).make("early-exit", only_chain=True).tree == CandidateTree.chain(4)
 
 
 @pytest.mark.parametrize("name", ["heads", "dynamic-heads", "suffix", "early-exit", "heads+suffix"])
 def test_every_drafter_fills_the_tree_it_is_given_and_is_new_each_time(name):
     model = model_with_heads()
-    drafters, tree = Drafters(model, DrafterSettings(exit_layer=1)), CandidateTree.from_paths([(0,), (0, 1)])
+    drafters, tree = (
+        DrafterFactory(model, DrafterSettings(exit_layer=1)),
+        CandidateTree.from_paths([(0,), (0, 1)]),
+    )
     drafter = drafters.make(name, tree)
     assert drafter.max_depth == 2 and drafters.make(name).max_depth != 1
     for part in getattr(drafter, "drafters", [drafter]):
         assert getattr(part, "tree", tree) == tree
-    assert drafters.make(name, tree) is not drafter is not drafter.fill()
+    assert drafters.make(name, tree) is not drafter is not drafter.with_tree()
     assert type(drafters.make(name, CandidateTree.chain(0))) is PlainDrafter
 
 
 def test_available_drafters_are_those_that_lack_nothing():
     bare = MedusaModel(tiny_model("llama"))
-    assert Drafters(bare, DrafterSettings()).available() == ["suffix", "low-precision"]
+    assert DrafterFactory(bare, DrafterSettings()).available() == ["suffix", "low-precision"]
     everything = DrafterSettings(exit_layer=1, draft_model="somewhere")
-    found = Drafters(model_with_heads(), everything).available()
+    found = DrafterFactory(model_with_heads(), everything).available()
     assert [name for name in found if name != "eagle3"] == [
         "heads",
         "dynamic-heads",
@@ -159,7 +164,7 @@ def test_available_drafters_are_those_that_lack_nothing():
 )
 def test_a_drafter_that_cannot_be_is_refused_with_what_it_lacks(name, message):
     with pytest.raises(ValueError, match=message):
-        Drafters(MedusaModel(tiny_model("llama"))).make(name)
+        DrafterFactory(MedusaModel(tiny_model("llama"))).make(name)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +211,11 @@ def test_a_draft_model_directory_is_loaded_and_its_tokens_checked(tmp_path):
     model = chat_model()
     chat_base(seed=3).save_pretrained(tmp_path)
     model.tokenizer.save_pretrained(tmp_path)
-    drafter = Drafters(model, DrafterSettings(draft_model=tmp_path, draft_length=2)).make("draft-model")
+    drafter = DrafterFactory(model, DrafterSettings(draft_model=tmp_path, draft_length=2)).make("draft-model")
     assert drafter.draft_model.config.num_hidden_layers == 2
     model.tokenizer.add_tokens(["<|new|>"])
     with pytest.raises(ValueError, match="draft model must share the base model's tokens, 1 differ"):
-        Drafters(model, DrafterSettings(draft_model=tmp_path)).make("draft-model")
+        DrafterFactory(model, DrafterSettings(draft_model=tmp_path)).make("draft-model")
     other = LlamaForCausalLM(LlamaConfig(**{**tiny_model("llama").config.to_dict(), "vocab_size": 500}))
     with pytest.raises(ValueError, match="draft model has vocab_size=500"):
-        Drafters(model_with_heads(), DrafterSettings(draft_model=other)).make("draft-model")
+        DrafterFactory(model_with_heads(), DrafterSettings(draft_model=other)).make("draft-model")

@@ -22,7 +22,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, output_embedding
 from medusa.base.loading import load_base
-from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine import loading
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.loading import FileSizes, load_for_engine
@@ -97,7 +97,7 @@ def test_every_form_of_the_base_drafts_where_it_is_held_once(tmp_path, engine, d
     directory = saved(tiny_model("llama"), tmp_path)
     chat_tokenizer().save_pretrained(directory)
     model = MedusaModel(load_for_engine(directory, engine), random_heads(), engine=engine)
-    made = Drafters(model, DrafterSettings(exit_layer=1, draft_model=str(directory))).make(drafter)
+    made = DrafterFactory(model, DrafterSettings(exit_layer=1, draft_model=str(directory))).make(drafter)
     ids = random_prompts(1, 9)
     plain = model.generate(ids, **GREEDY, tree=CandidateTree.chain(0))
     output = model.generate(ids, **GREEDY, drafter=made, return_dict_in_generate=True)

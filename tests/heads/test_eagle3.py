@@ -24,7 +24,7 @@ from medusa.base.causal_lm import hidden_states, output_embedding
 from medusa.cli.info import describe_heads
 from medusa.drafters.ahead import AheadDrafter
 from medusa.drafters.dynamic import DynamicAheadDrafter
-from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine.quick_heads import quick_heads
 from medusa.heads.ahead import drafted_states
 from medusa.heads.calibration import AnsweredTokens, calibrate
@@ -172,7 +172,7 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
     model = MedusaModel.from_pretrained(base, saved)
     assert model.tree == TREE
     assert isinstance(model.drafter_for(1), DynamicAheadDrafter)
-    named = Drafters(model).make("heads")
+    named = DrafterFactory(model).make("heads")
     assert isinstance(named, AheadDrafter)
     for lengths in ([9], [20, 1, 7]):
         batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
@@ -191,15 +191,15 @@ def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
     base = tiny_model("llama")
     model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=2)))
     settings = DrafterSettings(eagle3=saved)
-    assert "eagle3" in Drafters(model, settings).available()
-    assert "eagle3" not in Drafters(model, DrafterSettings()).available()
-    drafter = Drafters(model, settings).make("eagle3")
+    assert "eagle3" in DrafterFactory(model, settings).available()
+    assert "eagle3" not in DrafterFactory(model, DrafterSettings()).available()
+    drafter = DrafterFactory(model, settings).make("eagle3")
     assert isinstance(drafter, AheadDrafter) and drafter.tree == TREE
-    assert Drafters(model, settings).make("eagle3", only_chain=True).tree == CandidateTree.chain(DEPTH)
+    assert DrafterFactory(model, settings).make("eagle3", only_chain=True).tree == CandidateTree.chain(DEPTH)
     arguments = {"do_sample": False, "max_new_tokens": 12}
     plain = model.generate(random_prompts(2, 7), **arguments, tree=CandidateTree.chain(0))
     for name in ("eagle3", "heads+eagle3"):
-        drafter = Drafters(model, settings).make(name)
+        drafter = DrafterFactory(model, settings).make(name)
         assert model.generate(random_prompts(2, 7), **arguments, drafter=drafter).tolist() == plain.tolist()
 
 
@@ -208,16 +208,16 @@ def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
     with pytest.raises(
         ValueError, match="drafter 'eagle3' needs an EAGLE-3 head; give eagle3= to make_drafter"
     ):
-        Drafters(model).make("eagle3")
+        DrafterFactory(model).make("eagle3")
     small = HeadsCheckpoint(new_head(hidden_size=16), "some/base")
     with pytest.raises(ValueError, match="heads were trained for hidden_size=16"):
-        Drafters(model, DrafterSettings(eagle3=small)).make("eagle3")
+        DrafterFactory(model, DrafterSettings(eagle3=small)).make("eagle3")
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE))
     other = save_heads(HeadsCheckpoint(heads, "some/base"), tmp_path / "medusa")
     with pytest.raises(
         ValueError, match="must be an EAGLE-3 head, got Medusa heads for 'some/base'; give them as heads="
     ):
-        Drafters(model, DrafterSettings(eagle3=other)).make("eagle3")
+        DrafterFactory(model, DrafterSettings(eagle3=other)).make("eagle3")
 
 
 def test_a_base_gives_the_head_its_attention_and_rotary_embedding():

@@ -12,7 +12,7 @@ from tiny_chat import chat_base, chat_heads, chat_model, wide_tree
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsCheckpoint, MedusaModel, load_heads, save_heads
-from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.places import shipped_heads
@@ -90,7 +90,7 @@ def test_an_eagle3_head_of_another_base_is_warned_of(tmp_path):
     fingerprint = BaseFingerprint.of(chat_base(seed=1))
     path = save_heads(HeadsCheckpoint(head, "tiny", fingerprint=fingerprint), tmp_path / "eagle3")
     with pytest.warns(UserWarning, match=ANOTHER):
-        Drafters(chat_model(), DrafterSettings(eagle3=str(path))).make("eagle3")
+        DrafterFactory(chat_model(), DrafterSettings(eagle3=str(path))).make("eagle3")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

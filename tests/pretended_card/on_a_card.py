@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from conftest import (
     GROUPED,
     VOCAB_SIZE,
-    RandomPausing,
+    RandomDrafting,
     decode,
     left_padded,
     program,
@@ -38,7 +38,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.steps import Steps
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -77,7 +77,7 @@ def named(model: MedusaModel, name: str):
     eagle3 = HeadsCheckpoint(Eagle3Head(config, token_map=list(range(3, 43))).eval(), "x", TREE)
     draft_model = llama(1).to(model.device)
     settings = DrafterSettings(draft_model=draft_model, exit_layer=1, eagle3=eagle3)
-    return Drafters(model, settings).make(name)
+    return DrafterFactory(model, settings).make(name)
 
 
 def batch(num_rows: int) -> dict[str, Tensor]:
@@ -293,7 +293,7 @@ def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own(models):
     expected = answered()
     graphs.clear()
     for num_steps in (2, 2):
-        assert answered(pausing=RandomPausing(1), step="captured", host_sync_interval=4) == expected
+        assert answered(adaptive=RandomDrafting(1), step="captured", host_sync_interval=4) == expected
         assert len(graphs) == num_steps
 
 
@@ -428,7 +428,7 @@ def test_a_draft_model_on_another_card_is_refused(models):
     with pytest.raises(
         ValueError, match=r"draft model must be on cuda:0, .* got one on cuda:1; move it with "
     ):
-        Drafters(models[1], settings).make("draft-model")
+        DrafterFactory(models[1], settings).make("draft-model")
 
 
 # ------------------------------------------------------------------ training
@@ -495,12 +495,12 @@ def test_guessing_never_pauses_where_float32_is_multiplied_in_tf32(models, monke
     request = models[1].request(random_prompts(1, 4).to("cuda"), **GREEDY, max_new_tokens=4)
     options = medusa.model._Options(None, None, None, "exact", None, None, None)
     drafter = models[1].drafter_for(1)
-    assert models[1]._pausing(options, request, drafter) is not None
+    assert models[1]._adaptive(options, request, drafter) is not None
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert models[1]._pausing(options, request, drafter) is None
-        assert models[0]._pausing(options, request, drafter) is not None
+        assert models[1]._adaptive(options, request, drafter) is None
+        assert models[0]._adaptive(options, request, drafter) is not None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 

@@ -12,7 +12,7 @@ from conftest import BUSHY, OracleDrafter
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.drafters.draft_model import early_exit
-from medusa.drafters.registry import Drafters, DrafterSettings
+from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.prompts import encode_messages, padded_batch, read_prompts
 
@@ -98,7 +98,7 @@ def test_every_drafter_says_what_the_real_model_says(
     else:
         expected = real_base.generate(**ids, **options)
     drafted = model.generate(
-        **ids, **options, drafter=Drafters(model, settings).make(name), return_dict_in_generate=True
+        **ids, **options, drafter=DrafterFactory(model, settings).make(name), return_dict_in_generate=True
     )
     assert drafted.sequences.tolist() == expected.tolist()
     assert drafted.statistics.num_steps > 0

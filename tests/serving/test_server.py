@@ -36,7 +36,7 @@ from tiny_server import (
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
-from medusa.decoding.pausing import DraftCosts
+from medusa.decoding.adaptive import DraftCosts
 from medusa.decoding.step import ModelRunner
 from medusa.heads.mtp import own_head
 from medusa.serving.gate import refusal_of_host, refusal_of_origin
@@ -128,7 +128,7 @@ def test_layers_that_a_base_comes_with_draft_the_answers_of_generate(tmp_path, f
 
 
 def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog, monkeypatch):
-    monkeypatch.setattr(DraftCosts, "pausing", lambda *_: None)  # whatever a draft costs here
+    monkeypatch.setattr(DraftCosts, "adaptive", lambda *_: None)  # whatever a draft costs here
     asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
     caplog.set_level(logging.INFO, "medusa.serving")
     with running(tiny_chat_model, race=True) as server:

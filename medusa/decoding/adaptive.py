@@ -17,7 +17,7 @@ elsewhere: its cost times the tokens that come in the time of a pass. So an easy
 hard one none, and the same rule serves long texts and full batches, where nodes are dear.
 
 A suffix match costs next to nothing to look for. So in the general loop a pause goes on guessing what
-followed the last tokens, where at least :data:`PAUSED_MATCH` of them occurred before: a text that begins to
+followed the last tokens, where at least :data:`FALLBACK_MATCH` of them occurred before: a text that begins to
 repeat itself ends the pause at once.
 
 A batch pauses as a whole; its tokens are counted per row that still decodes. The tokens are the same whatever
@@ -42,7 +42,7 @@ MAX_CREDIT = 4.0
 FIRST_INTERVAL, LAST_INTERVAL = 16, 256
 """Plain steps before the first probe of a pause, for each plain step that a probe would lose; each that loses
 doubles them, up to the second. So the probes of a long pause cost 0.4 %, whatever a draft costs."""
-PAUSED_MATCH = 4
+FALLBACK_MATCH = 4
 """Tokens of a suffix match that is drafted in a pause."""
 NUM_RATIOS, ENOUGH_RATIOS = 15, 3
 """Ratios that are kept, and without which nothing is paused."""
@@ -55,7 +55,7 @@ NODE_COST_INTERVAL = 64
 """Steps without a new cost of a node after which a whole draft is verified, to learn another."""
 LEARNING_PASS = 32
 """Nodes of all rows together that are verified to learn what a node costs, at most."""
-SPARE_WORTH = 0.5
+OPTIONAL_NODE_PROB = 0.5
 """The probability from which spare nodes are verified: what a node costs is learnt from smaller passes."""
 MEMORY = 0.98
 """How much of what the steps before gave still counts a step later."""
@@ -77,7 +77,7 @@ class DraftCost:
         """Drafted steps since the cost of a node was taken."""
 
     @property
-    def least_worth(self) -> float | None:
+    def min_accept_prob(self) -> float | None:
         """The probability from which a node pays; None before it is known."""
         return None if self.node is None else self.node * self._tokens / self._time
 
@@ -130,7 +130,9 @@ class DraftCosts:
     def __init__(self) -> None:
         self.known: dict[tuple[StepKind, int], DraftCost] = {}
 
-    def pausing(self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int) -> Pausing | None:
+    def adaptive(
+        self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int
+    ) -> AdaptiveDrafting | None:
         """What pauses guessing in a request of so many rows whose text does not depend on drafts.
 
         None where it must not pause: in lower precision than float32 (``in_float32`` is False) a pass over
@@ -138,24 +140,24 @@ class DraftCosts:
         if not in_float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())
-        return Pausing(cost, SuffixDrafter(min_match=PAUSED_MATCH) if step == "general" else None)
+        return AdaptiveDrafting(cost, SuffixDrafter(min_match=FALLBACK_MATCH) if step == "general" else None)
 
 
-class Pausing:
+class AdaptiveDrafting:
     """Whether the next step drafts, in one request.
 
     Args:
         cost: what is known from other requests; it learns from this one.
-        stand_in: who drafts in the place of the drafter in a pause, if it has anything; at next to no cost.
+        fallback: who drafts in the place of the drafter in a pause, if it has anything; at next to no cost.
     """
 
-    def __init__(self, cost: DraftCost, stand_in: Drafter | None = None):
-        self.cost, self.stand_in = cost, stand_in or PlainDrafter()
-        self._nobody = PlainDrafter()
+    def __init__(self, cost: DraftCost, fallback: Drafter | None = None):
+        self.cost, self.fallback = cost, fallback or PlainDrafter()
+        self._no_drafter = PlainDrafter()
         self._balance = 0.0
         self._interval = FIRST_INTERVAL
         self._num_plain = 0  # steps to come that do not draft
-        self._asks_stand_in = True  # until a match was wrong, and again after the next probe
+        self._asks_fallback = True  # until a match was wrong, and again after the next probe
         self._is_learning = False  # what a node costs
         self._is_first = True  # the first draft has the prompt to catch up with: its time tells nothing
         self._drafted_step: tuple[int, float] | None = None  # nodes and seconds of the last, if it drafted
@@ -165,17 +167,17 @@ class Pausing:
         """Whether the next step is to draft."""
         return self._num_plain == 0
 
-    def chosen(self, drafter: Drafter) -> Drafter:
-        """Who drafts the next step: ``drafter``, or in a pause :attr:`stand_in`, or nobody."""
+    def select_drafter(self, drafter: Drafter) -> Drafter:
+        """Who drafts the next step: ``drafter``, or in a pause :attr:`fallback`, or nobody."""
         if self.drafts:
             return drafter
-        return self.stand_in if self._asks_stand_in else self._nobody
+        return self.fallback if self._asks_fallback else self._no_drafter
 
     @property
-    def least_worth(self) -> float:
+    def min_accept_prob(self) -> float:
         """The probability from which a node of the next draft is verified; 0 where nodes cost nothing, or
         some are to learn from."""
-        known = self.cost.least_worth
+        known = self.cost.min_accept_prob
         return 0.0 if known is None or self._is_trial else known
 
     @property
@@ -183,20 +185,22 @@ class Pausing:
         """Whether a whole draft is verified next, to learn anew what a node costs."""
         return self.cost.num_since_node >= NODE_COST_INTERVAL
 
-    def num_nodes(self, worth: Tensor, most: int) -> int:
-        """How many nodes to verify of a draft whose nodes have ``worth`` (B, N), as in
+    def num_nodes(self, path_logprob: Tensor, most: int) -> int:
+        """How many nodes to verify of a draft whose nodes have ``path_logprob`` (B, N), as in
         :class:`medusa.drafters.protocol.Draft`; as many in every row, ``most`` but for spare ones."""
-        if worth.shape[1] == 1:
+        if path_logprob.shape[1] == 1:
             return 1
-        probabilities = [sum(map(math.exp, each)) / len(each) for each in zip(*worth.tolist(), strict=True)]
-        num_likely = sum(each >= SPARE_WORTH for each in probabilities)
-        self._is_learning = self.cost.least_worth is None
-        tried = min(most, max(2, LEARNING_PASS // len(worth)))
+        probabilities = [
+            sum(map(math.exp, each)) / len(each) for each in zip(*path_logprob.tolist(), strict=True)
+        ]
+        num_likely = sum(each >= OPTIONAL_NODE_PROB for each in probabilities)
+        self._is_learning = self.cost.min_accept_prob is None
+        tried = min(most, max(2, LEARNING_PASS // len(path_logprob)))
         if self._is_learning:  # some of two sizes, to learn from
             return tried if self.cost.num_since_node % 2 else tried // 2
         if self._is_trial:
             return tried
-        num_paying = sum(each >= self.least_worth for each in probabilities)
+        num_paying = sum(each >= self.min_accept_prob for each in probabilities)
         return max(1, min(num_paying, max(most, num_likely)))
 
     def record(
@@ -204,21 +208,21 @@ class Pausing:
         tokens_per_row: float,
         seconds: float | None,
         num_steps: int = 1,
-        by_stand_in: bool = False,
+        used_fallback: bool = False,
         num_nodes: int = 1,
     ) -> None:
         """What the step that :attr:`drafts` spoke of gave; or ``num_steps`` of them at once, in all.
 
         ``seconds`` is None where something else than stepping took part, such as compiling. Steps at once
-        count as one where steps are counted here, as every decision is then about as many. ``by_stand_in``
-        says that :attr:`stand_in` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root
+        count as one where steps are counted here, as every decision is then about as many. ``used_fallback``
+        says that :attr:`fallback` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root
         and what was read again among them; where all steps verify as many, any number will do.
         """
         before, self._drafted_step = self._drafted_step, None
-        if by_stand_in:
+        if used_fallback:
             self._settle(tokens_per_row, num_steps, self.cost.plain_steps(num_nodes))
-            self._asks_stand_in = self._balance > -MAX_DEBT
-            if self._asks_stand_in:
+            self._asks_fallback = self._balance > -MAX_DEBT
+            if self._asks_fallback:
                 self._num_plain = 0
         elif self.drafts:
             self._drafted(tokens_per_row, num_steps, num_nodes)
@@ -241,7 +245,7 @@ class Pausing:
                 self._interval = FIRST_INTERVAL
 
     def _drafted(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
-        cost, price, self._asks_stand_in = self.cost, self.cost.plain_steps(num_nodes), True
+        cost, price, self._asks_fallback = self.cost, self.cost.plain_steps(num_nodes), True
         cost.count(tokens_per_row / num_steps, num_nodes)
         if price is not None:
             self._settle(tokens_per_row, num_steps, price)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import (
     VOCAB_SIZE,
-    RandomPausing,
+    RandomDrafting,
     counting_model,
     decode,
     random_heads,
@@ -23,7 +23,7 @@ from conftest import (
 import medusa.decoding.batch
 import medusa.decoding.static
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.decoding.pausing import FIRST_INTERVAL, LAST_INTERVAL, MAX_DEBT, DraftCost, Pausing
+from medusa.decoding.adaptive import FIRST_INTERVAL, LAST_INTERVAL, MAX_DEBT, AdaptiveDrafting, DraftCost
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
 from medusa.decoding.step import ModelRunner
@@ -54,12 +54,12 @@ class Answer:
     def __init__(self, tokens: Tokens, length: int, price: float, cost: DraftCost, noise: float = 0.0):
         self.seconds, self.is_drafted = 0.0, list[bool]()
         self.length, num_tokens = length, 0
-        clock, pausing = random.Random(length), Pausing(cost)
+        clock, adaptive = random.Random(length), AdaptiveDrafting(cost)
         while num_tokens < length:
-            drafts = pausing.drafts
+            drafts = adaptive.drafts
             new = tokens(num_tokens) if drafts else 1
             seconds = (price if drafts else 1.0) * clock.lognormvariate(0, noise)
-            pausing.record(new, seconds)
+            adaptive.record(new, seconds)
             self.seconds, num_tokens = self.seconds + seconds, num_tokens + new
             self.is_drafted.append(drafts)
 
@@ -126,26 +126,26 @@ def draft_of(*probabilities: float) -> torch.Tensor:
     return torch.tensor([[1.0, *probabilities]]).log()
 
 
-def sized(cost, worth: torch.Tensor, num_steps: int, seconds_of, tokens: float = 1.5) -> list[int]:
+def sized(cost, path_logprob: torch.Tensor, num_steps: int, seconds_of, tokens: float = 1.5) -> list[int]:
     """The nodes that steps verify of such drafts, timed by ``seconds_of`` their number, or None."""
-    pausing, found = Pausing(cost), list[int]()
+    adaptive, found = AdaptiveDrafting(cost), list[int]()
     for _ in range(num_steps):
-        if not pausing.drafts:
-            pausing.record(1, seconds_of(None))
+        if not adaptive.drafts:
+            adaptive.record(1, seconds_of(None))
             continue
-        found.append(pausing.num_nodes(worth, worth.shape[1]))
-        pausing.record(tokens, seconds_of(found[-1]), num_nodes=found[-1])
+        found.append(adaptive.num_nodes(path_logprob, path_logprob.shape[1]))
+        adaptive.record(tokens, seconds_of(found[-1]), num_nodes=found[-1])
     return found
 
 
 @pytest.mark.parametrize(("node", "expected"), [(0.0, 5), (0.02, 4), (0.15, 3), (0.5, 1)])
 def test_as_many_nodes_are_verified_as_pay(node, expected):
-    cost, worth, noise = DraftCost(), draft_of(0.5, 0.3, 0.1, 0.0), random.Random(1)
+    cost, path_logprob, noise = DraftCost(), draft_of(0.5, 0.3, 0.1, 0.0), random.Random(1)
 
     def seconds(nodes: int | None) -> float:
         return (1.0 if nodes is None else 1.1 * (1 + node * (nodes - 1))) * noise.lognormvariate(0, 0.02)
 
-    found = sized(cost, worth, 400, seconds)
+    found = sized(cost, path_logprob, 400, seconds)
     assert cost.node == pytest.approx(node, abs=0.02)
     assert cost.plain_steps(3) == pytest.approx(1.1 * (1 + 2 * node), rel=0.03)
     late = found[-40:]
@@ -162,7 +162,7 @@ def test_the_smallest_drafts_can_be_left_out_too():
 def test_a_batch_verifies_the_nodes_that_pay_on_average():
     cost = DraftCost()
     sized(cost, draft_of(0.5, 0.3), 60, lambda nodes: 1.0 if nodes is None else 1 + 0.2 * (nodes - 1))
-    assert cost.least_worth == pytest.approx(0.2 * 1.5 / 1.3, abs=0.05)
+    assert cost.min_accept_prob == pytest.approx(0.2 * 1.5 / 1.3, abs=0.05)
     cost.num_since_node = 0
     sure, unsure = draft_of(0.9, 0.8, 0.1), draft_of(0.2, 0.0, 0.0)
     assert verified(cost, sure) == 3
@@ -175,16 +175,16 @@ def test_a_batch_verifies_the_nodes_that_pay_on_average():
     )
 
 
-def verified(cost: DraftCost, *rows: torch.Tensor, num_spare: int = 0) -> int:
-    return Pausing(cost).num_nodes(torch.cat(rows), rows[0].shape[1] - num_spare)
+def verified(cost: DraftCost, *rows: torch.Tensor, num_optional_nodes: int = 0) -> int:
+    return AdaptiveDrafting(cost).num_nodes(torch.cat(rows), rows[0].shape[1] - num_optional_nodes)
 
 
 def test_spare_nodes_are_verified_where_they_are_likely():
     cost = DraftCost()
     sized(cost, draft_of(0.5, 0.3), 60, lambda nodes: 1.0 if nodes is None else 1 + 0.05 * (nodes - 1))
     cost.num_since_node = 0
-    assert verified(cost, draft_of(0.9, 0.8, 0.7, 0.4), num_spare=3) == 4
-    assert verified(cost, draft_of(0.9, 0.4, 0.4, 0.4), num_spare=3) == 2
+    assert verified(cost, draft_of(0.9, 0.8, 0.7, 0.4), num_optional_nodes=3) == 4
+    assert verified(cost, draft_of(0.9, 0.4, 0.4, 0.4), num_optional_nodes=3) == 2
     assert verified(cost, draft_of(0.9, 0.4, 0.4, 0.4)) == 5
 
 
@@ -199,50 +199,50 @@ def test_what_a_node_costs_is_learnt_from_passes_of_a_bounded_size():
 
 def test_a_step_that_also_compiled_teaches_nothing():
     cost = DraftCost()
-    pausing = Pausing(cost)
+    adaptive = AdaptiveDrafting(cost)
     for _ in range(20):
-        pausing.record(1, 100.0 if pausing.drafts else None)
+        adaptive.record(1, 100.0 if adaptive.drafts else None)
     assert cost.plain_steps() is None
-    pausing = Pausing(cost)
+    adaptive = AdaptiveDrafting(cost)
     for _ in range(20):
-        pausing.record(1, None if pausing.drafts else 1.0)
+        adaptive.record(1, None if adaptive.drafts else 1.0)
     assert cost.plain_steps() is None
 
 
 def test_the_first_draft_of_a_request_has_a_prompt_to_read_and_is_not_timed():
     cost = DraftCost()
     for _ in range(9):
-        pausing = Pausing(cost)
+        adaptive = AdaptiveDrafting(cost)
         for seconds in (50.0, 1.5):
-            pausing.record(3, seconds)
-        if not pausing.drafts:
-            pausing.record(1, 1.0)
+            adaptive.record(3, seconds)
+        if not adaptive.drafts:
+            adaptive.record(1, 1.0)
     assert cost.plain_steps() == 1.5
 
 
 def test_steps_that_come_several_at_a_time_are_priced_one_by_one():
     cost = DraftCost()
-    pausing = Pausing(cost)
+    adaptive = AdaptiveDrafting(cost)
     for _ in range(12):
-        pausing.record(8.0, 12.0 if pausing.drafts else 8.0, num_steps=8)
+        adaptive.record(8.0, 12.0 if adaptive.drafts else 8.0, num_steps=8)
     assert cost.plain_steps() == 1.5
-    assert not pausing.drafts, "eight steps without a hit lose more than the stake"
+    assert not adaptive.drafts, "eight steps without a hit lose more than the stake"
 
 
 def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_probes():
-    drafter, stand_in = SuffixDrafter(), SuffixDrafter()
-    pausing = Pausing(known(2.0), stand_in)
-    assert pausing.chosen(drafter) is drafter
-    pausing.record(1, 2.0)
-    assert pausing.chosen(drafter) is stand_in
-    pausing.record(1, 2.0, by_stand_in=True)
+    drafter, fallback = SuffixDrafter(), SuffixDrafter()
+    adaptive = AdaptiveDrafting(known(2.0), fallback)
+    assert adaptive.select_drafter(drafter) is drafter
+    adaptive.record(1, 2.0)
+    assert adaptive.select_drafter(drafter) is fallback
+    adaptive.record(1, 2.0, used_fallback=True)
     for _ in range(FIRST_INTERVAL):
-        assert pausing.chosen(drafter).max_depth == 0
-        pausing.record(1, 1.0)
-    pausing.record(1, 2.0)
-    assert pausing.chosen(drafter) is stand_in
-    pausing.record(9, 2.0, by_stand_in=True)
-    assert pausing.chosen(drafter) is drafter
+        assert adaptive.select_drafter(drafter).max_depth == 0
+        adaptive.record(1, 1.0)
+    adaptive.record(1, 2.0)
+    assert adaptive.select_drafter(drafter) is fallback
+    adaptive.record(9, 2.0, used_fallback=True)
+    assert adaptive.select_drafter(drafter) is drafter
 
 
 # ------------------------------------------------------------------ in the loops
@@ -275,7 +275,7 @@ def request_of(prompts: torch.Tensor, max_new_tokens: int, **more) -> DecodeRequ
     return DecodeRequest(tokens=prompts, lengths=lengths, max_new_tokens=max_new_tokens, **more)
 
 
-def drafts_by_length(base, drafter, request, pausing) -> tuple[list[int], dict[int, list[int]]]:
+def drafts_by_length(base, drafter, request, adaptive) -> tuple[list[int], dict[int, list[int]]]:
     """The text, and [length of the text] = what was drafted after it."""
     drafts, draft = {}, drafter.draft
 
@@ -285,7 +285,7 @@ def drafts_by_length(base, drafter, request, pausing) -> tuple[list[int], dict[i
         return made
 
     drafter.draft = noting
-    steps = decode(base, drafter, request, None, pausing)
+    steps = decode(base, drafter, request, None, adaptive)
     return [token for step in steps for token in step.tokens[0]], drafts
 
 
@@ -294,7 +294,7 @@ def test_a_drafter_that_was_left_out_for_some_steps_drafts_as_if_it_had_been_ask
     base, request = tiny_model("qwen3"), request_of(random_prompts(1, 9), 40)
     text, always = drafts_by_length(base, DRAFTERS[name](base), request, None)
     for seed in range(2):
-        paused_text, drafts = drafts_by_length(base, DRAFTERS[name](base), request, RandomPausing(seed))
+        paused_text, drafts = drafts_by_length(base, DRAFTERS[name](base), request, RandomDrafting(seed))
         assert paused_text == text
         both = always.keys() & drafts.keys()
         assert len(both) > 1
@@ -315,7 +315,7 @@ def test_static_steps_that_pause_give_the_text_and_count_the_pauses(interval, se
     request = request_of(random_prompts(3, 7), 30, seeds=seeds)
     expected = rows_of(decode(base, drafter, request))
     counted = DecodingStatistics()
-    steps = decode(Steps(base), drafter, request, counted, RandomPausing(interval), "static", interval)
+    steps = decode(Steps(base), drafter, request, counted, RandomDrafting(interval), "static", interval)
     assert rows_of(steps) == expected
     assert 0 < counted.num_paused < counted.num_steps
     assert counted.num_tokens == 3 * 30
@@ -325,9 +325,9 @@ def test_steps_behind_the_end_of_the_text_took_time_too(monkeypatch):
     base, request = tiny_model("llama"), request_of(random_prompts(1, 7), 30)
     text = rows_of(decode(base, PlainDrafter(), request))[0]
     ending = replace(request, eos_ids=frozenset({text[3]}))
-    pausing, counts = RandomPausing(0), []
-    monkeypatch.setattr(pausing, "record", lambda tokens, seconds, num_steps, **_: counts.append(num_steps))
-    steps = list(decode(Steps(base), PlainDrafter(), ending, None, pausing, "static", 8))
+    adaptive, counts = RandomDrafting(0), []
+    monkeypatch.setattr(adaptive, "record", lambda tokens, seconds, num_steps, **_: counts.append(num_steps))
+    steps = list(decode(Steps(base), PlainDrafter(), ending, None, adaptive, "static", 8))
     assert len(steps) == 1 + text.index(text[3]) < 8
     assert counts == [8]
 
